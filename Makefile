@@ -1,0 +1,53 @@
+# Everything starts here; `make` alone lists the targets. Recipes are POSIX sh and use .venv by path, so nothing has to
+# be activated, and each target sets up what it needs.
+
+PYTHON ?= python3.11
+PORT   ?= 8888
+BIN    := .venv/bin
+
+.PHONY: help setup demo lab test bench doctor clean
+.DEFAULT_GOAL := help
+
+# Tests, demo and benchmarks use what is in the repository and in the environment, never the network.
+demo test bench: export HF_HUB_OFFLINE = 1
+demo test bench: export TRANSFORMERS_OFFLINE = 1
+demo test bench: export HF_DATASETS_OFFLINE = 1
+demo test bench lab: export HF_HUB_DISABLE_TELEMETRY = 1
+# Tokenizers warn when a process that used their threads forks, as data loaders do.
+demo test bench lab: export TOKENIZERS_PARALLELISM = false
+
+help: ## list the targets (default)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo "  settings: PYTHON=$(PYTHON) (3.11 or 3.12, for setup), PORT=$(PORT) (for lab), ARGS= (for demo and test)"
+
+setup: .venv/.stamp ## make .venv and install everything into it, in the tested versions
+
+# The stamp is younger than the last complete installation, so a change of dependencies installs again.
+.venv/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
+	  echo "setup needs Python 3.11 or 3.12 and tried $(PYTHON); name another: make setup PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[test,browser]"
+	@touch $@
+
+demo: .venv/.stamp ## run the demonstration without a browser and print what it measured
+	$(BIN)/python -m workbench demo $(ARGS)
+
+lab: .venv/.stamp ## open JupyterLab on 127.0.0.1, with its token, at the first notebook
+	$(BIN)/python -m workbench lab --port $(PORT)
+
+test: .venv/.stamp ## run the tests (ARGS="-m slow" for the long ones)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: .venv/.stamp ## run every benchmark in turn; helpers start with an underscore
+	@for file in benchmarks/[!_]*.py; do \
+	  [ -e "$$file" ] || { echo "no benchmarks yet"; break; }; \
+	  echo "== $$file"; $(BIN)/python "$$file" || exit 1; \
+	done
+
+doctor: .venv/.stamp ## check versions, widgets, devices and room, with advice
+	$(BIN)/python -m workbench doctor
+
+clean: ## remove caches and build outputs (.venv stays; `rm -r .venv` removes that too)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,156 @@
+"""The state that PyTorch and Python keep per thread, carried from one coroutine to another.
+
+A forward that pauses may stand inside ``with autocast():``, ``no_grad``, a dispatch mode or an ``sdpa_kernel`` block, and
+it draws from a random stream of its own. All of that lives in the thread, not in the coroutine, so it is taken along by
+hand at every switch. What is not here: context variables (each greenlet has its own) and NumPy's global generator.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+_AUTOCAST_TYPES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The generators that a micro-batch draws from."""
+
+    torch_cpu: torch.Tensor
+    torch_cuda: torch.Tensor | None
+    python: tuple[Any, ...]
+
+    @staticmethod
+    def take() -> RandomState:
+        """The generators as they stand now."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return RandomState(torch.get_rng_state(), cuda, random.getstate())
+
+    @staticmethod
+    def seeded(seed: int) -> RandomState:
+        """The state after ``torch.manual_seed(seed)``; the thread's own state is left alone."""
+        before = RandomState.take()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        state = RandomState.take()
+        before.put()
+        return state
+
+    def put(self) -> None:
+        """Make this the thread's state."""
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda is not None:
+            torch.cuda.set_rng_state(self.torch_cuda)
+        random.setstate(self.python)
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """Everything a coroutine expects to find unchanged when it is resumed."""
+
+    random: RandomState
+    grad_enabled: bool
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    autocast_cache: bool
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[TorchDispatchMode, ...]
+    saved_tensor_hooks: tuple[tuple[Any, Any], ...]
+    attention: tuple[bool, bool, bool, bool]
+
+    @staticmethod
+    def take() -> Ambient:
+        """Read the thread's state; its mode and hook stacks are left empty."""
+        state = Ambient(
+            random=RandomState.take(),
+            grad_enabled=torch.is_grad_enabled(),
+            autocast=tuple((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            function_modes=tuple(_get_current_function_mode_stack()),
+            dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+            saved_tensor_hooks=_pop_saved_tensor_hooks(),
+            attention=_attention_flags(),
+        )
+        for _ in state.function_modes:
+            _pop_function_mode()
+        for _ in state.dispatch_modes:
+            _pop_dispatch_mode()
+        return state
+
+    def put(self) -> None:
+        """Make this the thread's state; its mode and hook stacks must be empty (`take` leaves them so)."""
+        self.random.put()
+        torch.set_grad_enabled(self.grad_enabled)
+        for device_type, (enabled, dtype) in zip(_AUTOCAST_TYPES, self.autocast, strict=True):
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        for mode in self.function_modes:
+            _push_function_mode(mode)
+        for mode in self.dispatch_modes:
+            _push_dispatch_mode(mode)
+        for pack, unpack in self.saved_tensor_hooks:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        if self.attention != _attention_flags():
+            _set_attention_flags(self.attention)
+
+    def without(self, mode: TorchDispatchMode) -> Ambient:
+        """The same state with one dispatch mode left out."""
+        return replace(self, dispatch_modes=tuple(m for m in self.dispatch_modes if m is not mode))
+
+    def reseeded(self, random_state: RandomState) -> Ambient:
+        """The same state with other random generators."""
+        return replace(self, random=random_state)
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether autocast is on for any device type."""
+        return any(enabled for enabled, _ in self.autocast)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run a block under this state, then restore what was there before."""
+        outside = Ambient.take()
+        self.put()
+        try:
+            yield
+        finally:
+            Ambient.take()
+            outside.put()
+
+
+def _pop_saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return tuple(reversed(hooks))
+
+
+def _attention_flags() -> tuple[bool, bool, bool, bool]:
+    c = torch._C
+    return (
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+    )
+
+
+def _set_attention_flags(flags: tuple[bool, bool, bool, bool]) -> None:
+    c = torch._C
+    c._set_sdp_use_flash(flags[0])
+    c._set_sdp_use_mem_efficient(flags[1])
+    c._set_sdp_use_math(flags[2])
+    c._set_sdp_use_cudnn(flags[3])

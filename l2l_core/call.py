@@ -1,0 +1,327 @@
+"""One layer on one micro-batch: run with its graph cut on both sides, recomputed later, and back-propagated.
+
+Both the first run and the recompute see their differentiable inputs through `enter` nodes, so that the same code gives
+the same graph. The first run's graph is dropped at once unless this is the last layer, which is not run twice.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from l2l_core.ambient import Ambient
+from l2l_core.cut import Segment, Sink, cut, enter, run_backward
+from l2l_core.device import Device
+from l2l_core.hooks import Locator, SideOutputs, UserHooks, alive
+from l2l_core.meter import Meter
+from l2l_core.stash import Stash
+from l2l_core.trace import Event, Trace
+from l2l_core.units import Unit
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, range)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What all calls of one pass over the model share."""
+
+    device: Device
+    stash: Stash
+    trace: Trace
+    sides: SideOutputs
+    user_hooks: UserHooks
+    meter: Meter
+    buffer_values: dict[Unit, list[torch.Tensor]] = field(default_factory=dict)
+
+    def buffers_of(self, unit: Unit) -> list[torch.Tensor]:
+        """The values of a unit's buffers now; the same list as before if none has changed.
+
+        Compared by value: BatchNorm changes its statistics without counting a version.
+        """
+        last = self.buffer_values.get(unit)
+        if last is None or not all(torch.equal(a, b) for a, b in zip(last, unit.buffers, strict=True)):
+            self.buffer_values[unit] = [buffer.clone() for buffer in unit.buffers]
+        return self.buffer_values[unit]
+
+    @contextmanager
+    def watched(self, metering_only: bool = False) -> Iterator[None]:
+        """Run a block of backward under the stash's watch, where it needs one."""
+        if self.stash.metering or (self.stash.guards and not metering_only):
+            with self.stash.watch:
+                yield
+        else:
+            yield
+
+    def timed(self, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:
+        """Start a compute event; calling the result ends it."""
+        t0 = self.trace.began_s
+        self.meter.enter(kind, layer, k)
+        stop = self.device.start(
+            lambda a, b: self.trace.add(Event("compute", kind, a - t0, b - t0, layer, k, 0, visit))
+        )
+
+        def end() -> None:
+            stop()
+            self.meter.leave()
+
+        return end
+
+
+@dataclass(slots=True)
+class _Graph:
+    """Edges of a layer's graph from which backward can start."""
+
+    inputs: list[GradientEdge]  # aligned with Call.inputs; roots for gradients that inputs already have
+    outputs: list[GradientEdge]  # aligned with Call.outputs
+    sides: dict[Locator, GradientEdge]
+
+
+@dataclass(slots=True)
+class _Input:
+    tensor: torch.Tensor
+    sink: Sink
+
+
+@dataclass(eq=False)
+class Call:
+    """The call of `unit` by micro-batch `k`.
+
+    Invariant: what `inputs` and `leaves` hold is the stash of this call; it is let go when backward is done.
+    """
+
+    unit: Unit
+    real: Callable[..., Any]  # the layer's own forward
+    k: int
+    leaves: list[Any]
+    spec: Any
+    inputs: list[_Input]
+    behind: list[tuple[GradientEdge, Sink]]  # what entered a layer first here: segments to run after this call
+    visit: int = -1
+    outputs: list[Sink] = field(default_factory=list)
+    side_sinks: dict[Locator, Sink] = field(default_factory=dict)
+    segment: Segment | None = None
+    kept: _Graph | None = None
+    ambient: Ambient | None = None
+    context: contextvars.Context | None = None
+    buffers: list[torch.Tensor] | None = None  # the unit's buffers as the forward saw them
+    versions: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(unit: Unit, real: Callable[..., Any], k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Take a call's arguments and cut their graph.
+
+        Raises:
+            TypeError: an argument hides tensors (a cache, an object that is no pytree).
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_cache)
+        inputs: dict[int, _Input] = {}
+        behind = []
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                _refuse_hidden(leaf, f"argument {index} of layer {unit.name}")
+            elif leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
+                sink, edge = cut(leaf, f"argument {index} of layer {unit.name}")
+                inputs[id(leaf)] = _Input(leaf, sink)
+                if edge is not None:
+                    behind.append((edge, sink))
+        call = Call(unit, real, k, leaves, spec, list(inputs.values()), behind)
+        call.context = contextvars.copy_context()
+        return call
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor among the arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether anything that the layer gave out can receive a gradient."""
+        return bool(self.outputs or self.side_sinks)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def first(self, run: Pass, keep: bool) -> Any:
+        """Run the layer inside its micro-batch's coroutine; return its outputs as the shell shall see them."""
+        self.versions = [tensor._version for tensor in self.tensors]
+        stop = run.timed("forward", self.unit.key, self.k, self.visit)
+        with run.sides.watching(self.unit.module) as seen:
+            outputs, graph = self._run(run, seen=None)
+        stop()
+        self._check_versions("the layer itself changed it in place")
+        self.kept = graph if keep else None
+        del graph  # with it goes what only the layer's own graph kept alive
+        self._cut_sides(run, {**alive(seen), **run.sides.attributes(self.unit.module)})
+        return outputs
+
+    def _run(self, run: Pass, seen: dict[Locator, Any] | None) -> tuple[Any, _Graph]:
+        """The layer itself. In the first run (`seen` is None) its outputs are made ready for the shell."""
+        entered = {id(i.tensor): enter(i.tensor, i.sink) for i in self.inputs}
+        args, kwargs = pytree.tree_unflatten([entered.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
+        with run.stash.working(self.k, self.unit.key, self.tensors):
+            flat, spec = pytree.tree_flatten(self.real(*args, **kwargs), is_leaf=_is_cache)
+        graph = _Graph([get_gradient_edge(entered[id(i.tensor)]) for i in self.inputs], [], {})
+        own = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
+        passed = {id(leaf) for leaf in self.leaves} | set(own)
+        flowing = list(
+            {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad and id(t) not in passed}.values()
+        )
+        graph.outputs = [get_gradient_edge(t) for t in flowing]
+        if seen is not None:
+            return None, graph
+        shown = {**own, **{id(t): self._leave(run, t) for t in flowing}}
+        for index, item in enumerate(flat):
+            if not isinstance(item, torch.Tensor):
+                _refuse_hidden(item, f"output {index} of layer {self.unit.name}")
+            elif id(item) not in shown and id(item) not in passed:
+                run.stash.hold(item, self.k, "activations", "", fresh=True)
+        return pytree.tree_unflatten([shown.get(id(item), item) for item in flat], spec), graph
+
+    def _leave(self, run: Pass, tensor: torch.Tensor) -> torch.Tensor:
+        if run.stash.is_exempt(tensor):  # a weight, or a view of one: the slot will hold another layer's soon
+            tensor = tensor.detach().clone()
+        self.outputs.append(sink := Sink())
+        shown = enter(tensor, sink)
+        run.stash.hold(shown, self.k, "stash", "", fresh=True)
+        return shown
+
+    def _cut_sides(self, run: Pass, tensors: dict[Locator, torch.Tensor]) -> None:
+        for locator, tensor in tensors.items():
+            sink, edge = cut(tensor, f"{' '.join(locator[1:])} of layer {self.unit.name}, which the model keeps,")
+            if edge is None:
+                continue  # the same tensor under a second name
+            if self.kept is not None:
+                self.kept.sides[locator] = edge
+            self.side_sinks[locator] = sink
+            run.stash.hold(tensor, self.k, "activations", "", fresh=True)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward(self, run: Pass) -> None:
+        """[2] Recompute, back-propagate through the layer, then through the shell code before it."""
+        sinks = [*self.outputs, *self.side_sinks.values()]
+        if any(sink.grad is not None for sink in sinks):
+            stop = run.timed("backward", self.unit.key, self.k, self.visit)
+            run.stash.fetch(
+                [*self.tensors, *(s.grad for s in [*sinks, *(i.sink for i in self.inputs)] if s.grad is not None)],
+                self.k,
+                self.unit.key,
+            )
+            with self._buffers_as_seen(run):
+                graph = self.kept or self._recompute(run)
+                roots = [
+                    (e, g) for e, s in zip(graph.outputs, self.outputs, strict=True) if (g := s.take()) is not None
+                ]
+                roots += [(graph.sides[at], g) for at, s in self.side_sinks.items() if (g := s.take()) is not None]
+                roots += [
+                    (e, g) for e, i in zip(graph.inputs, self.inputs, strict=True) if (g := i.sink.take()) is not None
+                ]
+                self.kept = None
+                with run.stash.working(self.k, self.unit.key, None), run.watched(metering_only=True):
+                    run_backward(roots)
+            stop()
+        self._run_segment(run)
+
+    def _recompute(self, run: Pass) -> _Graph:
+        assert self.context is not None and self.ambient is not None
+        self._check_versions("the model changed it in place after the call")
+        return self.context.run(self._recompute_in_context, run)
+
+    def _check_versions(self, cause: str) -> None:
+        for index, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True)):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"tensor argument {index} of layer {self.unit.name} (shape {tuple(tensor.shape)}) cannot be recomputed "
+                    f"from: {cause}. Change a copy instead (x = x + y rather than x += y, ReLU(inplace=False))"
+                )
+
+    def _recompute_in_context(self, run: Pass) -> _Graph:
+        with (
+            run.user_hooks.silenced(),
+            self.ambient.active(),
+            run.sides.watching(self.unit.module, strong=True) as seen,
+        ):  # type: ignore[union-attr]
+            _, graph = self._run(run, seen)
+            if self.side_sinks:
+                graph.sides = self._find_sides(run, seen)
+            if self.ambient.autocasts:  # type: ignore[union-attr]
+                torch.clear_autocast_cache()
+        return graph
+
+    def _find_sides(self, run: Pass, seen: dict[Locator, Any]) -> dict[Locator, GradientEdge]:
+        tensors = {**seen, **run.sides.attributes(self.unit.module)}
+        for _, path, *rest in [at for at in tensors if at[0] == "attribute"]:
+            module = self.unit.module.get_submodule(path)
+            setattr(
+                module, rest[0], tensors["attribute", path, rest[0]].detach()
+            )  # as backward leaves it: without a graph
+        return {at: get_gradient_edge(tensors[at]) for at in self.side_sinks}
+
+    @contextmanager
+    def _buffers_as_seen(self, run: Pass) -> Iterator[None]:
+        """Recompute from what the forward saw; put the newest values back after backward, which reads them too."""
+        if not self.buffers or self.kept is not None or run.buffers_of(self.unit) is self.buffers:
+            yield
+            return
+        now = [buffer.clone() for buffer in self.unit.buffers]
+        set_values(self.unit.buffers, self.buffers)
+        yield
+        set_values(self.unit.buffers, now)
+
+    def _run_segment(self, run: Pass) -> None:
+        """Back-propagate through the shell code that made the inputs which entered a layer here for the first time."""
+        roots = [(edge, grad) for edge, sink in self.behind if (grad := sink.take()) is not None]
+        self.behind = []
+        if roots:
+            stop = run.timed("shell", "shell", self.k, self.visit)
+            with run.stash.working(self.k, "shell", None), run.watched():
+                run_backward(roots, self.segment)
+            stop()
+        self.hold_gradients(run)
+
+    def hold_gradients(self, run: Pass) -> None:
+        """Gradients that wait for an earlier call are part of the image."""
+        waiting = [sink.grad for _, sink in self.segment.waiting()] if self.segment else []
+        for grad in [*waiting, *(i.sink.grad for i in self.inputs)]:
+            if grad is not None:
+                run.stash.hold(grad, self.k, "stash", "", fresh=True)
+
+    def release(self) -> None:
+        """Let go of the stash."""
+        self.leaves, self.inputs, self.segment, self.buffers = [], [], None, None
+        self.context = self.ambient = self.kept = None
+
+
+def set_values(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy `values` into `targets`, unseen by autograd."""
+    with torch.no_grad():
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _refuse_hidden(value: Any, where: str) -> None:
+    if isinstance(value, _PLAIN):
+        return
+    if _is_cache(value):
+        raise TypeError(
+            f"{where} is a key-value cache ({type(value).__name__}): it would carry one run's tensors into the recompute. "
+            "Train without it: pass use_cache=False in the batch, or set model.config.use_cache = False"
+        )
+    hidden = [n for n, v in (getattr(value, "__dict__", None) or {}).items() if isinstance(v, torch.Tensor)]
+    if isinstance(value, set | frozenset):
+        hidden = ["an element" for v in value if isinstance(v, torch.Tensor)]
+    if hidden and not isinstance(value, torch.nn.Module):
+        raise TypeError(
+            f"{where} is a {type(value).__name__} that holds tensors ({', '.join(hidden[:3])}) where the relay cannot see "
+            "them. Pass tuples, lists or dicts, or register the class with torch.utils._pytree.register_pytree_node"
+        )

@@ -1,0 +1,82 @@
+"""Settings of a relay: one frozen value, validated once."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+StashPlace = Literal["device", "host"]
+UpdateMode = Literal["eager", "deferred"]
+Precision = Literal["fp32", "bf16"]
+MeterMode = Literal["on_change", "always"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayConfig:
+    """How a relay runs; what it computes does not depend on these settings.
+
+    Args:
+        micro_batches: slices of a batch that pass through a layer during one visit.
+        ahead: layers loaded ahead of the one that computes; 0 is serial (plain L2L), 1 or more overlap (L2L-p).
+        stash: where boundary activations wait for their recompute. On the ``"host"``, device memory does not grow
+            with depth or with the number of micro-batches.
+        update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them.
+        precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights and compute on the device (masters stay float32).
+        max_grad_norm: clip the global gradient norm to this; needs ``update="deferred"``.
+        meter: when activation bytes are counted operation by operation: the first step after a change, or every step.
+        rollback: keep an undo log of eager updates (12 bytes per parameter) so that an exception restores the old step.
+        seed: start of every random stream, see `micro_batch_seed`.
+
+    Raises:
+        ValueError: a value out of range, or ``eager`` together with ``max_grad_norm``.
+    """
+
+    micro_batches: int = 1
+    ahead: int = 1
+    stash: StashPlace = "device"
+    update: UpdateMode = "eager"
+    precision: Precision = "fp32"
+    max_grad_norm: float | None = None
+    meter: MeterMode = "on_change"
+    rollback: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int("micro_batches", self.micro_batches, least=1)
+        _check_int("ahead", self.ahead, least=0)
+        _check_int("seed", self.seed, least=0)
+        _check_choice("stash", self.stash, StashPlace)
+        _check_choice("update", self.update, UpdateMode)
+        _check_choice("precision", self.precision, Precision)
+        _check_choice("meter", self.meter, MeterMode)
+        if not isinstance(self.rollback, bool):
+            raise ValueError(f"rollback={self.rollback!r}: must be True or False")
+        if self.max_grad_norm is None:
+            return
+        if not self.max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None for no clipping"
+            )
+        if self.update == "eager":
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm!r} with update='eager': the global norm needs every gradient before "
+                "the first update, and eager updates do not wait. Use RelayConfig(update='deferred', ...)"
+            )
+
+    def micro_batch_seed(self, step: int, k: int) -> int:
+        """Seed of the random stream of micro-batch `k` in step `step` (both from 0).
+
+        A plain loop that calls ``torch.manual_seed`` with it before each micro-batch draws the same numbers.
+        """
+        return zlib.crc32(f"{self.seed}/{step}/{k}".encode())
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
+
+
+def _check_choice(name: str, value: object, choices: object) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, get_args(choices)))}")

@@ -1,0 +1,201 @@
+"""Where the autograd graph of a micro-batch is cut: at the tensors that enter and leave a layer.
+
+A tensor that *leaves* a layer comes out of an `enter` node, whose backward hands the gradient to a `Sink` and stops. A
+tensor that *enters* a layer is cut in place: the edge to its history is kept, the tensor itself becomes a leaf, so that
+everything that reads it later (a residual connection, the far side of a U-Net) meets the leaf and not its history.
+
+Between two cuts lies a *segment* of shell code. Each segment runs backward once, from the edges of the tensors that
+entered a layer, when that layer has added its part to their gradients. `trace_segments` walks the graph beforehand: what
+a segment meets decides which waiting gradients must take part in its run, so that sums come out in the order of plain
+training, and where it must stop because a node belongs to an earlier segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+class Sink:
+    """Holds the gradient of one boundary tensor of one micro-batch until its layer or segment runs backward.
+
+    Invariant: contributions are added in the order in which backward produces them.
+    """
+
+    __slots__ = ("grad",)
+
+    def __init__(self) -> None:
+        self.grad: torch.Tensor | None = None
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Add one contribution; same shape as the boundary tensor."""
+        self.grad = grad if self.grad is None else self.grad + grad
+
+    def take(self) -> torch.Tensor | None:
+        """The gradient so far; the sink is empty afterwards."""
+        grad, self.grad = self.grad, None
+        return grad
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor, sink: Sink) -> torch.Tensor:  # type: ignore[override]
+        ctx.sink = sink
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        if grad is not None:
+            ctx.sink.add(grad)
+        return None, None, None
+
+
+def enter(x: torch.Tensor, sink: Sink) -> torch.Tensor:
+    """`x` as the start of a new graph: same storage, no leaf (in-place use is allowed), its gradient goes to `sink`."""
+    with torch.enable_grad():
+        phony = torch.empty(0, requires_grad=True)  # makes autograd record the node
+        return _Enter.apply(phony, x.detach(), sink)
+
+
+def cut(tensor: torch.Tensor, where: str) -> tuple[Sink, GradientEdge | None]:
+    """Make `tensor`, which enters a layer, a leaf in place; return where its gradient gathers and the edge behind it.
+
+    The edge is None if the tensor was cut before: whoever cut it first runs what lies behind. A parameter of the shell
+    that enters a layer as it is stays untouched, it is a leaf already.
+
+    Raises:
+        RuntimeError: the tensor is a view that autograd has saved; names `where` and the remedy.
+    """
+    if (sink := sink_of(tensor)) is not None:
+        return sink, None
+    sink, edge = Sink(), get_gradient_edge(tensor)
+    if not tensor.is_leaf:
+        _make_leaf(tensor, where)
+        tensor.register_hook(sink.add)  # not .grad, which would re-stride it
+        tensor.register_post_accumulate_grad_hook(_drop_grad)
+        tensor._relay_sink = sink  # type: ignore[attr-defined]
+    return sink, edge
+
+
+def sink_of(tensor: torch.Tensor) -> Sink | None:
+    """The sink of a tensor that has been cut, None for any other."""
+    return getattr(tensor, "_relay_sink", None)
+
+
+def _drop_grad(tensor: torch.Tensor) -> None:
+    tensor.grad = None
+
+
+def _make_leaf(tensor: torch.Tensor, where: str) -> None:
+    if not tensor._is_view():
+        tensor.detach_().requires_grad_()
+        return
+    # A view cannot be detached in place; the Python object gets another tensor of the same storage instead.
+    leaf = tensor.detach().requires_grad_()
+    try:
+        torch.utils.swap_tensors(tensor, leaf)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{where} is a view (shape {tuple(tensor.shape)}) that autograd has also saved for another operation, and "
+            "the relay cannot cut the graph there. Pass a copy to the layer: x.clone() or x.contiguous()"
+        ) from error
+
+
+class Gate:
+    """Where one segment's graph runs into nodes of an earlier one, which runs later: gradients wait here for it."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending: dict[int, Sink] = {}  # by output of the node
+
+    def catch(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:
+        """A hook before the node: keep what arrives and let nothing pass (autograd skips undefined gradients)."""
+        for output, grad in enumerate(grads):
+            if grad is not None:
+                self.pending.setdefault(output, Sink()).add(grad)
+        return (None,) * len(grads)
+
+
+@dataclass(slots=True)
+class Segment:
+    """The part of a micro-batch's graph that one run of backward is responsible for: from its edges to the cuts.
+
+    A node that several segments reach belongs to the earliest, which runs last; for the others it is a gate.
+    """
+
+    nodes: set[Any] = field(default_factory=set)
+    leaves: list[torch.Tensor] = field(default_factory=list)  # parameters and cut tensors
+    gates: dict[Any, Gate] = field(default_factory=dict)  # of earlier segments, on this one's border
+    own_gates: dict[Any, Gate] = field(default_factory=dict)  # of this segment, on the border of later ones
+
+    def waiting(self) -> list[tuple[GradientEdge, Sink]]:
+        """Sinks in reach that already hold a gradient, with the edge at which it can rejoin a run."""
+        entered = [(GradientEdge(node, 0), node.sink) for node in self.nodes if is_entry(node)]
+        cuts = [(get_gradient_edge(leaf), sink) for leaf in self.leaves if (sink := sink_of(leaf)) is not None]
+        gates = [
+            (GradientEdge(node, output), sink)
+            for node, gate in [*self.gates.items(), *self.own_gates.items()]
+            for output, sink in gate.pending.items()
+        ]
+        return [(edge, sink) for edge, sink in entered + cuts + gates if sink.grad is not None]
+
+
+def trace_segments(starts: Sequence[Sequence[GradientEdge]]) -> list[Segment]:
+    """Walk the graph behind each list of edges up to the cuts, earliest first, and share out its nodes."""
+    owner: dict[Any, Segment] = {}
+    return [_walk(edges, owner) for edges in starts]
+
+
+def _walk(edges: Iterable[GradientEdge], owner: dict[Any, Segment]) -> Segment:
+    segment = Segment()
+    todo = [edge.node for edge in edges]
+    while todo:
+        node = todo.pop()
+        if node is None or node in segment.nodes:
+            continue
+        if node in owner:
+            segment.gates[node] = owner[node].own_gates.setdefault(node, Gate())
+            continue
+        segment.nodes.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            segment.leaves.append(node.variable)
+        elif not is_entry(node):
+            todo.extend(parent for parent, _ in node.next_functions)
+    ends = {node for node in segment.nodes if type(node).__name__ == "AccumulateGrad" or is_entry(node)}
+    owner.update(dict.fromkeys(segment.nodes - ends, segment))  # ends may be reached from several segments
+    return segment
+
+
+def is_entry(node: Any) -> bool:
+    """Whether a graph node is the start of a tensor that left a layer."""
+    return isinstance(node, _Enter._backward_cls)
+
+
+def run_backward(roots: Sequence[tuple[GradientEdge, torch.Tensor]], segment: Segment | None = None) -> None:
+    """Back-propagate from `roots`; gradients that wait at a sink in reach take part as roots of their own.
+
+    Joining the run puts a waiting gradient first in autograd's own sum, as in a backward that was never cut.
+    """
+    pairs = list(roots)
+    if segment is None:
+        _backward(pairs)
+        return
+    pairs += [(edge, grad) for edge, sink in segment.waiting() if (grad := sink.take()) is not None]
+    handles = [node.register_prehook(gate.catch) for node, gate in segment.gates.items()]
+    try:
+        _backward(pairs, keep=bool(handles))  # what lies behind a gate will run again, for good
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _backward(pairs: Sequence[tuple[GradientEdge, torch.Tensor]], keep: bool = False) -> None:
+    if pairs:
+        edges, grads = zip(*pairs, strict=True)
+        torch.autograd.backward(edges, grads, retain_graph=keep)

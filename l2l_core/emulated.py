@@ -1,0 +1,117 @@
+"""A device emulated on the CPU: real computation, an arena of its own with a byte budget, real copies over a stated link.
+
+Copies run on one thread per direction, in real time: a copy takes at least its latency plus bytes over bandwidth. What
+it is not: a model of a GPU's arithmetic. Compute runs at the speed of this CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from l2l_core.device import Copy, Device, Record, Ticket
+from l2l_core.memory import Ledger, format_bytes
+
+
+class _Pending:
+    """A copy on a lane thread."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    join = wait
+
+
+class EmulatedDevice(Device):
+    """CPU memory set apart as a device, behind a link.
+
+    Args:
+        memory_bytes: budget of the device; None for no limit.
+        h2d_bytes_per_s: bandwidth to the device; None for as fast as memory copies.
+        d2h_bytes_per_s: bandwidth from the device, independent of the other direction.
+        latency_s: fixed cost of every copy, in seconds.
+
+    Raises:
+        ValueError: a figure that is not positive (latency may be 0).
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int | None = None,
+        h2d_bytes_per_s: float | None = None,
+        d2h_bytes_per_s: float | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        figures = {"memory_bytes": memory_bytes, "h2d_bytes_per_s": h2d_bytes_per_s, "d2h_bytes_per_s": d2h_bytes_per_s}
+        for name, value in figures.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r}: must be positive, or None for no limit")
+        if not latency_s >= 0:
+            raise ValueError(f"latency_s={latency_s!r}: must be 0 or more seconds")
+        self.memory_bytes, self.latency_s = memory_bytes, latency_s
+        self.bytes_per_s = {"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s}
+        self.name = "emulated device" + (f" of {format_bytes(memory_bytes)}" if memory_bytes else "")
+        self.torch_device = torch.device("cpu")
+        self.ledger = Ledger("device", f"The {self.name}", memory_bytes)
+        self._lanes: dict[str, ThreadPoolExecutor] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"EmulatedDevice(memory_bytes={self.memory_bytes}, h2d_bytes_per_s={self.bytes_per_s['h2d']}, "
+            f"d2h_bytes_per_s={self.bytes_per_s['d2h']}, latency_s={self.latency_s})"
+        )
+
+    def host_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def issue(self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None) -> Ticket:
+        if lane not in self._lanes:
+            self._lanes[lane] = serial_thread(lane)
+        return _Pending(self._lanes[lane].submit(self._run, lane, copies, record, after))
+
+    def _run(self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None) -> None:
+        if after is not None:
+            after.join()
+        start_s = time.perf_counter()
+        nbytes = 0
+        for target, source in copies:
+            target.copy_(source)
+            nbytes += target.nbytes
+        bytes_per_s = self.bytes_per_s[lane]
+        until_s = start_s + self.latency_s + (nbytes / bytes_per_s if bytes_per_s else 0.0)
+        sleep_until(until_s)
+        record(start_s, time.perf_counter())
+
+    def start(self, record: Record) -> Callable[[], None]:
+        start_s = time.perf_counter()
+        return lambda: record(start_s, time.perf_counter())
+
+    def close(self) -> None:
+        for thread in self._lanes.values():
+            thread.shutdown(wait=True)
+        self._lanes.clear()
+
+
+def serial_thread(name: str) -> ThreadPoolExecutor:
+    """One worker thread that runs what is submitted in order, each operation of PyTorch on a single core.
+
+    PyTorch counts its CPU threads per calling thread, but `set_num_threads` also changes the default for others, so the
+    caller's number is put back.
+    """
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"relay-{name}")
+    threads = torch.get_num_threads()
+    executor.submit(torch.set_num_threads, 1).result()
+    torch.set_num_threads(threads)
+    return executor
+
+
+def sleep_until(until_s: float) -> None:
+    """Sleep until time.perf_counter() reaches `until_s`, to within tens of microseconds."""
+    while (left_s := until_s - time.perf_counter()) > 0:
+        time.sleep(left_s - 5e-5 if left_s > 1e-4 else 0.0)

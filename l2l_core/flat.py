@@ -1,0 +1,59 @@
+"""Parameters side by side in one flat buffer: where each lies, and how to see them through any such buffer.
+
+A layer travels as flat buffers, so a load is one copy. Offsets are aligned like fresh allocations (some kernels choose
+their path, and so their rounding, by alignment), and strides are kept (a channels-last weight stays channels-last).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor's place in a flat buffer; offset and strides in elements."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This piece of `flat`: (numel,) -> `size`."""
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Places of several tensors of one dtype in a flat buffer of `numel` elements."""
+
+    pieces: tuple[Piece, ...]
+    numel: int
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> Layout:
+        """Lay `tensors` out one after another, each aligned."""
+        pieces, offset = [], 0
+        for tensor in tensors:
+            pieces.append(Piece(offset, tuple(tensor.shape), _dense_strides(tensor)))
+            offset = aligned(offset + tensor.numel(), tensor.element_size())
+        return Layout(tuple(pieces), offset)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Every piece as a view of `flat`: (numel,)."""
+        return [piece.view(flat) for piece in self.pieces]
+
+
+def aligned(numel: int, element_size: int = 4) -> int:
+    """`numel` rounded up so that the next tensor starts on an aligned address."""
+    step = _ALIGN_BYTES // element_size
+    return -(-numel // step) * step
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides that keep the tensor's order of dimensions; contiguous ones where it has gaps or overlaps."""
+    return tuple(torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride())

@@ -1,0 +1,148 @@
+"""Gradients on the device: summed over micro-batches in a flat slot, then pushed to the EPS.
+
+Autograd's own accumulation is not used: a hook moves each parameter's fresh gradient into its place in the slot as soon
+as it is ready, so that at most one parameter's gradient exists besides the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from l2l_core.device import Device, Ticket
+from l2l_core.store import LayerStore
+from l2l_core.trace import Event, Trace
+from l2l_core.units import Block, Unit
+
+
+@dataclass(eq=False, slots=True)
+class _Buffer:
+    flat: torch.Tensor
+    owner: str
+    pushed: Ticket | None = None
+
+
+class Gradient:
+    """The gradient of one unit during one visit.
+
+    Invariant: `touched[i]` says whether parameter i has a gradient; untouched places hold garbage. Parameters that no
+    micro-batch touched get no update, as in plain training.
+    """
+
+    def __init__(self, unit: Unit, buffer: _Buffer, apart: Callable[[Block], bool]) -> None:
+        self.unit, self._buffer, self.apart = unit, buffer, apart
+        self.flat = buffer.flat[: unit.numel]
+        self._views = unit.views(self.flat)
+        self.touched = [False] * len(self._views)
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._collector(index))
+            for index, param in enumerate(unit.params)
+            if param.requires_grad
+        ]
+
+    def _collector(self, index: int) -> Callable[[torch.Tensor], None]:
+        view = self._views[index]
+
+        def collect(param: torch.Tensor) -> None:
+            grad, param.grad = param.grad, None
+            if grad is None:
+                return  # another unit that shares the parameter has taken it
+            if grad.layout is not torch.strided:
+                raise ValueError(
+                    f"a parameter of {self.unit.name} has a {grad.layout} gradient; use Embedding(sparse=False)"
+                )
+            if self.touched[index]:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+                self.touched[index] = True
+
+        return collect
+
+    def stop(self) -> None:
+        """Take no more gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def flush(self, k: int, store: LayerStore, push: Push) -> None:
+        """Push what micro-batch `k` has just added to blocks whose micro-batches are kept apart."""
+        for block, grad, covers, start in self._parts():
+            if self.apart(block) and any(covers):
+                host = store.buffer(grad.numel())
+                pairs = zip(block.layout.views(host), block.layout.views(grad), covers, strict=True)
+                ticket = push(self.unit, [(target, source) for target, source, has in pairs if has], k)
+                store.reduce_part(self.unit, block, k, host, covers, ticket)
+                ticket.join()  # the same place takes the next micro-batch's gradient
+                self.touched[start : start + len(covers)] = [False] * len(covers)
+
+    def push(self, store: LayerStore, push: Push) -> None:
+        """[3] Push the summed gradient of every block, to be reduced and updated in the background."""
+        self.stop()
+        for block, grad, covers, _ in self._parts():
+            if not self.apart(block) and any(covers):
+                host = store.buffer(grad.numel(), bounded=True)
+                self._buffer.pushed = push(self.unit, [(host, grad)], -1)
+                store.reduce(self.unit, block, host, covers, self._buffer.pushed)
+
+    def _parts(self) -> list[tuple[Block, torch.Tensor, tuple[bool, ...], int]]:
+        parts, start = [], 0
+        for block, grad in zip(self.unit.blocks, self.unit.ranges(self.flat), strict=True):
+            parts.append((block, grad, tuple(self.touched[start : start + len(block.params)]), start))
+            start += len(block.params)
+        return parts
+
+
+class Push:
+    """Issues gradient copies to the host and records them."""
+
+    def __init__(self, device: Device, trace: Trace) -> None:
+        self._device, self._trace = device, trace
+        self.nbytes = 0
+
+    def __call__(self, unit: Unit, copies: list[tuple[torch.Tensor, torch.Tensor]], k: int) -> Ticket:
+        nbytes = sum(target.nbytes for target, _ in copies)
+        self.nbytes += nbytes
+        t0, trace = self._trace.began_s, self._trace
+        return self._device.issue(
+            "d2h", copies, lambda a, b: trace.add(Event("d2h", "push", a - t0, b - t0, unit.key, k, nbytes))
+        )
+
+
+class GradientSlots:
+    """Device buffers for gradients: one fills while another is being pushed."""
+
+    def __init__(self, device: Device, numel: int, count: int) -> None:
+        self._device = device
+        self._buffers = [_Buffer(device.empty(numel), f"slot {index}") for index in range(count)]
+        for buffer in self._buffers:
+            device.ledger.book("gradients", buffer.owner, buffer.flat.nbytes)
+        self._next = 0
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        return [buffer.flat for buffer in self._buffers]
+
+    def take(self, unit: Unit, apart: Callable[[Block], bool]) -> Gradient:
+        """A gradient for a visit of `unit`, in the buffer that was pushed longest ago."""
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        if buffer.pushed is not None:
+            buffer.pushed.join()
+            buffer.pushed = None
+        return Gradient(unit, buffer, apart)
+
+    def close(self) -> None:
+        """Give the bytes back."""
+        for buffer in self._buffers:
+            self._device.ledger.release("gradients", buffer.owner, buffer.flat.nbytes)
+        self._buffers.clear()
+
+
+def clear_grads(params: list[nn.Parameter]) -> None:
+    """Leave no gradient behind on the model."""
+    for param in params:
+        param.grad = None

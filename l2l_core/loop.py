@@ -1,0 +1,260 @@
+"""The algorithm: one training step as a relay of layers.
+
+    EPS (host)          load            slot (device)                        stash
+    ┌─────────┐   ─────[1]────────▶   ┌──────────────────────────┐   ────▶  ┌───────┐
+    │ layer l │                       │ forward  k = 0 .. K-1    │          │ (l,k) │
+    │ w, m, v │   ◀────[3]─────────   │ backward k = 0 .. K-1 [2]│   ◀────  │  ...  │
+    └─────────┘   push, reduce,       └──────────────────────────┘          └───────┘
+                  update
+
+    [1] a layer is loaded while the one before it computes, and runs all micro-batches before it gives way
+    [2] in reverse: recompute from the stash, back-propagate, sum the gradient over micro-batches
+    [3] the gradient is pushed; the EPS reduces it and updates the layer in the background
+
+Source: Pudipeddi et al., https://arxiv.org/abs/2002.05645 (L2L and L2L-p).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from l2l_core.call import Call, Pass
+from l2l_core.cut import run_backward
+from l2l_core.gradient import Gradient, GradientSlots, Push
+from l2l_core.pause import Forward
+from l2l_core.prefetch import Prefetch
+from l2l_core.segments import survey
+from l2l_core.store import LayerStore, NonFiniteError
+from l2l_core.units import Block, Unit
+
+
+@dataclass(eq=False, slots=True)
+class Visit:
+    """One stay of a layer on the device during forward, and the calls it made there."""
+
+    unit: Unit
+    index: int
+    calls: list[Call] = field(default_factory=list)
+    gradient: Gradient | None = None
+
+
+class Loop:
+    """One step, or one forward pass, over ready-made parts.
+
+    Args:
+        run: device, stash, trace and hooks of the pass.
+        forwards: one paused forward per micro-batch.
+        layers: the stack; `predicted` is the expected order of visits.
+        prefetch: weight slots.
+    """
+
+    def __init__(
+        self,
+        run: Pass,
+        forwards: Sequence[Forward],
+        layers: Sequence[Unit],
+        predicted: Sequence[Unit],
+        prefetch: Prefetch,
+    ) -> None:
+        self.run, self.forwards, self.prefetch = run, list(forwards), prefetch
+        self.visits: list[Visit] = []
+        self._rank = {unit: position for position, unit in enumerate(layers)}
+        self._predicted = list(predicted)
+        self._cursors = [0] * len(self.forwards)  # how far each micro-batch has come in the predicted order
+
+    def forward(self) -> None:
+        """A forward pass without gradients."""
+        self.prefetch.begin(self._predicted)
+        self._start()
+        while (unit := self._next_unit()) is not None:
+            with self.prefetch.visit(unit):
+                for forward in self._waiting_for(unit):
+                    self._advance(forward, Visit(unit, len(self.visits)))
+
+    # -- which layer is next -------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for forward in self.forwards:
+            forward.advance()
+            self.run.stash.park(forward.k)
+
+    def _advance(self, forward: Forward, visit: Visit) -> None:
+        assert forward.waiting is not None and forward.waiting.unit is visit.unit, f"{visit.unit.key} k={forward.k}"
+        forward.waiting.visit = visit.index
+        forward.waiting.buffers = self.run.buffers_of(visit.unit)
+        forward.advance()
+
+    def _waiting_for(self, unit: Unit) -> list[Forward]:
+        return [f for f in self.forwards if f.waiting is not None and f.waiting.unit is unit]
+
+    def _next_unit(self) -> Unit | None:
+        """The layer that the least advanced micro-batches wait for, so that the others can gather."""
+        waiting = {}
+        for forward in self.forwards:
+            if forward.waiting is not None:
+                unit = forward.waiting.unit
+                waiting[unit] = min(waiting.get(unit, (1 << 60, 0)), self._progress(forward, unit))
+        return min(waiting, key=waiting.__getitem__, default=None)
+
+    def _progress(self, forward: Forward, unit: Unit) -> tuple[int, int]:
+        cursor = self._cursors[forward.k]
+        if unit in self._predicted[cursor:]:
+            return self._predicted.index(unit, cursor), self._rank[unit]
+        return cursor, self._rank[unit]
+
+    def _came_to(self, unit: Unit, forwards: Sequence[Forward]) -> None:
+        for forward in forwards:
+            self._cursors[forward.k] = self._progress(forward, unit)[0] + 1
+
+
+class TrainLoop(Loop):
+    """A training step."""
+
+    def train(
+        self,
+        store: LayerStore,
+        slots: GradientSlots,
+        shell: Gradient,
+        push: Push,
+        divisors: Sequence[float],
+        inside: dict[torch.Tensor, str],
+    ) -> list[torch.Tensor]:
+        """Run the step; return the scaled losses of the micro-batches, which add up to the step's loss."""
+        self._store, self._slots, self._shell, self._push = store, slots, shell, push
+        self._divisors, self._inside = divisors, inside
+        self._losses: list[torch.Tensor] = []
+        self._shell_apart = False
+        shell.apart = self._is_apart
+
+        self.prefetch.begin([*self._predicted, *reversed(self._predicted[:-1])])
+        self._start()
+        while (unit := self._next_unit()) is not None:  # [1]
+            visit = self._open(unit)
+            with self.prefetch.visit(unit):
+                for forward in self._waiting_for(unit):
+                    forward.keep = self._is_last(visit)
+                    self._advance(forward, visit)
+                    visit.calls += [call for call in forward.calls[-1:] if call.visit == visit.index]
+                    self._lose_in_order(visit)
+                    self.run.stash.park(forward.k)
+                self._close(visit)
+
+        rest = [visit for visit in reversed(self.visits) if visit.calls]
+        self.prefetch.replan([visit.unit for visit in rest])
+        for visit in rest:
+            self._store.raise_failure()
+            with self.prefetch.visit(visit.unit):
+                for call in list(visit.calls):  # [2]
+                    self._backward(call, visit)
+                    self.run.stash.park(call.k)
+                self._push_gradient(visit)  # [3]
+        self._flush_shell()
+        return self._losses
+
+    def _open(self, unit: Unit) -> Visit:
+        self._came_to(unit, self._waiting_for(unit))
+        self.visits.append(Visit(unit, len(self.visits)))
+        return self.visits[-1]
+
+    def _is_last(self, visit: Visit) -> bool:
+        return visit.index == len(self._predicted) - 1
+
+    def _close(self, visit: Visit) -> None:
+        for call in visit.calls:
+            call.kept = None  # the slot goes to another layer; whoever is not done is recomputed
+        if visit.gradient is not None and not visit.calls and all(forward.done for forward in self.forwards):
+            self._push_gradient(visit)
+
+    # -- loss ----------------------------------------------------------------------------------------------------------
+
+    def _lose_in_order(self, visit: Visit) -> None:
+        """Run the loss backward of every finished micro-batch whose predecessors are done, in ascending k."""
+        while len(self._losses) < len(self.forwards) and self.forwards[len(self._losses)].done:
+            self._lose(self.forwards[len(self._losses)], visit)
+
+    def _lose(self, forward: Forward, visit: Visit) -> None:
+        k = forward.k
+        self.run.stash.fetch([forward.result], k)
+        stop = self.run.timed("loss", "shell", k)
+        with self.run.stash.working(k, "shell"), self.run.watched():
+            loss = forward.result / self._divisors[k]
+            forward.result = None
+            if not torch.isfinite(loss):
+                raise NonFiniteError(self._explain_loss(loss, forward))
+            tail = get_gradient_edge(loss) if loss.requires_grad else None
+            reached, several = survey(forward.calls, tail, self._inside, k)
+            self._shell_apart |= self._is_irregular() or any(leaf in self._shell_params for leaf in several)
+            if tail is not None:
+                run_backward([(tail, torch.ones_like(loss))], reached)
+        for _, sink in reached.waiting():
+            self.run.stash.hold(sink.grad, k, "stash", "", fresh=True)  # type: ignore[arg-type]
+        self._losses.append(loss.detach().clone())
+        del loss, tail, reached
+        stop()
+        self._flush(k, None)
+        if forward.calls and forward.calls[-1].kept is not None and forward.calls[-1].visit == visit.index:
+            self._backward(forward.calls[-1], visit)
+
+    def _is_irregular(self) -> bool:
+        """Whether micro-batches take different ways, so that their gradients reach the shell out of order."""
+        ways = [[c.unit for c in f.calls] + ([f.waiting.unit] if f.waiting else []) for f in self.forwards]
+        return any(way != ways[0] for way in ways)
+
+    @property
+    def _shell_params(self) -> set[torch.Tensor]:
+        return set(self._shell.unit.params)
+
+    def _explain_loss(self, loss: torch.Tensor, forward: Forward) -> str:
+        before = "the loss or the code after the last layer"
+        for call in forward.calls:
+            self.run.stash.fetch(call.tensors, forward.k)
+            bad = [t for t in call.tensors if t.is_floating_point() and torch.isnan(t).any()]
+            if bad:
+                before = producer
+                break
+            producer = f"layer {call.unit.name} ({call.unit.key})"
+        return f"the loss of micro-batch {forward.k} is {loss.item()}; first produced by {before}. Nothing was updated"
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _backward(self, call: Call, visit: Visit) -> None:
+        if visit.gradient is None:
+            visit.gradient = self._slots.take(visit.unit, self._is_apart)
+        call.backward(self.run)
+        call.release()
+        visit.calls.remove(call)
+        self._flush(call.k, visit.gradient)
+
+    def _is_apart(self, block: Block) -> bool:
+        """Whether several visits or segments contribute to a block, so that its micro-batches are kept apart."""
+        if block.shared:
+            return True
+        if block in self._shell.unit.blocks:
+            return self._shell_apart
+        return self._visit_counts()[block.key] > 1
+
+    def _visit_counts(self) -> Counter[str]:
+        return Counter(visit.unit.key for visit in self.visits)
+
+    def _flush(self, k: int, gradient: Gradient | None) -> None:
+        for each in (self._shell, gradient):
+            if each is not None:
+                each.flush(k, self._store, self._push)
+
+    def _push_gradient(self, visit: Visit) -> None:
+        if visit.gradient is None:
+            return
+        visit.gradient.push(self._store, self._push)
+        visit.gradient = None
+        if not any(other.calls and other.unit is visit.unit for other in self.visits):
+            for block in visit.unit.blocks:
+                if not block.shared and self._is_apart(block):
+                    self._store.complete(block)
+
+    def _flush_shell(self) -> None:
+        self._shell.push(self._store, self._push)

@@ -1,0 +1,139 @@
+"""What fills a memory: bytes by category and owner, the budget, and the error when it is exceeded.
+
+A ledger books; it does not allocate. Every number in a memory chart, a forecast or an out-of-memory message is read
+from here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+CATEGORIES = ("weights", "gradients", "activations", "stash", "optimizer", "other")
+
+
+class DeviceOutOfMemory(MemoryError):
+    """An allocation would exceed the device's byte budget.
+
+    Attributes:
+        requested_bytes: size of the allocation that failed.
+        limit_bytes: the budget.
+        bytes_by_category: what filled the device at that moment.
+    """
+
+    def __init__(
+        self, message: str, requested_bytes: int, limit_bytes: int, bytes_by_category: Mapping[str, int]
+    ) -> None:
+        super().__init__(message)
+        self.requested_bytes = requested_bytes
+        self.limit_bytes = limit_bytes
+        self.bytes_by_category = dict(bytes_by_category)
+
+
+class Ledger:
+    """Bytes in use at one place ("device" or "host").
+
+    Invariant: the total equals the sum over categories and never exceeds `limit_bytes`. Booking is thread-safe: storages
+    may die, and so release their bytes, in any thread.
+    """
+
+    def __init__(self, place: str, name: str, limit_bytes: int | None = None) -> None:
+        self.place, self.name, self.limit_bytes = place, name, limit_bytes
+        self.total = 0
+        self.peak = 0
+        self.advise: Callable[[int], str] = lambda missing_bytes: ""
+        self.doing: Callable[[], str] = lambda: ""
+        self._owned: Counter[tuple[str, str]] = Counter()
+        self._high: dict[str, int] = {}
+        self._high_total = -1
+        self._lock = threading.RLock()
+
+    def book(self, category: str, owner: str, nbytes: int) -> None:
+        """Count `nbytes` more.
+
+        Raises:
+            DeviceOutOfMemory: the budget does not allow it; nothing is booked.
+        """
+        with self._lock:
+            if self.limit_bytes is not None and self.total + nbytes > self.limit_bytes:
+                raise self._out_of_memory(category, owner, nbytes)
+            self._owned[category, owner] += nbytes
+            self.total += nbytes
+            if self.total > self._high_total:
+                self._high_total, self._high = self.total, {}
+            self.peak = max(self.peak, self.total)
+
+    def release(self, category: str, owner: str, nbytes: int) -> None:
+        """Count `nbytes` less."""
+        with self._lock:
+            if self.total == self._high_total and not self._high:
+                self._high = self.by_category()  # the categories of a peak are read only when it is left
+            left = self._owned[category, owner] - nbytes
+            assert left >= 0, f"{self.place}: {category} of {owner} released twice ({left} bytes)"
+            self._owned[category, owner] = left
+            if not left:
+                del self._owned[category, owner]
+            self.total -= nbytes
+
+    def move(self, category: str, owner: str, to_category: str, to_owner: str, nbytes: int) -> None:
+        """Give bytes another category or owner; the total stays."""
+        with self._lock:
+            self._owned[category, owner] -= nbytes
+            if not self._owned[category, owner]:
+                del self._owned[category, owner]
+            self._owned[to_category, to_owner] += nbytes
+
+    def by_category(self) -> dict[str, int]:
+        """Bytes now, by category; categories without bytes are left out."""
+        with self._lock:
+            sums: Counter[str] = Counter()
+            for (category, _), nbytes in self._owned.items():
+                sums[category] += nbytes
+            return dict(sums)
+
+    def by_owner(self, category: str) -> dict[str, int]:
+        """Bytes of one category now, by owner."""
+        with self._lock:
+            return {owner: nbytes for (c, owner), nbytes in self._owned.items() if c == category}
+
+    def take_high(self) -> dict[str, int]:
+        """Bytes by category at the highest total since the last call."""
+        with self._lock:
+            high = self._high or self.by_category()
+            self._high, self._high_total = {}, self.total
+            return high
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is in use now."""
+        with self._lock:
+            self.peak = self.total
+            self.take_high()
+
+    def _out_of_memory(self, category: str, owner: str, nbytes: int) -> DeviceOutOfMemory:
+        assert self.limit_bytes is not None
+        missing = self.total + nbytes - self.limit_bytes
+        doing = self.doing()
+        lines = [
+            f"{self.name} is full: {format_bytes(nbytes)} of {category} for {owner} were being allocated"
+            + (f" during {doing}" if doing else "")
+            + f", but {format_bytes(self.total)} of {format_bytes(self.limit_bytes)} are in use "
+            f"({format_bytes(missing)} too little)."
+        ]
+        for kind in sorted(self.by_category(), key=lambda c: -self.by_category()[c]):
+            owners = sorted(self.by_owner(kind).items(), key=lambda item: -item[1])
+            shown = ", ".join(f"{name or 'micro-batches'} {format_bytes(n)}" for name, n in owners[:4])
+            more = f", and {len(owners) - 4} more" if len(owners) > 4 else ""
+            lines.append(f"  {kind:<12} {format_bytes(self.by_category()[kind]):>10}  ({shown}{more})")
+        lines.append(self.advise(missing))
+        return DeviceOutOfMemory("\n".join(filter(None, lines)), nbytes, self.limit_bytes, self.by_category())
+
+
+def format_bytes(nbytes: int | float) -> str:
+    """`nbytes` for people: decimal units, three digits."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"

@@ -1,0 +1,84 @@
+"""Device memory over a step: samples at every compute event, activations counted once and replayed afterwards.
+
+Slots, stash and gradients are booked exactly in every step. Activations are counted operation by operation only while
+`Stash.metering` is on; that costs time. From such a step a `Profile` is kept, and later steps of the same shape book
+what it says: each event's highest activation bytes while it runs, and what was left afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from l2l_core.memory import Ledger
+from l2l_core.trace import Trace
+
+_OWNER = "profile"
+
+
+@dataclass(slots=True)
+class Profile:
+    """Activation bytes per compute event of a metered step: (highest during, left after), in order of events."""
+
+    events: list[tuple[str, int, int]] = field(default_factory=list)
+    worst: dict[str, int] = field(default_factory=dict)  # by event label without k, for events out of order
+
+
+class Meter:
+    """Samples memory into a trace, and either records a profile or replays one.
+
+    Args:
+        device, host: ledgers to sample.
+        trace: gets the samples.
+        replay: a profile of a metered step; None while metering, which records one into `profile`.
+    """
+
+    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Profile | None) -> None:
+        self._device, self._host, self._trace, self._replay = device, host, trace, replay
+        self.profile = Profile()
+        self._label = ""
+        self._at = 0
+        self._booked = 0
+        self.sample()
+
+    def enter(self, kind: str, layer: str, k: int) -> None:
+        """A compute event begins."""
+        self._label = f"{kind} {layer}"
+        self._device.doing = lambda: f"{kind} of {layer}" + (f", micro-batch {k}" if k >= 0 else "")
+        self._device.take_high()
+        if self._replay is not None:
+            self._book(self._expected(self._replay)[1])
+
+    def leave(self) -> None:
+        """The compute event ends."""
+        high = self._device.take_high()
+        self._trace.sample("device", high)
+        if self._replay is None:
+            during, after = high.get("activations", 0), self._device.by_category().get("activations", 0)
+            self.profile.events.append((self._label, during, after))
+            self.profile.worst[self._label] = max(during, self.profile.worst.get(self._label, 0))
+        else:
+            self._book(self._expected(self._replay)[2])
+        self._at += 1
+        self.sample()
+
+    def sample(self) -> None:
+        """Note what fills both memories now."""
+        self._trace.sample("device", self._device.by_category())
+        self._trace.sample("host", self._host.by_category())
+
+    def close(self) -> None:
+        """Take back what was booked from the profile."""
+        self._book(0)
+        self._device.doing = lambda: ""
+
+    def _expected(self, profile: Profile) -> tuple[str, int, int]:
+        if self._at < len(profile.events) and profile.events[self._at][0] == self._label:
+            return profile.events[self._at]
+        return self._label, profile.worst.get(self._label, 0), 0
+
+    def _book(self, nbytes: int) -> None:
+        if nbytes > self._booked:
+            self._device.book("activations", _OWNER, nbytes - self._booked)
+        elif nbytes < self._booked:
+            self._device.release("activations", _OWNER, self._booked - nbytes)
+        self._booked = nbytes

@@ -1,0 +1,162 @@
+"""Forwards that pause: every micro-batch runs the model's own ``forward`` as a coroutine that stops at each layer call.
+
+While a pass is on, the layers' ``forward`` is shadowed on the instance (the modules stay where they are, so hooks that
+the model installs keep working). Calling a shadow hands control to the engine; when the engine has loaded the layer it
+resumes the coroutine, and the layer runs there, inside the micro-batch's own frames, context variables and hooks.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import greenlet
+import torch
+from torch import nn
+
+from l2l_core.ambient import Ambient
+from l2l_core.call import Call, Pass
+from l2l_core.units import SHELL, Unit
+
+
+class _Coroutine(greenlet.greenlet):
+    forward: Forward
+
+
+class Forward:
+    """One micro-batch's forward.
+
+    Invariant: between two `advance` calls it stands at a layer call (`waiting`), or it is `done` and has a `result`.
+    """
+
+    def __init__(self, k: int, main: Callable[[], Any], ambient: Ambient, run: Pass) -> None:
+        self.k = k
+        self.calls: list[Call] = []  # those that take part in backward, in order
+        self.waiting: Call | None = None
+        self.result: Any = None
+        self.done = False
+        self.keep = False  # keep the graph of the layer that runs next: it is expected to be the last
+        self._main, self._ambient, self._run = main, ambient, run
+        self._greenlet = _Coroutine(self._body)
+        self._greenlet.forward = self
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._stop_shell: Callable[[], None] = lambda: None
+
+    def advance(self) -> None:
+        """Run the waiting layer and the shell after it, up to the next layer call or the end."""
+        engine = Ambient.take()
+        try:
+            with self._run.stash.working(self.k, SHELL):
+                self._greenlet.switch()
+        finally:
+            engine.put()
+
+    def cancel(self) -> None:
+        """Unwind a forward that has not finished.
+
+        Raises:
+            RuntimeError: the model's code caught the exit and went on.
+        """
+        if not self._greenlet or self._greenlet.dead:
+            return
+        engine = Ambient.take()
+        try:
+            self._greenlet.throw()
+        finally:
+            engine.put()
+        if not self._greenlet.dead:
+            raise RuntimeError(
+                f"the forward of micro-batch {self.k} swallowed its own end (a bare `except:` around a layer call?): "
+                "catch Exception instead, GreenletExit must pass"
+            )
+
+    # -- inside the coroutine ------------------------------------------------------------------------------------------
+
+    def _body(self) -> None:
+        self._ambient.put()
+        self._stop_shell = self._run.timed("shell", SHELL, self.k)
+        try:
+            self.result = self._main()
+            self._stop_shell()
+            self.done = True
+        finally:
+            self._ambient = Ambient.take()
+
+    def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
+        self.waiting = call = Call.of(unit, real, self.k, args, kwargs)
+        for item in call.inputs:
+            self._run.stash.hold(item.tensor, self.k, "stash", "")
+        self._stop_shell()
+        shell = Ambient.take()
+        parent = self._greenlet.parent
+        assert parent is not None
+        self._ambient = shell
+        try:
+            parent.switch()
+        except BaseException:
+            shell.put()  # blocks that the model stands in unwind the state that they find
+            raise
+
+        self.waiting = None
+        self._run.stash.fetch(call.tensors, self.k, unit.key)
+        stash = self._run.stash
+        inside = shell if stash.metering else shell.without(stash.watch)
+        call.ambient = inside
+        inside.put()
+        try:
+            outputs = call.first(self._run, self.keep)
+        finally:
+            after = Ambient.take()
+            shell.reseeded(after.random).put()
+        if shell.autocasts:
+            torch.clear_autocast_cache()  # it would keep casted copies of evicted weights
+        if call.needs_backward:
+            self.calls.append(call)
+        else:
+            call.release()
+        self._stop_shell = self._run.timed("shell", SHELL, self.k)
+        return outputs
+
+
+class Shadows:
+    """Shadows the layers' ``forward`` while a pass is on.
+
+    Invariant: after the block every module has the forward that it had before, whatever happened.
+    """
+
+    def __init__(self, units: Mapping[nn.Module, Unit]) -> None:
+        self._units = units
+        self._before: dict[nn.Module, Any] = {}
+        self.forwards: list[Forward] = []
+
+    def __enter__(self) -> Shadows:
+        for module, unit in self._units.items():
+            self._before[module] = vars(module).get("forward")
+            module.forward = self._shadow(unit, module.forward)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for module, own in self._before.items():
+            del module.forward
+            if own is not None:
+                module.forward = own
+        self._before.clear()
+
+    def cancel(self) -> None:
+        """Unwind every forward that has not finished."""
+        for forward in self.forwards:
+            forward.cancel()
+
+    def _shadow(self, unit: Unit, real: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current = greenlet.getcurrent()
+            if isinstance(current, _Coroutine):
+                return current.forward.call(unit, real, args, kwargs)
+            raise RuntimeError(
+                f"layer {unit.name} was called outside of the relay's forward. Is gradient checkpointing on? The relay "
+                "recomputes layers itself: call model.gradient_checkpointing_disable(), or remove torch.utils.checkpoint"
+            )
+
+        return forward

@@ -1,0 +1,115 @@
+"""Weight slots on the device, and loads that run ahead of compute.
+
+The plan is the list of visits still to come: forward as predicted from the last step, then the same layers in reverse.
+While one layer computes, the next `ahead` of the plan are loading. A slot is reused for the layer whose next visit is
+farthest away, so at the turn the last layers of forward are still there when backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from l2l_core.device import Copy, Device, Ticket
+from l2l_core.units import Unit
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A device buffer that holds one layer's weights.
+
+    Invariant: `unit` is the layer whose weights are in `flat`, or on their way there until `ticket` is done.
+    """
+
+    flat: torch.Tensor  # (numel of the largest layer,)
+    unit: Unit | None = None
+    ticket: Ticket | None = None
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+
+class Prefetch:
+    """`ahead + 1` slots for the layers of one step.
+
+    Args:
+        device: where the slots are.
+        numel: elements of the largest layer.
+        ahead: how many layers are loaded ahead of the one that computes.
+        load: issues the copies of one layer and returns their ticket.
+    """
+
+    def __init__(self, device: Device, numel: int, ahead: int, load: Callable[[Unit, list[Copy]], Ticket]) -> None:
+        self._device, self._ahead, self._load = device, ahead, load
+        self.slots = [Slot(device.empty(numel)) for _ in range(ahead + 1)]
+        self._nbytes = numel * 4
+        for index in range(len(self.slots)):
+            device.ledger.book("weights", f"slot {index}", self._nbytes)
+        self._plan: list[Unit] = []
+        self._position = 0
+
+    def begin(self, plan: Sequence[Unit]) -> None:
+        """Start a step whose visits are expected to be `plan`; what earlier steps left in the slots is old."""
+        for slot in self.slots:
+            slot.unit = None
+        self._plan, self._position = list(plan), 0
+
+    def replan(self, rest: Sequence[Unit]) -> None:
+        """Say what comes after the visit that just ended, as soon as it is known better than predicted."""
+        self._plan[self._position :] = rest
+
+    @contextmanager
+    def visit(self, unit: Unit) -> Iterator[None]:
+        """Let `unit` compute: its weights are in a slot and its parameters point there until the block ends."""
+        self._advance_to(unit)
+        window = list(dict.fromkeys(self._plan[self._position : self._position + self._ahead + 1]))
+        for wanted in window:
+            if self._slot_of(wanted) is None:
+                self._issue(wanted, keep=window)
+        slot = self._slot_of(unit)
+        assert slot is not None and slot.ticket is not None, f"{unit.key} is in no slot"
+        slot.ticket.wait()
+        unit.point(unit.views(slot.flat[: unit.numel]))
+        try:
+            yield
+        finally:
+            unit.point([view for block in unit.blocks for view in block.views])
+            self._position += 1
+
+    def drain(self) -> None:
+        """Wait for loads that are still on their way."""
+        for slot in self.slots:
+            if slot.ticket is not None:
+                slot.ticket.join()
+            slot.unit = slot.ticket = None
+
+    def close(self) -> None:
+        """Give the slots' bytes back."""
+        self.drain()
+        for index in range(len(self.slots)):
+            self._device.ledger.release("weights", f"slot {index}", self._nbytes)
+        self.slots.clear()
+
+    def _advance_to(self, unit: Unit) -> None:
+        """Move along the plan to `unit`; a visit that was not expected is put in."""
+        if unit in self._plan[self._position :]:
+            self._position = self._plan.index(unit, self._position)
+        else:
+            self._plan.insert(self._position, unit)
+
+    def _slot_of(self, unit: Unit) -> Slot | None:
+        return next((slot for slot in self.slots if slot.unit is unit), None)
+
+    def _issue(self, unit: Unit, keep: Sequence[Unit]) -> None:
+        free = [slot for slot in self.slots if slot.unit is None or slot.unit not in keep]
+        slot = max(free, key=self._next_use)
+        if slot.ticket is not None:
+            slot.ticket.join()  # a load that nobody came for
+        slot.unit = unit
+        pairs = zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True)
+        slot.ticket = self._load(unit, [(target, block.master) for target, block in pairs])
+
+    def _next_use(self, slot: Slot) -> int:
+        rest = self._plan[self._position :]
+        return rest.index(slot.unit) if slot.unit in rest else len(rest)

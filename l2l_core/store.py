@@ -1,0 +1,374 @@
+"""The eager param-server (EPS): masters, gradients, optimizer state and version of every layer, on the host.
+
+It hands out masters to load, takes gradients back, reduces them and updates each block of weights on a thread of its
+own, the lane ``eps``. What it is not: it knows nothing of devices or of the order of layers.
+
+Gradients of a block come in one piece (already summed over micro-batches), or, where several visits contribute, one
+piece per micro-batch: those are kept apart and added in ascending k when all have come, the order of plain training.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from l2l_core.config import RelayConfig
+from l2l_core.device import Ticket
+from l2l_core.emulated import serial_thread
+from l2l_core.memory import Ledger
+from l2l_core.optimizers import fire_hooks, over, replace_params, slice_of, sync_settings
+from l2l_core.trace import Event, Trace
+from l2l_core.units import Block, Unit
+
+_MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
+
+GradientPiece = tuple[torch.Tensor, tuple[bool, ...]]  # flat gradient (numel,), which parameters it covers
+
+
+class TornStep(RuntimeError):
+    """An error came after some layers had been updated and others not.
+
+    Attributes:
+        updated: keys of the layers that hold the new weights.
+    """
+
+    def __init__(self, message: str, updated: Sequence[str]) -> None:
+        super().__init__(message)
+        self.updated = tuple(updated)
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient is infinite or not a number; names the layer that produced it first."""
+
+
+@dataclass(slots=True)
+class _Master:
+    """The optimizer's side of a block."""
+
+    params: list[nn.Parameter]  # over the same memory as the block's master
+    part: Optimizer  # the optimizer restricted to them
+
+
+class LayerStore:
+    """Masters and optimizer of all units.
+
+    Invariant: a block is updated at most once per step, after all of its gradient has come, and `Block.version` counts
+    those updates. Only the ``eps`` thread writes masters while a step runs.
+
+    Args:
+        units: the shell and the layers.
+        optimizer: over the model's parameters; from now on over the masters.
+        order: the model's parameters in the model's own order.
+        host: gets the bytes booked.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], optimizer: Optimizer, order: Sequence[nn.Parameter], host: Ledger
+    ) -> None:
+        self.units = list(units)
+        self.optimizer = optimizer
+        self.host = host
+        self._blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
+        masters = {
+            p: nn.Parameter(v, p.requires_grad) for b in self._blocks for p, v in zip(b.params, b.views, strict=True)
+        }
+        self._model_params = {master: param for param, master in masters.items()}
+        replace_params(optimizer, masters)
+        self._masters = {
+            block: _Master(own := [masters[p] for p in block.params], slice_of(optimizer, own))
+            for block in self._blocks
+        }
+        self._thread = serial_thread("eps")
+        self._room = threading.Condition()
+        self._under_way: set[int] = set()
+        self._order = {param: index for index, param in enumerate(order)}
+        self._pool: dict[int, list[torch.Tensor]] = {}
+        self._optimizer_bytes = 0
+        for block in self._blocks:
+            host.book("weights", block.key, block.nbytes)
+        self._begin(RelayConfig(), Trace())
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, config: RelayConfig, trace: Trace) -> None:
+        """Open a step."""
+        self._begin(config, trace)
+        fire_hooks(self.optimizer._optimizer_step_pre_hooks, self.optimizer)
+
+    def _begin(self, config: RelayConfig, trace: Trace) -> None:
+        self._config, self._trace = config, trace
+        self._whole: dict[Block, GradientPiece] = {}
+        self._apart: dict[Block, dict[int, GradientPiece]] = {}
+        self._jobs: list[Future[None]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._failed = False
+        self.updated: list[Block] = []
+
+    def buffer(self, numel: int, bounded: bool = False) -> torch.Tensor:
+        """A host buffer for one gradient, shape (numel,); it returns to the pool when the gradient has been used.
+
+        A `bounded` buffer is handed out only while few gradients of eager updates are under way, so that the EPS falling
+        behind slows backward down instead of filling the host.
+        """
+        with self._room:
+            if bounded and self._config.update == "eager":
+                self._room.wait_for(lambda: len(self._under_way) < _MAX_UNDER_WAY or self._failed)
+            free = self._pool.setdefault(numel, [])
+            buffer = free.pop() if free else self._new_buffer(numel)
+            if bounded:
+                self._under_way.add(id(buffer))
+            return buffer
+
+    def _new_buffer(self, numel: int) -> torch.Tensor:
+        buffer = torch.empty(numel)
+        self.host.book("gradients", "buffers", buffer.nbytes)
+        weakref.finalize(buffer, self.host.release, "gradients", "buffers", buffer.nbytes)
+        return buffer
+
+    def reduce(self, unit: Unit, block: Block, grad: torch.Tensor, touched: tuple[bool, ...], pushed: Ticket) -> None:
+        """Take the whole gradient of `block`, (numel,), once `pushed` is done; update it now or at the end of the step."""
+        eager = self._config.update == "eager"
+
+        def work() -> None:
+            pushed.join()
+            self._check_finite(unit, block, (grad, touched))
+            self._whole[block] = (grad, touched)
+            if eager:
+                self._update(block)
+
+        self._submit(work)
+
+    def reduce_part(
+        self, unit: Unit, block: Block, k: int, grad: torch.Tensor, touched: tuple[bool, ...], pushed: Ticket
+    ) -> None:
+        """Add one visit's gradient of micro-batch `k` to those of the same micro-batch; it is kept apart from others."""
+
+        def work() -> None:
+            pushed.join()
+            self._check_finite(unit, block, (grad, touched))
+            start_s = time.perf_counter()
+            parts = self._apart.setdefault(block, {})
+            parts[k] = self._add(block, parts.get(k), (grad, touched))
+            self._record("reduce", block, start_s, k)
+
+        self._submit(work)
+
+    def complete(self, block: Block) -> None:
+        """Say that no more parts of `block` will come; eager updates do not wait any longer."""
+        if self._config.update == "eager":
+            self._submit(lambda: self._fold(block) or self._update(block))
+
+    def finish(self) -> None:
+        """Wait for all gradients and updates; deferred updates happen here.
+
+        Raises:
+            NonFiniteError, or whatever the optimizer raised.
+        """
+        self.wait()
+        for block in list(self._apart):
+            self._submit(lambda block=block: self._fold(block))  # type: ignore[misc]
+        self.wait()
+        if self._config.max_grad_norm is not None:
+            self._submit(self._clip)
+        for block in list(self._whole):
+            self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
+        self.wait()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
+        fire_hooks(self.optimizer._optimizer_step_post_hooks, self.optimizer)
+        self._undo.clear()
+        self._book_optimizer()
+
+    def wait(self) -> None:
+        """Wait for the work submitted so far; the first error is raised, the rest of the work was skipped."""
+        jobs, self._jobs = self._jobs, []
+        errors = [error for job in jobs if (error := job.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def raise_failure(self) -> None:
+        """Raise an error of the background work if one has happened, without waiting."""
+        if self._failed:
+            self.wait()
+
+    def roll_back(self) -> None:
+        """Undo this step's updates where an undo log was kept, and forget its gradients."""
+        self._failed = True
+        for job in self._jobs:
+            job.exception()
+        for undo in reversed(self._undo):
+            undo()
+        if self._undo:
+            self.updated.clear()
+        self._pool.clear()  # gradients under way are lost with the step, and their buffers with them
+        self._under_way.clear()
+        updated = self.updated
+        self._begin(self._config, self._trace)
+        self.updated = updated
+
+    def _submit(self, work: Callable[[], Any]) -> None:
+        def guarded() -> None:
+            if self._failed:
+                return
+            try:
+                work()
+            except BaseException:
+                with self._room:
+                    self._failed = True
+                    self._room.notify_all()
+                raise
+
+        self._jobs.append(self._thread.submit(guarded))
+
+    # -- on the eps thread ---------------------------------------------------------------------------------------------
+
+    def _add(self, block: Block, sum_: GradientPiece | None, piece: GradientPiece) -> GradientPiece:
+        if sum_ is None:
+            return piece
+        covers = []
+        for a, b, has_a, has_b in zip(
+            block.layout.views(sum_[0]), block.layout.views(piece[0]), sum_[1], piece[1], strict=True
+        ):
+            if has_b:
+                a.add_(b) if has_a else a.copy_(b)
+            covers.append(has_a or has_b)
+        self._give_back(piece[0])
+        return sum_[0], tuple(covers)
+
+    def _fold(self, block: Block) -> None:
+        start_s = time.perf_counter()
+        parts = self._apart.pop(block, {})
+        total: GradientPiece | None = None
+        for k in sorted(parts):
+            total = self._add(block, total, parts[k])
+        if total is not None:
+            self._whole[block] = total
+            self._record("reduce", block, start_s)
+
+    def _check_finite(self, unit: Unit, block: Block, piece: GradientPiece) -> None:
+        views = [v for v, has in zip(block.layout.views(piece[0]), piece[1], strict=True) if has]
+        if not views:
+            return
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(views)))
+        unit.stats["grad_norm"] = float(norm)
+        if not torch.isfinite(norm) and not all(bool(torch.isfinite(v).all()) for v in views):
+            names = [
+                n
+                for n, v, has in zip(block.names, block.layout.views(piece[0]), piece[1], strict=True)
+                if has and not torch.isfinite(v).all()
+            ]
+            raise NonFiniteError(
+                f"the gradient of {unit.name} (layer {unit.key}) is not finite, the first in backward order; its weights were "
+                f"not updated. Affected: {', '.join(names[:5])}. Lower the learning rate, clip with max_grad_norm and "
+                "update='deferred', or look at this layer's inputs"
+            )
+
+    def _update(self, block: Block) -> None:
+        piece = self._whole.pop(block, None)
+        if piece is None:
+            return
+        start_s = time.perf_counter()
+        grad, touched = piece
+        master = self._masters[block]
+        if self._config.rollback or self._config.update == "deferred":
+            self._undo.append(self._snapshot(block))
+        sync_settings(master.part, self.optimizer)
+        for param, view, has in zip(master.params, block.layout.views(grad), touched, strict=True):
+            param.grad = view if has else None
+        try:
+            self.updated.append(block)  # from here on the block may hold new weights
+            master.part.step()
+        finally:
+            for param in master.params:
+                param.grad = None
+        block.version += 1
+        self._give_back(grad)
+        self._record("update", block, start_s)
+
+    def _clip(self) -> None:
+        for block, (grad, touched) in self._whole.items():
+            for param, view, has in zip(self._masters[block].params, block.layout.views(grad), touched, strict=True):
+                param.grad = view if has else None
+        assert self._config.max_grad_norm is not None
+        in_order = sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
+        nn.utils.clip_grad_norm_(in_order, self._config.max_grad_norm)
+
+    def _give_back(self, grad: torch.Tensor) -> None:
+        with self._room:
+            self._under_way.discard(id(grad))
+            self._pool.setdefault(grad.numel(), []).append(grad)
+            self._room.notify_all()
+
+    def _snapshot(self, block: Block) -> Callable[[], None]:
+        """An undo for one block: 12 bytes per parameter with AdamW."""
+        master, version = block.master.clone(), block.version
+        state = {p: _clone(self.optimizer.state[p]) for p in self._masters[block].params if p in self.optimizer.state}
+
+        def undo() -> None:
+            block.master.copy_(master)
+            block.version = version
+            for param in self._masters[block].params:
+                self.optimizer.state.pop(param, None)
+            self.optimizer.state.update(state)
+
+        return undo
+
+    def _record(self, kind: str, block: Block, start_s: float, k: int = -1) -> None:
+        t0 = self._trace.began_s
+        key = block.key
+        self._trace.add(Event("eps", kind, start_s - t0, time.perf_counter() - t0, key, k, block.nbytes))
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy all weights, optimizer state and versions; the returned function puts them back bit by bit."""
+        undos = [self._snapshot(block) for block in self._blocks]
+
+        def undo() -> None:
+            for each in undos:
+                each()
+
+        return undo
+
+    def plain_optimizer(self, params: Sequence[nn.Parameter], model: nn.Module) -> Optimizer:
+        """A copy of the optimizer over `params`, given in the order of `model`'s own, with copies of the state."""
+        counterpart = dict(zip(model.parameters(), params, strict=True))
+        groups, state = [], {}
+        for group in self.optimizer.param_groups:
+            mine = [counterpart[self._model_params[p]] for p in group["params"]]
+            groups.append({**group, "params": mine})
+            state.update(
+                {
+                    m: _clone(self.optimizer.state[p])
+                    for m, p in zip(mine, group["params"], strict=True)
+                    if p in self.optimizer.state
+                }
+            )
+        return over(self.optimizer, groups, defaultdict(dict, state))
+
+    def close(self) -> None:
+        """Join the thread and give the optimizer the model's own parameters back."""
+        self._thread.shutdown(wait=True)
+        replace_params(self.optimizer, self._model_params)
+        for block in self._blocks:
+            self.host.release("weights", block.key, block.nbytes)
+
+    def _book_optimizer(self) -> None:
+        nbytes = sum(v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+        if nbytes != self._optimizer_bytes:
+            self.host.release("optimizer", "state", self._optimizer_bytes)
+            self.host.book("optimizer", "state", nbytes)
+            self._optimizer_bytes = nbytes
+
+
+def _clone(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in state.items()}

@@ -1,0 +1,160 @@
+"""What is loaded, run and evicted as a unit: a layer, or the shell (everything of the model that is in no layer).
+
+A unit's weights are `Block`s: parameters that move, reduce and update together. Normally a unit has one block of its
+own. A parameter that several units use (a tied embedding) is a block by itself, part of each of them: it is loaded with
+every one of them, and its gradient is complete only when all have pushed theirs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from l2l_core.flat import Layout
+
+SHELL = "shell"
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Parameters side by side in one flat float32 master buffer on the host.
+
+    Invariant: between steps every parameter's data is its view of `master`.
+    """
+
+    key: str
+    params: list[nn.Parameter]
+    names: list[str]
+    layout: Layout
+    master: torch.Tensor  # (numel,) float32, host
+    shared: bool  # used by several units
+    version: int = 0
+    views: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.master.nbytes
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """A layer or the shell: its modules, its blocks, its buffers."""
+
+    key: str
+    name: str
+    module: nn.Module
+    blocks: list[Block]
+    buffers: list[torch.Tensor]
+    owners: list[tuple[nn.Module, str, nn.Parameter]]  # where the model holds each parameter, to notice replacements
+    stats: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [param for block in self.blocks for param in block.params]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a slot that holds all blocks, padding included."""
+        return sum(block.layout.numel for block in self.blocks)
+
+    @property
+    def num_params(self) -> int:
+        return sum(param.numel() for param in self.params)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unit's weights in float32, padding included."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no parameter of the unit is trained."""
+        return not any(param.requires_grad for param in self.params)
+
+    @property
+    def version(self) -> int:
+        """Number of updates of the unit's weights so far."""
+        return max((block.version for block in self.blocks), default=0)
+
+    def ranges(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """`flat` (numel,) cut into one range per block."""
+        return list(flat.split([block.layout.numel for block in self.blocks]))
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """`flat` (numel,) seen as the unit's parameters, in the order of `params`."""
+        pairs = zip(self.blocks, self.ranges(flat), strict=True)
+        return [view for block, part in pairs for view in block.layout.views(part)]
+
+    def point(self, views: Sequence[torch.Tensor]) -> None:
+        """Let the parameters' data be `views` (device slots or masters); their identity stays."""
+        for param, view in zip(self.params, views, strict=True):
+            param.data = view
+
+
+def build_units(model: nn.Module, layers: Mapping[str, nn.Module]) -> tuple[Unit, list[Unit]]:
+    """Move the model's parameters into flat masters and return the shell and the layers.
+
+    Args:
+        model: any module; its parameters keep their identity, their data become views of the masters.
+        layers: permanent key -> module, in stack order.
+
+    Raises:
+        ValueError: a parameter that is not a dense float32 tensor on the CPU.
+    """
+    module_names = {module: name for name, module in model.named_modules()}
+    members = {key: list(module.modules()) for key, module in layers.items()}
+    inside = {module for modules in members.values() for module in modules}
+    members = {SHELL: [module for module in model.modules() if module not in inside], **members}
+    owners = {key: _owners(modules) for key, modules in members.items()}
+    names = {param: name for name, param in model.named_parameters()}
+    _check_parameters(names)
+
+    users: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for key, held in owners.items():
+        for _, _, param in held:
+            if key not in users[param]:
+                users[param].append(key)
+    shared = {p: _make_block(f"shared:{names[p]}", [p], names, True) for p, keys in users.items() if len(keys) > 1}
+
+    units = []
+    for key, held in owners.items():
+        params = list(dict.fromkeys(param for _, _, param in held))
+        own = [param for param in params if param not in shared]
+        blocks = [_make_block(key, own, names, False)] if own else []
+        blocks += [shared[param] for param in params if param in shared]
+        module = layers.get(key, model)
+        buffers = list(dict.fromkeys(b for m in members[key] for b in m._buffers.values() if b is not None))
+        units.append(Unit(key, module_names[module] if key != SHELL else SHELL, module, blocks, buffers, held))
+    return units[0], units[1:]
+
+
+def _owners(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+
+
+def _check_parameters(names: Mapping[nn.Parameter, str]) -> None:
+    for param, name in names.items():
+        if param.device.type != "cpu" or param.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {name} is on {param.device} ({param.layout}): the masters live in host memory as dense tensors. "
+                "Call model.cpu() before the relay takes over; it moves layers to the device itself"
+            )
+        if param.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name} is {param.dtype}: the masters are float32. Call model.float() first; for bfloat16 "
+                "compute use RelayConfig(precision='bf16')"
+            )
+
+
+def _make_block(key: str, params: list[nn.Parameter], names: Mapping[nn.Parameter, str], shared: bool) -> Block:
+    layout = Layout.of(params)
+    master = torch.zeros(layout.numel)
+    views = layout.views(master)
+    for param, view in zip(params, views, strict=True):
+        view.copy_(param.detach())
+        param.data = view
+    return Block(key, params, [names[param] for param in params], layout, master, shared, views=views)

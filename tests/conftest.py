@@ -1,0 +1,19 @@
+"""What every test gets: a fixed seed, and a header that says which torch and device it ran with."""
+
+import pytest
+import torch
+
+
+def pytest_report_header() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA"
+    return f"torch {torch.__version__} ({torch.get_num_threads()} threads, {device})"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,272 @@
+"""The repository agrees with itself: dependencies and pins, commands, the direction of imports, what files may hold."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from workbench.lab import lab_command, start_page
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "l2l_core"
+
+# Dependencies and pins -----------------------------------------------------------------------------------------------
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def environment() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+
+
+def requirements() -> list[Requirement]:
+    """Every dependency of the project, those of its extras included."""
+    lines = [*project()["dependencies"]]
+    for extra in project()["optional-dependencies"].values():
+        lines += extra
+    return [Requirement(line) for line in lines]
+
+
+def constraint_lines() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def pins() -> dict[str, str]:
+    """Version by canonical name; a line that is no exact pin fails here."""
+    matches = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.!]*)", line) for line in constraint_lines()]
+    loose = [line for line, match in zip(constraint_lines(), matches, strict=True) if match is None]
+    assert not loose, f"constraints.txt: not of the form name==version: {loose}"
+    return {canonicalize_name(match[1]): match[2] for match in matches if match}
+
+
+def test_constraints_name_each_package_once() -> None:
+    assert len(pins()) == len(constraint_lines())
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=str)
+def test_every_dependency_has_a_pin_in_its_range(requirement: Requirement) -> None:
+    pin = pins().get(canonicalize_name(requirement.name))
+    assert pin is not None, f"add {requirement.name}==<tested version> to constraints.txt"
+    assert requirement.specifier, f"{requirement.name} has no lower bound in pyproject.toml"
+    assert requirement.specifier.contains(pin), f"{requirement} and {requirement.name}=={pin} disagree"
+
+
+def test_torch_is_pinned_without_a_local_version() -> None:
+    # with +cpu in it, the pin could be met only where that one wheel is offered
+    assert pins()["torch"] == "2.13.0"
+
+
+def test_ipykernel_stays_in_the_range_that_works_with_threads() -> None:
+    (ipykernel,) = (each for each in requirements() if each.name == "ipykernel")
+    assert ipykernel.specifier == SpecifierSet(">=7.1,<8")
+
+
+def test_environment_file_points_at_the_other_two() -> None:
+    (pip,) = (each["pip"] for each in environment()["dependencies"] if isinstance(each, dict))
+    assert pip == ["-c constraints.txt", "-e .[test]"]
+    assert "test" in project()["optional-dependencies"]
+    assert environment()["name"] == project()["name"]
+    assert environment()["channels"] == ["conda-forge"]
+
+
+def test_environment_python_is_allowed_by_the_project() -> None:
+    names = [each for each in environment()["dependencies"] if isinstance(each, str)]
+    (python,) = (name for name in names if name.startswith("python="))
+    assert SpecifierSet(project()["requires-python"]).contains(python.removeprefix("python="))
+    assert set(names) == {python, "pip"}, "conda brings Python and pip only; the rest belongs in pyproject.toml"
+
+
+# Commands ------------------------------------------------------------------------------------------------------------
+
+
+def test_make_alone_lists_every_target() -> None:
+    shown = subprocess.run(["make", "-s", "-C", ROOT], capture_output=True, text=True, check=True).stdout
+    targets = re.findall(r"^  make (\w+)", shown, flags=re.MULTILINE)
+    assert targets == ["help", "setup", "demo", "lab", "test", "bench", "doctor", "clean"]
+
+
+def test_setup_runs_again_when_dependencies_change() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^\.venv/\.stamp: pyproject\.toml constraints\.txt$", makefile, flags=re.MULTILINE)
+    for target in ("setup", "demo", "lab", "test", "bench", "doctor"):
+        assert re.search(rf"^{target}: \.venv/\.stamp\b", makefile, flags=re.MULTILINE), target
+
+
+def test_readme_starts_with_the_two_commands() -> None:
+    first_screen = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40]
+    for command in ("make demo", "make test"):
+        assert any(line.startswith(command) for line in first_screen), f"README.md: {command} is not in 40 lines"
+
+
+def test_ci_runs_the_tests_and_passes_their_status_on() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111, ".ci/run is not executable"
+    assert script.read_text(encoding="utf-8").splitlines()[-1] == "exec make test"
+
+
+def test_lab_listens_here_only_and_keeps_its_token() -> None:
+    command = lab_command(ROOT, "notebooks", port=9999)
+    assert command[0] == sys.executable
+    assert "--ServerApp.ip=127.0.0.1" in command and "--ServerApp.port=9999" in command
+    options = [word for word in command if word.startswith("--")]
+    assert not any("token" in option or "password" in option or option == "--allow-root" for option in options)
+
+
+def test_lab_starts_at_the_first_notebook_if_there_is_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run this from a clone"):
+        start_page(tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    assert start_page(tmp_path) == "notebooks"
+    (tmp_path / "notebooks" / "00_start_here.ipynb").touch()
+    assert start_page(tmp_path) == "notebooks/00_start_here.ipynb"
+
+
+# Imports of the engine -----------------------------------------------------------------------------------------------
+
+ALLOWED_IN_CORE = {"l2l_core", "torch", "greenlet", "safetensors", "numpy"} | sys.stdlib_module_names
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def core_files() -> dict[str, Path]:
+    return {module_name(path): path for path in sorted(CORE.rglob("*.py"))}
+
+
+def is_type_checking(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def import_nodes(node: ast.AST, *, typing: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """`node` and what is below it, in functions too; imports for annotations alone only when `typing`."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+    skip_body = is_type_checking(node) and not typing
+    for child in node.orelse if skip_body else ast.iter_child_nodes(node):
+        yield from import_nodes(child, typing=typing)
+
+
+def imported(path: Path, modules: set[str], *, typing: bool = True) -> set[str]:
+    """Absolute names that a file imports; `from package import x` is `package.x` if that is a module."""
+    package = module_name(path).split(".")[: None if path.name == "__init__.py" else -1]
+    names = set()
+    for node in import_nodes(ast.parse(path.read_text(encoding="utf-8")), typing=typing):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+            continue
+        above = package[: len(package) - node.level + 1] if node.level else []
+        base = ".".join([*above, *([node.module] if node.module else [])])
+        names |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base for alias in node.names}
+    return names
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_core_imports_only_what_it_may() -> None:
+    files = core_files()
+    strays = {
+        f"{name} imports {other}"
+        for name, path in files.items()
+        for other in imported(path, set(files))
+        if other.partition(".")[0] not in ALLOWED_IN_CORE
+    }
+    assert not strays, sorted(strays)
+
+
+def test_core_modules_import_each_other_without_cycles() -> None:
+    files = core_files()
+    graph = {name: imported(path, set(files), typing=False) & set(files) for name, path in files.items()}
+    assert find_cycle(graph) is None, "imports point one way (docs/ARCHITECTURE.md)"
+
+
+def test_reference_is_written_with_torch_alone() -> None:
+    # the oracle must not share code with what it judges
+    path = CORE / "reference.py"
+    if not path.exists():
+        pytest.skip("l2l_core/reference.py is not written yet")
+    packages = {name.partition(".")[0] for name in imported(path, set(core_files()))}
+    assert packages - sys.stdlib_module_names <= {"torch"}
+
+
+def test_the_import_reader_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "pkg").mkdir()
+    path = tmp_path / "pkg" / "a.py"
+    path.write_text(
+        "import os.path\n"
+        "from . import b\n"
+        "from .c import x\n"
+        "from pkg import d, thing\n"
+        "def late():\n    import e\n"
+        "if TYPE_CHECKING:\n    from .f import T\nelse:\n    from .g import T\n"
+    )
+    modules = {"pkg", *(f"pkg.{letter}" for letter in "abcdfg")}
+    runtime = {"os.path", "pkg.b", "pkg.c", "pkg.d", "pkg", "e", "pkg.g"}
+    assert imported(path, modules, typing=False) == runtime
+    assert imported(path, modules) == runtime | {"pkg.f"}
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) is not None
+
+
+# What files may hold -------------------------------------------------------------------------------------------------
+
+# Spelled with brackets, so that this file does not hold what it looks for.
+MACHINE_PATH = r"(?<![\w.~/-])/(?:work|root|tmp|home)\b(?!-)"
+REGISTRY = r"pypi[.]org|python[h]osted|npmjs[.]org|yarnpkg[.]com|anaconda[.]org|download[.]pytorch|deb[.]debian"
+
+
+def committed_files() -> list[Path]:
+    """Files that are, or would be, committed."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    files = (ROOT / name for name in listed.stdout.split("\0") if name)
+    return [path for path in files if path.is_file()]
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; empty for a binary one."""
+    data = path.read_bytes()
+    return "" if b"\0" in data else data.decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY], ids=["machine path", "registry host"])
+def test_no_committed_file_names_a_machine_or_a_registry(pattern: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in committed_files()
+        for number, line in enumerate(read_text(path).splitlines(), start=1)
+        if re.search(pattern, line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_patterns_find_what_they_are_for() -> None:
+    assert re.search(MACHINE_PATH, "saved in /" + "tmp/run3")
+    assert re.search(MACHINE_PATH, 'open("/' + 'root/x")')
+    assert not re.search(MACHINE_PATH, "https://example.org/" + "work/x, frame" + "work/tmp")
+    assert re.search(REGISTRY, "https://" + "py" + "pi.org/simple")
+    assert not re.search(REGISTRY, "offline_py" + "pixel")

@@ -1,0 +1,57 @@
+"""The command line: `python -m workbench demo | lab | doctor`.
+
+Each command imports what it needs when it is chosen, so that `doctor` still runs where the rest is not installed.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+OUR_PACKAGES = ("workbench", "l2l_core")
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser, with the demo's own options only if `command` is the demo: they come with its imports."""
+    parser = argparse.ArgumentParser(prog="python -m workbench", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="run the demonstration without a browser and print what it measured")
+    if command == "demo":
+        from workbench.demo import add_arguments
+
+        add_arguments(demo)
+    lab = commands.add_parser("lab", help="open JupyterLab on 127.0.0.1 at the first notebook")
+    lab.add_argument("--port", type=int, default=8888, help="first port to try (default: %(default)s)")
+    lab.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
+    commands.add_parser("doctor", help="check versions, widgets, devices and room; status 1 if something is missing")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int | None:
+    """Hand over to the chosen command; its result is the exit status (None counts as 0)."""
+    if args.command == "demo":
+        from workbench import demo
+
+        return demo.main(args)
+    if args.command == "lab":
+        from workbench import lab
+
+        return lab.main(args.port, args.no_browser)
+    from workbench import doctor
+
+    return doctor.main()
+
+
+def main(argv: Sequence[str]) -> int | None:
+    """Parse and run; a package that is not installed becomes a message with the remedy."""
+    try:
+        return run(build_parser(argv[0] if argv else None).parse_args(argv))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in OUR_PACKAGES:
+            raise  # a mistake of ours, not of the installation
+        remedy = "run `make setup`, then use .venv/bin/python"
+        print(f"{error.name} is not installed for {sys.executable}: {remedy}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
