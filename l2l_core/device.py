@@ -45,6 +45,9 @@ class Device(ABC):
         """A flat buffer on the device, shape (numel,). The caller books its bytes."""
         return torch.empty(numel, dtype=dtype, device=self.torch_device)
 
+    def recycle(self, flat: torch.Tensor) -> None:  # noqa: B027 - a device with an allocator of its own needs no help
+        """Say that a buffer from `empty` is no longer used."""
+
     @abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A flat buffer in host memory that copies can reach at full speed, shape (numel,)."""

@@ -7,6 +7,7 @@ it is not: a model of a GPU's arithmetic. Compute runs at the speed of this CPU.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -60,12 +61,20 @@ class EmulatedDevice(Device):
         self.torch_device = torch.device("cpu")
         self.ledger = Ledger("device", f"The {self.name}", memory_bytes)
         self._lanes: dict[str, ThreadPoolExecutor] = {}
+        self._arena: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)  # free buffers
 
     def __repr__(self) -> str:
         return (
             f"EmulatedDevice(memory_bytes={self.memory_bytes}, h2d_bytes_per_s={self.bytes_per_s['h2d']}, "
             f"d2h_bytes_per_s={self.bytes_per_s['d2h']}, latency_s={self.latency_s})"
         )
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        free = self._arena[numel, dtype]
+        return free.pop() if free else torch.empty(numel, dtype=dtype)
+
+    def recycle(self, flat: torch.Tensor) -> None:
+        self._arena[flat.numel(), flat.dtype].append(flat)
 
     def host_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -96,6 +105,7 @@ class EmulatedDevice(Device):
         for thread in self._lanes.values():
             thread.shutdown(wait=True)
         self._lanes.clear()
+        self._arena.clear()
 
 
 def serial_thread(name: str) -> ThreadPoolExecutor:

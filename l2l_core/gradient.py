@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from l2l_core.device import Device, Ticket
+from l2l_core.link import Link
 from l2l_core.store import LayerStore
-from l2l_core.trace import Event, Trace
 from l2l_core.units import Block, Unit
 
 
@@ -62,30 +61,35 @@ class Gradient:
 
         return collect
 
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are still being taken."""
+        return bool(self._handles)
+
     def stop(self) -> None:
         """Take no more gradients."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def flush(self, k: int, store: LayerStore, push: Push) -> None:
+    def flush(self, k: int, store: LayerStore, push: Link) -> None:
         """Push what micro-batch `k` has just added to blocks whose micro-batches are kept apart."""
         for block, grad, covers, start in self._parts():
             if self.apart(block) and any(covers):
                 host = store.buffer(grad.numel())
                 pairs = zip(block.layout.views(host), block.layout.views(grad), covers, strict=True)
-                ticket = push(self.unit, [(target, source) for target, source, has in pairs if has], k)
+                ticket = push(self.unit.key, [(target, source) for target, source, has in pairs if has], k)
                 store.reduce_part(self.unit, block, k, host, covers, ticket)
                 ticket.join()  # the same place takes the next micro-batch's gradient
                 self.touched[start : start + len(covers)] = [False] * len(covers)
 
-    def push(self, store: LayerStore, push: Push) -> None:
+    def push(self, store: LayerStore, push: Link) -> None:
         """[3] Push the summed gradient of every block, to be reduced and updated in the background."""
         self.stop()
         for block, grad, covers, _ in self._parts():
             if not self.apart(block) and any(covers):
                 host = store.buffer(grad.numel(), bounded=True)
-                self._buffer.pushed = push(self.unit, [(host, grad)], -1)
+                self._buffer.pushed = push(self.unit.key, [(host, grad)])
                 store.reduce(self.unit, block, host, covers, self._buffer.pushed)
 
     def _parts(self) -> list[tuple[Block, torch.Tensor, tuple[bool, ...], int]]:
@@ -96,28 +100,13 @@ class Gradient:
         return parts
 
 
-class Push:
-    """Issues gradient copies to the host and records them."""
-
-    def __init__(self, device: Device, trace: Trace) -> None:
-        self._device, self._trace = device, trace
-        self.nbytes = 0
-
-    def __call__(self, unit: Unit, copies: list[tuple[torch.Tensor, torch.Tensor]], k: int) -> Ticket:
-        nbytes = sum(target.nbytes for target, _ in copies)
-        self.nbytes += nbytes
-        t0, trace = self._trace.began_s, self._trace
-        return self._device.issue(
-            "d2h", copies, lambda a, b: trace.add(Event("d2h", "push", a - t0, b - t0, unit.key, k, nbytes))
-        )
-
-
 class GradientSlots:
     """Device buffers for gradients: one fills while another is being pushed."""
 
-    def __init__(self, device: Device, numel: int, count: int) -> None:
+    def __init__(self, device: Device, numel: int, count: int, name: str) -> None:
         self._device = device
-        self._buffers = [_Buffer(device.empty(numel), f"slot {index}") for index in range(count)]
+        self._buffers = [_Buffer(device.empty(numel), f"{name} {index}") for index in range(count)]
+        self._live: list[Gradient] = []
         for buffer in self._buffers:
             device.ledger.book("gradients", buffer.owner, buffer.flat.nbytes)
         self._next = 0
@@ -133,16 +122,14 @@ class GradientSlots:
         if buffer.pushed is not None:
             buffer.pushed.join()
             buffer.pushed = None
-        return Gradient(unit, buffer, apart)
+        self._live = [gradient for gradient in self._live if gradient.is_open] + [Gradient(unit, buffer, apart)]
+        return self._live[-1]
 
     def close(self) -> None:
-        """Give the bytes back."""
+        """Stop every gradient and give the bytes back."""
+        for gradient in self._live:
+            gradient.stop()
         for buffer in self._buffers:
             self._device.ledger.release("gradients", buffer.owner, buffer.flat.nbytes)
+            self._device.recycle(buffer.flat)
         self._buffers.clear()
-
-
-def clear_grads(params: list[nn.Parameter]) -> None:
-    """Leave no gradient behind on the model."""
-    for param in params:
-        param.grad = None

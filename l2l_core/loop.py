@@ -25,7 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from l2l_core.call import Call, Pass
 from l2l_core.cut import run_backward
-from l2l_core.gradient import Gradient, GradientSlots, Push
+from l2l_core.gradient import Gradient, GradientSlots
+from l2l_core.link import Link
 from l2l_core.pause import Forward
 from l2l_core.prefetch import Prefetch
 from l2l_core.segments import survey
@@ -120,7 +121,7 @@ class TrainLoop(Loop):
         store: LayerStore,
         slots: GradientSlots,
         shell: Gradient,
-        push: Push,
+        push: Link,
         divisors: Sequence[float],
         inside: dict[torch.Tensor, str],
     ) -> list[torch.Tensor]:
@@ -213,7 +214,7 @@ class TrainLoop(Loop):
         before = "the loss or the code after the last layer"
         for call in forward.calls:
             self.run.stash.fetch(call.tensors, forward.k)
-            bad = [t for t in call.tensors if t.is_floating_point() and torch.isnan(t).any()]
+            bad = [t for t in call.tensors if t.is_floating_point() and not torch.isfinite(t).all()]
             if bad:
                 before = producer
                 break

@@ -40,6 +40,11 @@ class Meter:
         self._booked = 0
         self.sample()
 
+    @property
+    def latest(self) -> Profile:
+        """The profile that describes this step: the one replayed, or the one recorded."""
+        return self._replay or self.profile
+
     def enter(self, kind: str, layer: str, k: int) -> None:
         """A compute event begins."""
         self._label = f"{kind} {layer}"

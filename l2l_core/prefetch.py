@@ -7,11 +7,12 @@ farthest away, so at the turn the last layers of forward are still there when ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from l2l_core.device import Copy, Device, Ticket
 from l2l_core.units import Unit
@@ -38,10 +39,18 @@ class Prefetch:
         numel: elements of the largest layer.
         ahead: how many layers are loaded ahead of the one that computes.
         load: issues the copies of one layer and returns their ticket.
+        resident: parameters that stay on the device (the shell's) and where; a layer may share one.
     """
 
-    def __init__(self, device: Device, numel: int, ahead: int, load: Callable[[Unit, list[Copy]], Ticket]) -> None:
-        self._device, self._ahead, self._load = device, ahead, load
+    def __init__(
+        self,
+        device: Device,
+        numel: int,
+        ahead: int,
+        load: Callable[[str, list[Copy]], Ticket],
+        resident: Mapping[nn.Parameter, torch.Tensor],
+    ) -> None:
+        self._device, self._ahead, self._load, self._resident = device, ahead, load, resident
         self.slots = [Slot(device.empty(numel)) for _ in range(ahead + 1)]
         self._nbytes = numel * 4
         for index in range(len(self.slots)):
@@ -74,7 +83,8 @@ class Prefetch:
         try:
             yield
         finally:
-            unit.point([view for block in unit.blocks for view in block.views])
+            homes = [view for block in unit.blocks for view in block.views]
+            unit.point([self._resident.get(param, home) for param, home in zip(unit.params, homes, strict=True)])
             self._position += 1
 
     def drain(self) -> None:
@@ -87,8 +97,9 @@ class Prefetch:
     def close(self) -> None:
         """Give the slots' bytes back."""
         self.drain()
-        for index in range(len(self.slots)):
+        for index, slot in enumerate(self.slots):
             self._device.ledger.release("weights", f"slot {index}", self._nbytes)
+            self._device.recycle(slot.flat)
         self.slots.clear()
 
     def _advance_to(self, unit: Unit) -> None:
@@ -108,7 +119,7 @@ class Prefetch:
             slot.ticket.join()  # a load that nobody came for
         slot.unit = unit
         pairs = zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True)
-        slot.ticket = self._load(unit, [(target, block.master) for target, block in pairs])
+        slot.ticket = self._load(unit.key, [(target, block.master) for target, block in pairs])
 
     def _next_use(self, slot: Slot) -> int:
         rest = self._plan[self._position :]

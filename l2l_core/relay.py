@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,27 +17,25 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from l2l_core import files
-from l2l_core.ambient import Ambient, RandomState
+from l2l_core.ambient import RandomState
 from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, join, rows_of, shares, split
-from l2l_core.call import Pass, set_values
+from l2l_core.call import set_values
+from l2l_core.checks import check_model, refuse_checkpointing
 from l2l_core.config import RelayConfig
-from l2l_core.device import Copy, Device, Ticket
-from l2l_core.gradient import Gradient, GradientSlots, Push
-from l2l_core.hooks import SideOutputs, UserHooks
+from l2l_core.cuda import CudaDevice
+from l2l_core.device import Device
+from l2l_core.emulated import EmulatedDevice
+from l2l_core.interrupt import interrupts_wait
 from l2l_core.layers import resolve_layers
 from l2l_core.loop import Loop, TrainLoop
 from l2l_core.memory import Ledger
-from l2l_core.meter import Meter, Profile
+from l2l_core.meter import Profile
 from l2l_core.optimizers import OptimizerFactory, make_optimizer
-from l2l_core.pause import Forward, Shadows
-from l2l_core.prefetch import Prefetch
-from l2l_core.stash import Stash
+from l2l_core.stage import Parts, Stage, Task
 from l2l_core.store import LayerStore, TornStep
-from l2l_core.trace import Event, Trace
+from l2l_core.trace import Trace
 from l2l_core.units import Unit, build_units
 from l2l_core.verify import VerifyReport, compare_step
-
-logger = logging.getLogger("l2l_core")
 
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
@@ -98,20 +94,20 @@ class Relay:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
-        _refuse_checkpointing(model)
+        refuse_checkpointing(model)
         found = resolve_layers(model, layers)
         self.model, self.config = model, config
         self._call = ModelCall(model, loss, objective)
         self._weight = weight or default_weight(model, loss is not None)
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
-        made = make_optimizer(optimizer, model)
-        order = list(model.parameters())
-        self._shell, self._layers = build_units(model, {f"L{i:03d}": module for i, module in enumerate(found.values())})
-        self._store = LayerStore([self._shell, *self._layers], made, order, self.host)
+        made, order = make_optimizer(optimizer, model), list(model.parameters())
+        shell, units = build_units(model, {f"L{i:03d}": module for i, module in enumerate(found.values())})
+        self._parts = Parts(model, self.device, self.host, shell, units)
+        self._store = LayerStore(self._parts.units, made, order, self.host)
         self._steps = 0
-        self._predicted: list[Unit] = []
-        self._profile: tuple[Any, Profile] | None = None
+        self._predicted: Sequence[Unit] = units
+        self._profile: tuple[Any, Profile] | None = None  # of the last metered step, and what it depends on
         self._busy = threading.Lock()
         self._closed = False
 
@@ -120,12 +116,12 @@ class Relay:
     @property
     def stack(self) -> tuple[Unit, ...]:
         """The layers in order, with permanent key, name, sizes, version and statistics of the last step."""
-        return tuple(self._layers)
+        return tuple(self._parts.layers)
 
     @property
     def shell(self) -> Unit:
         """What of the model is in no layer and stays on the device during a step."""
-        return self._shell
+        return self._parts.shell
 
     @property
     def store(self) -> LayerStore:
@@ -167,7 +163,7 @@ class Relay:
             DeviceOutOfMemory: the device's byte budget does not suffice; says what fills it and what would help.
             KeyboardInterrupt: after the step has finished; a second interrupt ends it at once.
         """
-        with self._exclusive(), _interrupts_wait():
+        with self._exclusive(), interrupts_wait():
             return self._step(batch)
 
     def forward(self, batch: Batch) -> Any:
@@ -192,7 +188,7 @@ class Relay:
             return compare_step(
                 model=self.model,
                 store=self._store,
-                units=[self._shell, *self._layers],
+                units=self._parts.units,
                 relay_step=lambda: self.step(batch),
                 micro_batches=micro_batches,
                 objective=self._call.objective,
@@ -245,175 +241,85 @@ class Relay:
 
     def _step(self, batch: Batch) -> StepResult:
         began_s = time.perf_counter()
-        config = self.config
+        check_model(self.model, self._parts.units)
         micro_batches = self._split(batch)
         divisors = shares(micro_batches, self._weight)
-        self._check_model()
-        trace = Trace(
-            step=self._steps, device=self.device.name, names={u.key: u.name for u in [self._shell, *self._layers]}
-        )
         shape = self._shape_of(micro_batches)
-        replay = (
-            self._profile[1] if self._profile and self._profile[0] == shape and config.meter == "on_change" else None
-        )
+        trace = self._new_trace()
+        buffers = self._parts.copy_buffers()
         self.device.ledger.reset_peak()
-        self._store.begin(config, trace)
-        old_buffers = [(b, b.clone()) for unit in [self._shell, *self._layers] for b in unit.buffers]
-        loads = _Loads(self.device, trace)
-        push = Push(self.device, trace)
-        seeds = [config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))]
+        self._store.begin(self.config, trace)
         try:
-            with ExitStack() as stack:
-                run, shadows, prefetch = self._open(stack, trace, loads, replay, config)
-                numel = max((unit.numel for unit in self._layers), default=0)
-                slots = GradientSlots(self.device, numel, 2 if config.ahead else 1)
-                stack.callback(slots.close)
-                shell_flat = self._load_shell(stack, loads)
-                shell_gradient = self._shell_gradient(stack)
-                run.stash.exempt([*slots.flats, shell_flat, shell_gradient.flat, *(s.flat for s in prefetch.slots)])
-                forwards = self._forwards(run, shadows, micro_batches, self._call.objective, seeds)
-                loop = TrainLoop(run, forwards, self._layers, self._predicted or self._layers, prefetch)
-                losses = loop.train(self._store, slots, shell_gradient, push, divisors, self._inside())
+            with Stage(self._parts, self.config, trace, self._profile_for(shape)) as stage:
+                forwards = stage.forwards(micro_batches, self._call.objective, self._seeds(len(micro_batches)))
+                loop = TrainLoop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch)
+                losses = loop.train(self._store, *stage.gradients(), stage.pushes, divisors, self._parts.inside())
                 self._store.finish()
-                assert run.stash.is_empty, "the stash is not empty after the step"
+                assert stage.stash.is_empty, "the stash is not empty after the step"
         except BaseException as error:
-            self._undo_step(old_buffers, error)
+            self._undo_step(buffers, error)
             raise
-        finally:
-            for param in self.model.parameters():
-                param.grad = None
         self.device.settle()
-        self._predicted = [visit.unit for visit in loop.visits]
-        if replay is None:
-            self._profile = (shape, run.meter.profile)
         self._steps += 1
+        self._predicted = [visit.unit for visit in loop.visits]
+        self._profile = (shape, stage.meter.latest)
         return StepResult(
             loss=float(sum(losses)),
             seconds=time.perf_counter() - began_s,
             samples=rows_of(batch),
             trace=trace,
             peak_device_bytes=self.device.ledger.peak,
-            bytes_loaded=loads.nbytes,
-            bytes_pushed=push.nbytes,
+            bytes_loaded=stage.loads.nbytes,
+            bytes_pushed=stage.pushes.nbytes,
         )
 
-    def _undo_step(self, old_buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], error: BaseException) -> None:
+    def _undo_step(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], error: BaseException) -> None:
+        """Leave the old step if nothing was updated or updates can be undone, otherwise say what was updated."""
+        for param in self.model.parameters():
+            param.grad = None
         self._store.roll_back()
         updated = [block.key for block in self._store.updated]
         if not updated:
-            set_values([b for b, _ in old_buffers], [old for _, old in old_buffers])
+            set_values([b for b, _ in buffers], [old for _, old in buffers])
             return
-        names = {unit.key: unit.name for unit in [self._shell, *self._layers]}
+        names = [self._parts.names.get(key, key) for key in updated]
         raise TornStep(
-            f"step {self._steps} failed with {type(error).__name__} after {len(updated)} update(s) of "
-            f"{', '.join(names.get(key, key) for key in updated[:6])}{' ...' if len(updated) > 6 else ''}: these hold new weights, "
-            "the others old ones. Training can go on; update='deferred' or rollback=True keeps steps whole",
+            f"step {self._steps} failed ({type(error).__name__}: {error}) after the update of {', '.join(names[:6])}"
+            f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}: these hold new weights, the others old ones. Training "
+            "can go on from here; RelayConfig(update='deferred') or rollback=True keeps steps whole",
             updated,
         ) from error
 
-    def _open(
-        self, stack: ExitStack, trace: Trace, loads: _Loads, replay: Profile | None, config: RelayConfig
-    ) -> tuple[Pass, Shadows, Prefetch]:
-        """What every pass needs; closed in reverse order when the stack unwinds."""
-        random_state = RandomState.take()
-        stack.callback(random_state.put)
-        numel = max((unit.numel for unit in self._layers), default=0)
-        prefetch = Prefetch(self.device, numel, config.ahead, loads)
-        stack.callback(prefetch.close)
-        stash = Stash(self.device, self.host, config.stash == "host", replay is None, trace, self._model_tensors())
-        meter = Meter(self.device.ledger, self.host, trace, replay)
-        stack.callback(meter.close)
-        stack.callback(stash.clear)
-        modules = {unit.module: unit for unit in self._layers}
-        hooks = stack.enter_context(UserHooks({unit.key: unit.module for unit in self._layers}))
-        sides = stack.enter_context(SideOutputs())
-        shadows = stack.enter_context(Shadows(modules))
-        stack.callback(shadows.cancel)
-        self.device.ledger.advise = partial(_advise, self.device.ledger, config)
-        return Pass(self.device, stash, trace, sides, hooks, meter), shadows, prefetch
-
-    def _forwards(
-        self,
-        run: Pass,
-        shadows: Shadows,
-        micro_batches: Sequence[Any],
-        call: Callable[[nn.Module, Any], Any],
-        seeds: Sequence[int],
-    ) -> list[Forward]:
-        base = Ambient.take()
-        base.put()
-        base = replace(base, grad_enabled=torch.is_grad_enabled())
-        if run.stash.guards:
-            base = replace(base, dispatch_modes=(*base.dispatch_modes, run.stash.watch))
-        for k, micro_batch in enumerate(micro_batches):
-            main = partial(self._main, run, call, k, micro_batch)
-            shadows.forwards.append(Forward(k, main, base.reseeded(RandomState.seeded(seeds[k])), run))
-        return shadows.forwards
-
-    def _main(self, run: Pass, call: Callable[[nn.Module, Any], Any], k: int, micro_batch: Any) -> Any:
-        """One micro-batch's forward, from the batch on the host to its loss or outputs."""
-        return call(self.model, self._to_device(run, k, micro_batch))
-
-    def _to_device(self, run: Pass, k: int, micro_batch: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(micro_batch)
-        copies: list[Copy] = []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                leaves[index] = target = torch.empty_like(leaf, device=self.device.torch_device)
-                run.stash.hold(target, k, "other", "", fresh=True)
-                copies.append((target, leaf.detach()))
-        t0, nbytes = run.trace.began_s, sum(target.nbytes for target, _ in copies)
-        if copies:
-            record = lambda a, b: run.trace.add(Event("h2d", "batch", a - t0, b - t0, "", k, nbytes))  # noqa: E731
-            self.device.issue("h2d", copies, record).wait()
-        return pytree.tree_unflatten(leaves, spec)
-
-    def _load_shell(self, stack: ExitStack, loads: _Loads) -> torch.Tensor:
-        """Put the shell on the device for the length of a pass."""
-        shell, ledger = self._shell, self.device.ledger
-        flat = self.device.empty(shell.numel)
-        ledger.book("weights", shell.key, flat.nbytes)
-        stack.callback(ledger.release, "weights", shell.key, flat.nbytes)
-        loads(
-            shell, [(part, block.master) for part, block in zip(shell.ranges(flat), shell.blocks, strict=True)]
-        ).wait()
-        masters = [view for block in shell.blocks for view in block.views]
-        stack.callback(shell.point, masters)
-        shell.point(shell.views(flat))
-        return flat
-
-    def _shell_gradient(self, stack: ExitStack) -> Gradient:
-        slots = GradientSlots(self.device, self._shell.numel, 1)
-        stack.callback(slots.close)
-        gradient = slots.take(self._shell, lambda block: block.shared)
-        stack.callback(gradient.stop)
-        return gradient
-
-    def _infer(self, micro_batches: Sequence[Any], call: Callable[[nn.Module, Any], Any]) -> list[Any]:
-        """A forward relay without gradients, in evaluation mode."""
-        self._check_model()
-        trace = Trace(step=self._steps, device=self.device.name)
-        loads = _Loads(self.device, trace)
+    def _infer(self, micro_batches: Sequence[Any], task: Task) -> list[Any]:
+        """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
+        check_model(self.model, self._parts.units)
         modes = {module: module.training for module in self.model.modules()}
-        with ExitStack() as stack, torch.no_grad():
-            stack.callback(lambda: [setattr(module, "training", mode) for module, mode in modes.items()])
+        config = replace(self.config, meter="on_change")
+        try:
             self.model.eval()
-            run, shadows, prefetch = self._open(stack, trace, loads, Profile(), self.config)
-            flat = self._load_shell(stack, loads)
-            run.stash.exempt([flat, *(slot.flat for slot in prefetch.slots)])
-            seeds = [self.config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))]
-            forwards = self._forwards(run, shadows, micro_batches, call, seeds)
-            Loop(run, forwards, self._layers, self._predicted or self._layers, prefetch).forward()
-            results = [forward.result for forward in forwards]
-            run.stash.clear()
-            return [
-                pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), result) for result in results
-            ]
+            with torch.no_grad(), Stage(self._parts, config, self._new_trace(), Profile()) as stage:
+                forwards = stage.forwards(micro_batches, task, self._seeds(len(micro_batches)))
+                Loop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch).forward()
+                for forward in forwards:
+                    results = [
+                        tensor for tensor in pytree.tree_leaves(forward.result) if isinstance(tensor, torch.Tensor)
+                    ]
+                    stage.stash.fetch(results, forward.k)
+                return [pytree.tree_map_only(torch.Tensor, _to_host, forward.result) for forward in forwards]
+        finally:
+            for module, training in modes.items():
+                module.training = training
 
-    # -- checks and helpers --------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _split(self, batch: Batch) -> list[Any]:
         return split(batch, self.config.micro_batches)
+
+    def _seeds(self, count: int) -> list[int]:
+        return [self.config.micro_batch_seed(self._steps, k) for k in range(count)]
+
+    def _new_trace(self) -> Trace:
+        return Trace(step=self._steps, device=self.device.name, names=self._parts.names)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -428,82 +334,40 @@ class Relay:
         finally:
             self._busy.release()
 
-    def _check_model(self) -> None:
-        """Notice a model that was moved, cast or rebuilt behind the relay's back."""
-        _refuse_checkpointing(self.model)
-        for unit in [self._shell, *self._layers]:
-            for module, name, param in unit.owners:
-                if module._parameters.get(name) is not param:
-                    raise RuntimeError(
-                        f"parameter {name!r} in {unit.name} was replaced behind the relay's back (load_state_dict(assign=True)? "
-                        "a new layer?). Close the relay and make a new one over the changed model"
-                    )
-            for block in unit.blocks:
-                for param, view, name in zip(block.params, block.views, block.names, strict=True):
-                    if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
-                        raise RuntimeError(
-                            f"parameter {name} is no longer the EPS's master ({param.dtype} on {param.device}): the model was "
-                            "moved or cast (model.to, .half, .cuda) while a relay owns it. Close the relay first, or leave "
-                            "moving to it: Relay(..., device=...)"
-                        )
-                    if param.grad is not None:
-                        raise RuntimeError(
-                            f"parameter {name} has a gradient from outside: call model.zero_grad() before relay.step"
-                        )
-
-    def _inside(self) -> dict[torch.Tensor, str]:
-        return {
-            p: unit.name for unit in self._layers for block in unit.blocks if not block.shared for p in block.params
-        }
-
-    def _model_tensors(self) -> list[torch.Tensor]:
-        modules = list(self.model.modules())
-        held = [v for m in modules for v in [*m._buffers.values(), *vars(m).values()] if isinstance(v, torch.Tensor)]
-        return held + [block.master for unit in [self._shell, *self._layers] for block in unit.blocks]
-
     def _shape_of(self, micro_batches: Sequence[Any]) -> Any:
         """What the course of a step depends on; a change of it calls for metering."""
-        leaves = [leaf for m in micro_batches for leaf in pytree.tree_leaves(m)]
-        shapes = tuple((tuple(t.shape), t.dtype) for t in leaves if isinstance(t, torch.Tensor))
-        keys = tuple((unit.key, unit.frozen) for unit in [self._shell, *self._layers])
-        return replace(self.config, seed=0), shapes, keys, self.model.training
+        tensors = [leaf for leaf in pytree.tree_leaves(list(micro_batches)) if isinstance(leaf, torch.Tensor)]
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        units = tuple((unit.key, unit.frozen) for unit in self._parts.units)
+        return replace(self.config, seed=0), shapes, units, self.model.training
+
+    def _profile_for(self, shape: Any) -> Profile | None:
+        known = self._profile is not None and self._profile[0] == shape and self.config.meter == "on_change"
+        return self._profile[1] if known and self._profile is not None else None
 
     @contextmanager
     def _preserved(self) -> Iterator[None]:
         """Whatever the block trains is undone."""
-        weights, random_state = self._store.snapshot(), RandomState.take()
-        buffers = [(b, b.clone()) for unit in [self._shell, *self._layers] for b in unit.buffers]
-        stats = [(unit, dict(unit.stats)) for unit in [self._shell, *self._layers]]
-        steps = self._steps
+        put_back, random_state, buffers = self._store.snapshot(), RandomState.take(), self._parts.copy_buffers()
+        stats, steps = [dict(unit.stats) for unit in self._parts.units], self._steps
         try:
             yield
         finally:
-            weights()
+            put_back()
             set_values([b for b, _ in buffers], [old for _, old in buffers])
-            for unit, old in stats:
-                unit.stats.clear()
-                unit.stats.update(old)
+            for unit, old in zip(self._parts.units, stats, strict=True):
+                unit.stats = old
             random_state.put()
             self._steps = steps
 
     def _saved_state(self) -> files.State:
-        return files.State.of(self.config, self._steps, self._shell, self._layers, self._store, RandomState.take())
-
-
-class _Loads:
-    """Issues loads of weights and records them."""
-
-    def __init__(self, device: Device, trace: Trace) -> None:
-        self._device, self._trace = device, trace
-        self.nbytes = 0
-
-    def __call__(self, unit: Unit, copies: list[Copy]) -> Ticket:
-        nbytes = sum(target.nbytes for target, _ in copies)
-        self.nbytes += nbytes
-        t0, trace = self._trace.began_s, self._trace
-        return self._device.issue(
-            "h2d", copies, lambda a, b: trace.add(Event("h2d", "load", a - t0, b - t0, unit.key, -1, nbytes))
+        return files.State.of(
+            self.config, self._steps, self._parts.shell, self._parts.layers, self._store, RandomState.take()
         )
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def resolve_device(device: str | Device) -> Device:
@@ -513,69 +377,14 @@ def resolve_device(device: str | Device) -> Device:
         ValueError: no such device here.
         TypeError: neither a name nor a Device.
     """
-    from l2l_core.emulated import EmulatedDevice
-
     if isinstance(device, Device):
         return device
     if not isinstance(device, str):
         raise TypeError(f"device={device!r}: give 'auto', 'cpu', 'cuda', EmulatedDevice(...) or CudaDevice(...)")
-    if device in ("auto", "cpu"):
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return EmulatedDevice()
+    if device == "auto" or device.split(":")[0] == "cuda":
+        return CudaDevice("cuda" if device == "auto" else device)
     raise ValueError(
         f"device={device!r} does not exist: give 'auto', 'cpu', 'cuda', EmulatedDevice(...) or CudaDevice(...)"
     )
-
-
-def _refuse_checkpointing(model: nn.Module) -> None:
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise ValueError(
-            "the model has gradient checkpointing on, and the relay recomputes layers itself: call "
-            "model.gradient_checkpointing_disable()"
-        )
-
-
-def _advise(ledger: Ledger, config: RelayConfig, missing_bytes: int) -> str:
-    """Which setting would make it fit."""
-    now = ledger.by_category()
-    slot_bytes = max(ledger.by_owner("weights").values(), default=0) + max(
-        ledger.by_owner("gradients").values(), default=0
-    )
-    if config.stash == "device" and now.get("stash", 0) + now.get("other", 0) > missing_bytes:
-        return f"Remedy: RelayConfig(stash='host') keeps {now.get('stash', 0):,} bytes of stash on the host."
-    if config.ahead > 0 and slot_bytes > missing_bytes:
-        return f"Remedy: RelayConfig(ahead=0) needs one weight slot and one gradient slot less ({slot_bytes:,} bytes), without overlap."
-    activations = now.get("activations", 0)
-    if activations > 0:
-        return (
-            f"Remedy: more micro-batches than {config.micro_batches} make activations smaller "
-            f"(RelayConfig(micro_batches={config.micro_batches * 2})), or give the device {missing_bytes:,} bytes more."
-        )
-    return (
-        f"Remedy: the weights alone are too large. Make big parts of the shell layers too (layers=[...]), or give the device "
-        f"{missing_bytes:,} bytes more."
-    )
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C (or a kernel interrupt) wait for the end of the block; a second one does not wait."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    pressed = False
-
-    def handler(signum: int, frame: Any) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-        logger.warning("interrupt: the step finishes first; interrupt again to stop at once")
-
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt

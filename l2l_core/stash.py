@@ -21,8 +21,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core.device import Device
+from l2l_core.link import Link
 from l2l_core.memory import Ledger
-from l2l_core.trace import Event, Trace
+from l2l_core.trace import Trace
 
 NOBODY = -1
 
@@ -203,13 +204,7 @@ class Stash:
     ) -> None:
         if not copies:
             return
-        nbytes = sum(target.nbytes for target, _ in copies)
-        t0 = self._trace.began_s
-
-        def record(start_s: float, stop_s: float) -> None:
-            self._trace.add(Event(lane, kind, start_s - t0, stop_s - t0, layer, k, nbytes))
-
-        self._device.issue(lane, copies, record).join()
+        Link(self._device, self._trace, lane, kind)(layer, copies, k).join()
 
     def _host_buffer(self, nbytes: int) -> torch.Tensor:
         free = self._pool.get(nbytes)
@@ -224,9 +219,13 @@ class Stash:
             held.host = None
 
     def clear(self) -> None:
-        """Forget every image: what is still alive comes back to the device as it was; buffers are freed."""
-        self._restore(list(self._held), NOBODY, "")
-        for key in list(self._held):
+        """Forget every image: what somebody still holds comes back as it was, and is booked no longer."""
+        for key, held in list(self._held.items()):
+            storage = held.ref()
+            if storage is not None and not held.resident:
+                storage.resize_(held.nbytes)
+                _bytes_of(storage).copy_(held.host)  # type: ignore[arg-type]
+                held.resident, held.booked = True, False
             self._forget(key)
         self._host.release("stash", "images", sum(n * len(buffers) for n, buffers in self._pool.items()))
         self._pool.clear()

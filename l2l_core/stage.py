@@ -1,0 +1,172 @@
+"""What is set up around one pass over the model and taken down after it, whatever happens.
+
+Slots and shell on the device, the stash, hooks, shadowed forwards, random streams. The loop finds everything ready, and
+an exception anywhere leaves no shadow, no hook, no booked byte and no moved parameter behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from l2l_core.advice import advise
+from l2l_core.ambient import Ambient, RandomState
+from l2l_core.call import Pass
+from l2l_core.config import RelayConfig
+from l2l_core.device import Copy, Device
+from l2l_core.gradient import Gradient, GradientSlots
+from l2l_core.hooks import SideOutputs, UserHooks
+from l2l_core.link import Link
+from l2l_core.memory import Ledger
+from l2l_core.meter import Meter, Profile
+from l2l_core.pause import Forward, Shadows
+from l2l_core.prefetch import Prefetch
+from l2l_core.stash import Stash
+from l2l_core.trace import Trace
+from l2l_core.units import Unit
+
+Task = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A relay's lasting parts."""
+
+    model: nn.Module
+    device: Device
+    host: Ledger
+    shell: Unit
+    layers: Sequence[Unit]
+
+    @property
+    def units(self) -> list[Unit]:
+        """The shell and the layers."""
+        return [self.shell, *self.layers]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Dotted name of every unit by key."""
+        return {unit.key: unit.name for unit in self.units}
+
+    def inside(self) -> dict[torch.Tensor, str]:
+        """Parameters that only one layer uses, and the layer's name."""
+        blocks = [(unit.name, block) for unit in self.layers for block in unit.blocks if not block.shared]
+        return {param: name for name, block in blocks for param in block.params}
+
+    def copy_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every buffer of the model with a copy of its values."""
+        return [(buffer, buffer.clone()) for unit in self.units for buffer in unit.buffers]
+
+    @property
+    def slot_numel(self) -> int:
+        """Elements of the largest layer."""
+        return max((unit.numel for unit in self.layers), default=0)
+
+
+class Stage:
+    """One pass, set up. Use as a context manager.
+
+    Args:
+        parts: of the relay.
+        config: how to run.
+        trace: gets events and memory.
+        replay: activation bytes of an earlier step; None counts them operation by operation.
+    """
+
+    def __init__(self, parts: Parts, config: RelayConfig, trace: Trace, replay: Profile | None) -> None:
+        self.parts, self.config, self.trace, self._replay = parts, config, trace, replay
+        self.loads = Link(parts.device, trace, "h2d", "load")
+        self.pushes = Link(parts.device, trace, "d2h", "push")
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Stage:
+        with self._stack:
+            self._set_up()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _set_up(self) -> None:
+        parts, enter, later = self.parts, self._stack.enter_context, self._stack.callback
+        ledger = parts.device.ledger
+        ledger.advise = partial(advise, ledger, self.config)
+        later(RandomState.take().put)
+        on_host = self.config.stash == "host"
+        exempt = model_tensors(parts)
+        self.stash = Stash(parts.device, parts.host, on_host, self._replay is None, self.trace, exempt)
+        later(self.stash.clear)
+        self.meter = Meter(ledger, parts.host, self.trace, self._replay)
+        later(self.meter.close)
+        self.prefetch = Prefetch(parts.device, parts.slot_numel, self.config.ahead, self.loads, self._load_shell())
+        later(self.prefetch.close)
+        self.stash.exempt(slot.flat for slot in self.prefetch.slots)
+        hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
+        sides = enter(SideOutputs())
+        self.shadows = enter(Shadows({unit.module: unit for unit in parts.layers}))
+        self.run = Pass(parts.device, self.stash, self.trace, sides, hooks, self.meter)
+        later(self.shadows.cancel)
+
+    def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Put the shell on the device; return where its parameters are for the length of the pass."""
+        shell, device = self.parts.shell, self.parts.device
+        flat = device.empty(shell.numel)
+        self._stack.callback(device.recycle, flat)
+        device.ledger.book("weights", shell.key, flat.nbytes)
+        self._stack.callback(device.ledger.release, "weights", shell.key, flat.nbytes)
+        self.stash.exempt([flat])
+        pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
+        self.loads(shell.key, [(part, block.master) for part, block in pairs]).wait()
+        views = shell.views(flat)
+        self._stack.callback(shell.point, [view for block in shell.blocks for view in block.views])
+        shell.point(views)
+        return dict(zip(shell.params, views, strict=True))
+
+    def gradients(self) -> tuple[GradientSlots, Gradient]:
+        """Device buffers for the gradients of layers, and the gradient of the shell."""
+        parts = self.parts
+        slots = GradientSlots(parts.device, parts.slot_numel, 2 if self.config.ahead else 1, "slot")
+        self._stack.callback(slots.close)
+        shell = GradientSlots(parts.device, parts.shell.numel, 1, "shell")
+        self._stack.callback(shell.close)
+        self.stash.exempt([*slots.flats, *shell.flats])
+        return slots, shell.take(parts.shell, lambda block: block.shared)
+
+    def forwards(self, micro_batches: Sequence[Any], task: Task, seeds: Sequence[int]) -> list[Forward]:
+        """One paused forward per micro-batch, each with a random stream of its own."""
+        base = Ambient.take()
+        base.put()
+        if self.stash.guards:
+            base = replace(base, dispatch_modes=(*base.dispatch_modes, self.stash.watch))
+        for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
+            main = partial(self._main, task, k, micro_batch)
+            self.shadows.forwards.append(Forward(k, main, base.reseeded(RandomState.seeded(seed)), self.run))
+        return self.shadows.forwards
+
+    def _main(self, task: Task, k: int, micro_batch: Any) -> Any:
+        """One micro-batch's forward, from its rows on the host to its loss or outputs."""
+        leaves, spec = pytree.tree_flatten(micro_batch)
+        copies: list[Copy] = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                leaves[index] = target = torch.empty_like(leaf, device=self.parts.device.torch_device)
+                self.stash.hold(target, k, "other", "", fresh=True)
+                copies.append((target, leaf.detach()))
+        if copies:
+            Link(self.parts.device, self.trace, "h2d", "batch")("", copies, k).wait()
+        return task(self.parts.model, pytree.tree_unflatten(leaves, spec))
+
+
+def model_tensors(parts: Parts) -> list[torch.Tensor]:
+    """Tensors that the model keeps between passes: masters, buffers, plain attributes."""
+    modules = list(parts.model.modules())
+    held = [v for m in modules for v in [*m._buffers.values(), *vars(m).values()] if isinstance(v, torch.Tensor)]
+    return held + [block.master for unit in parts.units for block in unit.blocks]
