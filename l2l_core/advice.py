@@ -12,11 +12,12 @@ def advise(ledger: Ledger, config: RelayConfig, missing_bytes: int) -> str:
     stash_bytes = now.get("stash", 0)
     if config.stash == "device" and stash_bytes >= missing_bytes:
         return f"Remedy: RelayConfig(stash='host') keeps the stash ({format_bytes(stash_bytes)} so far) on the host."
-    slot_bytes = ledger.by_owner("weights").get("slot 0", 0) + ledger.by_owner("gradients").get("slot 0", 0)
-    if config.ahead > 0 and slot_bytes >= missing_bytes:
+    weights, gradients = ledger.by_owner("weights").get("slots", 0), ledger.by_owner("gradients").get("slots", 0)
+    saved_bytes = weights * config.ahead // (config.ahead + 1) + gradients // 2
+    if config.ahead > 0 and saved_bytes >= missing_bytes:
         return (
-            f"Remedy: RelayConfig(ahead=0) needs one weight slot and one gradient slot less ({format_bytes(slot_bytes)}); "
-            "loads are then no longer hidden under compute."
+            f"Remedy: RelayConfig(ahead=0) needs {config.ahead} weight slot(s) and one gradient slot less "
+            f"({format_bytes(saved_bytes)}); loads are then no longer hidden under compute."
         )
     activations = now.get("activations", 0)
     if activations > 0:

@@ -38,16 +38,13 @@ class Pass:
     sides: SideOutputs
     user_hooks: UserHooks
     meter: Meter
-    buffer_values: dict[Unit, list[torch.Tensor]] = field(default_factory=dict)
+    buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
 
-    def buffers_of(self, unit: Unit) -> list[torch.Tensor]:
-        """The values of a unit's buffers now; the same list as before if none has changed.
-
-        Compared by value: BatchNorm changes its statistics without counting a version.
-        """
+    def buffers_of(self, unit: Unit) -> list[torch.Tensor | None]:
+        """Values of a unit's buffers now; the same list as before if none has changed."""
         last = self.buffer_values.get(unit)
-        if last is None or not all(torch.equal(a, b) for a, b in zip(last, unit.buffers, strict=True)):
-            self.buffer_values[unit] = [buffer.clone() for buffer in unit.buffers]
+        if last is None or not unit.buffers.equal(last):
+            self.buffer_values[unit] = unit.buffers.copy()
         return self.buffer_values[unit]
 
     @contextmanager
@@ -110,7 +107,7 @@ class Call:
     kept: _Graph | None = None
     ambient: Ambient | None = None
     context: contextvars.Context | None = None
-    buffers: list[torch.Tensor] | None = None  # the unit's buffers as the forward saw them
+    buffers: list[torch.Tensor | None] | None = None  # the unit's buffers as the forward saw them
     versions: list[int] = field(default_factory=list)
 
     @staticmethod
@@ -269,10 +266,10 @@ class Call:
         if not self.buffers or self.kept is not None or run.buffers_of(self.unit) is self.buffers:
             yield
             return
-        now = [buffer.clone() for buffer in self.unit.buffers]
-        set_values(self.unit.buffers, self.buffers)
+        now = self.unit.buffers.copy()
+        self.unit.buffers.restore(self.buffers)
         yield
-        set_values(self.unit.buffers, now)
+        self.unit.buffers.restore(now)
 
     def _run_segment(self, run: Pass) -> None:
         """Back-propagate through the shell code that made the inputs which entered a layer here for the first time."""
@@ -296,13 +293,6 @@ class Call:
         """Let go of the stash."""
         self.leaves, self.inputs, self.segment, self.buffers = [], [], None, None
         self.context = self.ambient = self.kept = None
-
-
-def set_values(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy `values` into `targets`, unseen by autograd."""
-    with torch.no_grad():
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
 
 
 def _is_cache(value: Any) -> bool:

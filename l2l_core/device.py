@@ -27,6 +27,9 @@ class Ticket(Protocol):
     def join(self) -> None:
         """Block the calling thread until the copy is done and the host may read the result."""
 
+    def abandon(self) -> None:
+        """Block until the copy is over, however it ended; nobody needs its result."""
+
 
 class Device(ABC):
     """A compute device with memory of its own.

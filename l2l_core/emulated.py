@@ -28,6 +28,9 @@ class _Pending:
 
     join = wait
 
+    def abandon(self) -> None:
+        self._future.exception()
+
 
 class EmulatedDevice(Device):
     """CPU memory set apart as a device, behind a link.

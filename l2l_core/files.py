@@ -359,7 +359,7 @@ def _read_generation(generation: Path, checksum: str) -> Saved:
     except FileNotFoundError:
         raise _damaged(path, "it is missing") from None
     if hashlib.sha256(content).hexdigest() != checksum:
-        raise _damaged(path, f"its sha256 is not the one in {_POINTER}")
+        raise _damaged(path, f"its sha256 is not the one in {generation.parent / _POINTER}")
     manifest = json.loads(content)
     if manifest["schema"] != _SCHEMA:
         raise ValueError(

@@ -20,7 +20,6 @@ from l2l_core.units import Block, Unit
 @dataclass(eq=False, slots=True)
 class _Buffer:
     flat: torch.Tensor
-    owner: str
     pushed: Ticket | None = None
 
 
@@ -104,11 +103,10 @@ class GradientSlots:
     """Device buffers for gradients: one fills while another is being pushed."""
 
     def __init__(self, device: Device, numel: int, count: int, name: str) -> None:
-        self._device = device
-        self._buffers = [_Buffer(device.empty(numel), f"{name} {index}") for index in range(count)]
+        self._device, self._owner, self._nbytes = device, name, 4 * numel * count
+        device.ledger.book("gradients", name, self._nbytes)
+        self._buffers = [_Buffer(device.empty(numel)) for _ in range(count)]
         self._live: list[Gradient] = []
-        for buffer in self._buffers:
-            device.ledger.book("gradients", buffer.owner, buffer.flat.nbytes)
         self._next = 0
 
     @property
@@ -129,7 +127,7 @@ class GradientSlots:
         """Stop every gradient and give the bytes back."""
         for gradient in self._live:
             gradient.stop()
+        self._device.ledger.release("gradients", self._owner, self._nbytes)
         for buffer in self._buffers:
-            self._device.ledger.release("gradients", buffer.owner, buffer.flat.nbytes)
             self._device.recycle(buffer.flat)
         self._buffers.clear()

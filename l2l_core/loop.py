@@ -211,15 +211,15 @@ class TrainLoop(Loop):
         return set(self._shell.unit.params)
 
     def _explain_loss(self, loss: torch.Tensor, forward: Forward) -> str:
-        before = "the loss or the code after the last layer"
+        producer = "the batch or the code before the first layer"
         for call in forward.calls:
             self.run.stash.fetch(call.tensors, forward.k)
-            bad = [t for t in call.tensors if t.is_floating_point() and not torch.isfinite(t).all()]
-            if bad:
-                before = producer
+            if not all(bool(torch.isfinite(t).all()) for t in call.tensors if t.is_floating_point()):
                 break
             producer = f"layer {call.unit.name} ({call.unit.key})"
-        return f"the loss of micro-batch {forward.k} is {loss.item()}; first produced by {before}. Nothing was updated"
+        else:
+            producer = f"{producer}, or the loss after it"
+        return f"the loss of micro-batch {forward.k} is {loss.item()}; first produced by {producer}. Nothing was updated"
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

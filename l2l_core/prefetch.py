@@ -51,10 +51,9 @@ class Prefetch:
         resident: Mapping[nn.Parameter, torch.Tensor],
     ) -> None:
         self._device, self._ahead, self._load, self._resident = device, ahead, load, resident
+        self._nbytes = 4 * numel * (ahead + 1)
+        device.ledger.book("weights", "slots", self._nbytes)
         self.slots = [Slot(device.empty(numel)) for _ in range(ahead + 1)]
-        self._nbytes = numel * 4
-        for index in range(len(self.slots)):
-            device.ledger.book("weights", f"slot {index}", self._nbytes)
         self._plan: list[Unit] = []
         self._position = 0
 
@@ -91,14 +90,14 @@ class Prefetch:
         """Wait for loads that are still on their way."""
         for slot in self.slots:
             if slot.ticket is not None:
-                slot.ticket.join()
+                slot.ticket.abandon()
             slot.unit = slot.ticket = None
 
     def close(self) -> None:
         """Give the slots' bytes back."""
         self.drain()
-        for index, slot in enumerate(self.slots):
-            self._device.ledger.release("weights", f"slot {index}", self._nbytes)
+        self._device.ledger.release("weights", "slots", self._nbytes)
+        for slot in self.slots:
             self._device.recycle(slot.flat)
         self.slots.clear()
 
@@ -116,7 +115,7 @@ class Prefetch:
         free = [slot for slot in self.slots if slot.unit is None or slot.unit not in keep]
         slot = max(free, key=self._next_use)
         if slot.ticket is not None:
-            slot.ticket.join()  # a load that nobody came for
+            slot.ticket.abandon()  # perhaps a load that nobody came for
         slot.unit = unit
         pairs = zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True)
         slot.ticket = self._load(unit.key, [(target, block.master) for target, block in pairs])

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from l2l_core import files
 from l2l_core.ambient import RandomState
 from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, join, rows_of, shares, split
-from l2l_core.call import set_values
 from l2l_core.checks import check_model, refuse_checkpointing
 from l2l_core.config import RelayConfig
 from l2l_core.cuda import CudaDevice
@@ -246,7 +245,7 @@ class Relay:
         divisors = shares(micro_batches, self._weight)
         shape = self._shape_of(micro_batches)
         trace = self._new_trace()
-        buffers = self._parts.copy_buffers()
+        put_buffers_back = self._parts.copy_buffers()
         self.device.ledger.reset_peak()
         self._store.begin(self.config, trace)
         try:
@@ -257,7 +256,7 @@ class Relay:
                 self._store.finish()
                 assert stage.stash.is_empty, "the stash is not empty after the step"
         except BaseException as error:
-            self._undo_step(buffers, error)
+            self._undo_step(put_buffers_back, error)
             raise
         self.device.settle()
         self._steps += 1
@@ -273,14 +272,14 @@ class Relay:
             bytes_pushed=stage.pushes.nbytes,
         )
 
-    def _undo_step(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], error: BaseException) -> None:
+    def _undo_step(self, put_buffers_back: Callable[[], None], error: BaseException) -> None:
         """Leave the old step if nothing was updated or updates can be undone, otherwise say what was updated."""
         for param in self.model.parameters():
             param.grad = None
         self._store.roll_back()
         updated = [block.key for block in self._store.updated]
         if not updated:
-            set_values([b for b, _ in buffers], [old for _, old in buffers])
+            put_buffers_back()
             return
         names = [self._parts.names.get(key, key) for key in updated]
         raise TornStep(
@@ -348,13 +347,13 @@ class Relay:
     @contextmanager
     def _preserved(self) -> Iterator[None]:
         """Whatever the block trains is undone."""
-        put_back, random_state, buffers = self._store.snapshot(), RandomState.take(), self._parts.copy_buffers()
+        put_weights_back, random_state, put_buffers_back = self._store.snapshot(), RandomState.take(), self._parts.copy_buffers()
         stats, steps = [dict(unit.stats) for unit in self._parts.units], self._steps
         try:
             yield
         finally:
-            put_back()
-            set_values([b for b, _ in buffers], [old for _, old in buffers])
+            put_weights_back()
+            put_buffers_back()
             for unit, old in zip(self._parts.units, stats, strict=True):
                 unit.stats = old
             random_state.put()

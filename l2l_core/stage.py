@@ -60,9 +60,15 @@ class Parts:
         blocks = [(unit.name, block) for unit in self.layers for block in unit.blocks if not block.shared]
         return {param: name for name, block in blocks for param in block.params}
 
-    def copy_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Every buffer of the model with a copy of its values."""
-        return [(buffer, buffer.clone()) for unit in self.units for buffer in unit.buffers]
+    def copy_buffers(self) -> Callable[[], None]:
+        """Copy the values of all buffers; the result puts them back."""
+        values = [unit.buffers.copy() for unit in self.units]
+
+        def put_back() -> None:
+            for unit, old in zip(self.units, values, strict=True):
+                unit.buffers.restore(old)
+
+        return put_back
 
     @property
     def slot_numel(self) -> int:
@@ -120,8 +126,8 @@ class Stage:
         shell, device = self.parts.shell, self.parts.device
         flat = device.empty(shell.numel)
         self._stack.callback(device.recycle, flat)
-        device.ledger.book("weights", shell.key, flat.nbytes)
-        self._stack.callback(device.ledger.release, "weights", shell.key, flat.nbytes)
+        device.ledger.book("weights", "shell", flat.nbytes)
+        self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
         self.stash.exempt([flat])
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         self.loads(shell.key, [(part, block.master) for part, block in pairs]).wait()
@@ -133,7 +139,7 @@ class Stage:
     def gradients(self) -> tuple[GradientSlots, Gradient]:
         """Device buffers for the gradients of layers, and the gradient of the shell."""
         parts = self.parts
-        slots = GradientSlots(parts.device, parts.slot_numel, 2 if self.config.ahead else 1, "slot")
+        slots = GradientSlots(parts.device, parts.slot_numel, 2 if self.config.ahead else 1, "slots")
         self._stack.callback(slots.close)
         shell = GradientSlots(parts.device, parts.shell.numel, 1, "shell")
         self._stack.callback(shell.close)

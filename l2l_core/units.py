@@ -40,6 +40,40 @@ class Block:
         return self.master.nbytes
 
 
+class Buffers:
+    """The buffers of some modules, by place: a module may write into a buffer or put another tensor in its place."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._places = [(module, name) for module in modules for name in module._buffers]
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def now(self) -> list[torch.Tensor | None]:
+        """The tensors as they stand."""
+        return [module._buffers[name] for module, name in self._places]
+
+    def copy(self) -> list[torch.Tensor | None]:
+        """Copies of the values."""
+        return [None if buffer is None else buffer.clone() for buffer in self.now()]
+
+    def equal(self, values: Sequence[torch.Tensor | None]) -> bool:
+        """Compared by value: BatchNorm changes its statistics without counting a version."""
+        return all(
+            a is b if a is None or b is None else a.shape == b.shape and torch.equal(a, b)
+            for a, b in zip(self.now(), values, strict=True)
+        )
+
+    def restore(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Put values back, into the same tensors where they still fit."""
+        for (module, name), buffer, value in zip(self._places, self.now(), values, strict=True):
+            if buffer is None or value is None or buffer.shape != value.shape or 0 in buffer.stride():
+                module._buffers[name] = None if value is None else value.clone()
+            else:
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
 @dataclass(eq=False, slots=True)
 class Unit:
     """A layer or the shell: its modules, its blocks, its buffers."""
@@ -48,7 +82,7 @@ class Unit:
     name: str
     module: nn.Module
     blocks: list[Block]
-    buffers: list[torch.Tensor]
+    buffers: Buffers
     owners: list[tuple[nn.Module, str, nn.Parameter]]  # where the model holds each parameter, to notice replacements
     stats: dict[str, float] = field(default_factory=dict)
 
@@ -127,8 +161,8 @@ def build_units(model: nn.Module, layers: Mapping[str, nn.Module]) -> tuple[Unit
         blocks = [_make_block(key, own, names, False)] if own else []
         blocks += [shared[param] for param in params if param in shared]
         module = layers.get(key, model)
-        buffers = list(dict.fromkeys(b for m in members[key] for b in m._buffers.values() if b is not None))
-        units.append(Unit(key, module_names[module] if key != SHELL else SHELL, module, blocks, buffers, held))
+        name = module_names[module] if key != SHELL else SHELL
+        units.append(Unit(key, name, module, blocks, Buffers(members[key]), held))
     return units[0], units[1:]
 
 
