@@ -6,14 +6,13 @@ from l2l_core.config import RelayConfig
 from l2l_core.memory import Ledger, format_bytes
 
 
-def advise(ledger: Ledger, config: RelayConfig, missing_bytes: int) -> str:
+def advise(ledger: Ledger, config: RelayConfig, slot_bytes: int, missing_bytes: int) -> str:
     """The first setting whose known saving covers `missing_bytes`, with the number."""
     now = ledger.by_category()
     stash_bytes = now.get("stash", 0)
     if config.stash == "device" and stash_bytes >= missing_bytes:
         return f"Remedy: RelayConfig(stash='host') keeps the stash ({format_bytes(stash_bytes)} so far) on the host."
-    weights, gradients = ledger.by_owner("weights").get("slots", 0), ledger.by_owner("gradients").get("slots", 0)
-    saved_bytes = weights * config.ahead // (config.ahead + 1) + gradients // 2
+    saved_bytes = slot_bytes * (config.ahead + 1)  # `ahead` weight slots and the second gradient slot
     if config.ahead > 0 and saved_bytes >= missing_bytes:
         return (
             f"Remedy: RelayConfig(ahead=0) needs {config.ahead} weight slot(s) and one gradient slot less "

@@ -130,6 +130,7 @@ class TrainLoop(Loop):
         self._divisors, self._inside = divisors, inside
         self._losses: list[torch.Tensor] = []
         self._shell_apart = False
+        self._visits_of: Counter[str] = Counter()
         shell.apart = self._is_apart
 
         self.prefetch.begin([*self._predicted, *reversed(self._predicted[:-1])])
@@ -154,12 +155,13 @@ class TrainLoop(Loop):
                     self._backward(call, visit)
                     self.run.stash.park(call.k)
                 self._push_gradient(visit)  # [3]
-        self._flush_shell()
+        shell.push(store, push)
         return self._losses
 
     def _open(self, unit: Unit) -> Visit:
         self._came_to(unit, self._waiting_for(unit))
         self.visits.append(Visit(unit, len(self.visits)))
+        self._visits_of[unit.key] += 1
         return self.visits[-1]
 
     def _is_last(self, visit: Visit) -> bool:
@@ -189,7 +191,7 @@ class TrainLoop(Loop):
                 raise NonFiniteError(self._explain_loss(loss, forward))
             tail = get_gradient_edge(loss) if loss.requires_grad else None
             reached, several = survey(forward.calls, tail, self._inside, k)
-            self._shell_apart |= self._is_irregular() or any(leaf in self._shell_params for leaf in several)
+            self._shell_apart |= self._is_irregular() or not several.isdisjoint(self._shell.unit.params)
             if tail is not None:
                 run_backward([(tail, torch.ones_like(loss))], reached)
         for _, sink in reached.waiting():
@@ -206,10 +208,6 @@ class TrainLoop(Loop):
         ways = [[c.unit for c in f.calls] + ([f.waiting.unit] if f.waiting else []) for f in self.forwards]
         return any(way != ways[0] for way in ways)
 
-    @property
-    def _shell_params(self) -> set[torch.Tensor]:
-        return set(self._shell.unit.params)
-
     def _explain_loss(self, loss: torch.Tensor, forward: Forward) -> str:
         producer = "the batch or the code before the first layer"
         for call in forward.calls:
@@ -219,7 +217,9 @@ class TrainLoop(Loop):
             producer = f"layer {call.unit.name} ({call.unit.key})"
         else:
             producer = f"{producer}, or the loss after it"
-        return f"the loss of micro-batch {forward.k} is {loss.item()}; first produced by {producer}. Nothing was updated"
+        return (
+            f"the loss of micro-batch {forward.k} is {loss.item()}; first produced by {producer}. Nothing was updated"
+        )
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -237,10 +237,7 @@ class TrainLoop(Loop):
             return True
         if block in self._shell.unit.blocks:
             return self._shell_apart
-        return self._visit_counts()[block.key] > 1
-
-    def _visit_counts(self) -> Counter[str]:
-        return Counter(visit.unit.key for visit in self.visits)
+        return self._visits_of[block.key] > 1
 
     def _flush(self, k: int, gradient: Gradient | None) -> None:
         for each in (self._shell, gradient):
@@ -256,6 +253,3 @@ class TrainLoop(Loop):
             for block in visit.unit.blocks:
                 if not block.shared and self._is_apart(block):
                     self._store.complete(block)
-
-    def _flush_shell(self) -> None:
-        self._shell.push(self._store, self._push)

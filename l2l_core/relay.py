@@ -347,7 +347,11 @@ class Relay:
     @contextmanager
     def _preserved(self) -> Iterator[None]:
         """Whatever the block trains is undone."""
-        put_weights_back, random_state, put_buffers_back = self._store.snapshot(), RandomState.take(), self._parts.copy_buffers()
+        put_weights_back, random_state, put_buffers_back = (
+            self._store.snapshot(),
+            RandomState.take(),
+            self._parts.copy_buffers(),
+        )
         stats, steps = [dict(unit.stats) for unit in self._parts.units], self._steps
         try:
             yield

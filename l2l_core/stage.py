@@ -104,7 +104,7 @@ class Stage:
     def _set_up(self) -> None:
         parts, enter, later = self.parts, self._stack.enter_context, self._stack.callback
         ledger = parts.device.ledger
-        ledger.advise = partial(advise, ledger, self.config)
+        ledger.advise = partial(advise, ledger, self.config, 4 * parts.slot_numel)
         later(RandomState.take().put)
         on_host = self.config.stash == "host"
         exempt = model_tensors(parts)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it does
+
 
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA"

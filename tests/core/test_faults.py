@@ -158,7 +158,9 @@ CONFIGS = {
 @pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt])
 @pytest.mark.parametrize("layer, nth", [(0, 0), (2, 1), (3, 0), (3, 1)])
-def test_fault_in_a_layers_forward_leaves_the_old_step(make_relay: Any, settings: Any, error: Any, layer: int, nth: int) -> None:
+def test_fault_in_a_layers_forward_leaves_the_old_step(
+    make_relay: Any, settings: Any, error: Any, layer: int, nth: int
+) -> None:
     relay = make_relay(**settings)
     before = state_of(relay)
     relay.model.layers[layer].trap = fail_at(nth, error)
@@ -339,7 +341,9 @@ def test_out_of_memory_leaves_the_old_step(make_relay: Any, stash: str, share: f
 def test_ctrl_c_waits_for_the_step_to_finish(make_relay: Any) -> None:
     relay = make_relay()
     twin = make_relay()
-    relay.model.layers[1].trap = lambda: os.kill(os.getpid(), signal.SIGINT) if not sent.append(1) and len(sent) == 1 else None
+    relay.model.layers[1].trap = lambda: (
+        os.kill(os.getpid(), signal.SIGINT) if not sent.append(1) and len(sent) == 1 else None
+    )
     sent: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         relay.step(batch(1))
