@@ -67,7 +67,7 @@ class Ambient:
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[TorchDispatchMode, ...]
     saved_tensor_hooks: tuple[tuple[Any, Any], ...]
-    attention: tuple[bool, bool, bool, bool]
+    attention: tuple[Any, ...]
 
     @staticmethod
     def take() -> Ambient:
@@ -105,9 +105,13 @@ class Ambient:
         if self.attention != _attention_flags():
             _set_attention_flags(self.attention)
 
-    def without(self, mode: TorchDispatchMode) -> Ambient:
-        """The same state with one dispatch mode left out."""
-        return replace(self, dispatch_modes=tuple(m for m in self.dispatch_modes if m is not mode))
+    def without(self, *modes: Any) -> Ambient:
+        """The same state with some dispatch or function modes left out."""
+        return replace(
+            self,
+            dispatch_modes=tuple(m for m in self.dispatch_modes if m not in modes),
+            function_modes=tuple(m for m in self.function_modes if m not in modes),
+        )
 
     def reseeded(self, random_state: RandomState) -> Ambient:
         """The same state with other random generators."""
@@ -138,19 +142,21 @@ def _pop_saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
     return tuple(reversed(hooks))
 
 
-def _attention_flags() -> tuple[bool, bool, bool, bool]:
+def _attention_flags() -> tuple[Any, ...]:
     c = torch._C
     return (
         c._get_flash_sdp_enabled(),
         c._get_mem_efficient_sdp_enabled(),
         c._get_math_sdp_enabled(),
         c._get_cudnn_sdp_enabled(),
+        tuple(c._get_sdp_priority_order()),
     )
 
 
-def _set_attention_flags(flags: tuple[bool, bool, bool, bool]) -> None:
+def _set_attention_flags(flags: tuple[Any, ...]) -> None:
     c = torch._C
     c._set_sdp_use_flash(flags[0])
     c._set_sdp_use_mem_efficient(flags[1])
     c._set_sdp_use_math(flags[2])
     c._set_sdp_use_cudnn(flags[3])
+    c._set_sdp_priority_order(list(flags[4]))

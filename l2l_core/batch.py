@@ -14,6 +14,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from l2l_core.hidden import refuse_hidden
+
+_SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # names of transformers' model classes
+
 Batch = Mapping[str, Any] | Sequence[Any]
 Objective = Callable[[nn.Module, Any], torch.Tensor]
 Weight = Callable[[Any], float]
@@ -79,7 +83,7 @@ def default_weight(model: nn.Module, has_loss: bool) -> Weight:
 
     Targets are ``batch["labels"]``, or the last element of a tuple when a `loss` function takes it.
     """
-    shifts = "ForCausalLM" in str(getattr(model, "loss_type", ""))
+    shifts = _shifts_labels(model)
 
     def weight(micro_batch: Any) -> float:
         labels = micro_batch.get("labels") if isinstance(micro_batch, Mapping) else None
@@ -91,6 +95,14 @@ def default_weight(model: nn.Module, has_loss: bool) -> Weight:
         return float((targets != -100).sum())
 
     return weight
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Whether the model compares position i with label i + 1, as decoder-only models of transformers do."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    name = type(model).__name__
+    return name.endswith(_SHIFTING) and not name.startswith(("XLNet", "XLM"))
 
 
 def shares(micro_batches: Sequence[Any], weight: Weight) -> list[float]:
@@ -189,6 +201,7 @@ def join(outputs: Sequence[Any], rows: Sequence[int], divisors: Sequence[float])
 
 def _join_leaf(parts: Sequence[Any], rows: Sequence[int], divisors: Sequence[float]) -> Any:
     if not isinstance(parts[0], torch.Tensor):
+        refuse_hidden(parts[0], "the model's output")
         return parts[0]
     if parts[0].dim() == 0:
         return torch.stack([part / divisor for part, divisor in zip(parts, divisors, strict=True)]).sum()

@@ -7,6 +7,7 @@ the same graph. The first run's graph is dropped at once unless this is the last
 from __future__ import annotations
 
 import contextvars
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,15 +18,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from l2l_core.ambient import Ambient
-from l2l_core.cut import Segment, Sink, cut, enter, run_backward
+from l2l_core.cut import Segment, Sink, cut, enter, is_entry, run_backward, sink_of, trace_segments
 from l2l_core.device import Device
+from l2l_core.hidden import is_cache, refuse_hidden
 from l2l_core.hooks import Locator, SideOutputs, UserHooks, alive
 from l2l_core.meter import Meter
 from l2l_core.stash import Stash
 from l2l_core.trace import Event, Trace
 from l2l_core.units import Unit
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, range)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Pass:
     sides: SideOutputs
     user_hooks: UserHooks
     meter: Meter
+    runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
     buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
 
     def buffers_of(self, unit: Unit) -> list[torch.Tensor | None]:
@@ -82,8 +83,11 @@ class _Graph:
 
 @dataclass(slots=True)
 class _Input:
+    """A differentiable argument, where its gradient gathers, and the edge behind it if it entered a layer first here."""
+
     tensor: torch.Tensor
     sink: Sink
+    edge: GradientEdge | None
 
 
 @dataclass(eq=False)
@@ -109,6 +113,9 @@ class Call:
     context: contextvars.Context | None = None
     buffers: list[torch.Tensor | None] | None = None  # the unit's buffers as the forward saw them
     versions: list[int] = field(default_factory=list)
+    runs_before: int = 0  # how often the layer had run in this pass when this call came to it
+    attributes: dict[tuple[torch.nn.Module, str], torch.Tensor] = field(default_factory=dict)  # side outputs left there
+    sums: list[str] = field(default_factory=list)  # of the outputs, in metered steps
 
     @staticmethod
     def of(unit: Unit, real: Callable[..., Any], k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -117,15 +124,15 @@ class Call:
         Raises:
             TypeError: an argument hides tensors (a cache, an object that is no pytree).
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_cache)
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
         inputs: dict[int, _Input] = {}
         behind = []
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                _refuse_hidden(leaf, f"argument {index} of layer {unit.name}")
+                refuse_hidden(leaf, f"argument {index} of layer {unit.name}")
             elif leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
-                sink, edge = cut(leaf, f"argument {index} of layer {unit.name}")
-                inputs[id(leaf)] = _Input(leaf, sink)
+                sink, edge = cut(leaf)
+                inputs[id(leaf)] = _Input(leaf, sink, edge)
                 if edge is not None:
                     behind.append((edge, sink))
         call = Call(unit, real, k, leaves, spec, list(inputs.values()), behind)
@@ -152,17 +159,39 @@ class Call:
             outputs, graph = self._run(run, seen=None)
         stop()
         self._check_versions("the layer itself changed it in place")
+        if run.stash.metering:
+            self._check_graph(graph)
         self.kept = graph if keep else None
         del graph  # with it goes what only the layer's own graph kept alive
-        self._cut_sides(run, {**alive(seen), **run.sides.attributes(self.unit.module)})
+        sides = {**alive(seen), **run.sides.attributes(self.unit.module)}
+        if sides:
+            self.kept = None  # what a graph has saved cannot be cut
+        self._cut_sides(run, sides)
         return outputs
+
+    def _check_graph(self, graph: _Graph) -> None:
+        """Refuse a layer that reads differentiable tensors which it was not given."""
+        (reached,) = trace_segments([graph.outputs])
+        own, params = {id(i.sink) for i in self.inputs}, set(self.unit.params)
+        foreign = [n for n in reached.nodes if is_entry(n) and id(n.sink) not in own]
+        foreign += [t for t in reached.leaves if sink_of(t) or (isinstance(t, torch.nn.Parameter) and t not in params)]
+        if foreign:
+            raise RuntimeError(
+                f"layer {self.unit.name} reads {len(foreign)} differentiable tensor(s) that it was not given as arguments (taken "
+                "from an attribute, a closure or another layer): their gradients would miss the relay. Pass them as "
+                "arguments of the layer"
+            )
 
     def _run(self, run: Pass, seen: dict[Locator, Any] | None) -> tuple[Any, _Graph]:
         """The layer itself. In the first run (`seen` is None) its outputs are made ready for the shell."""
+        buffers = [buffer for buffer in self.unit.buffers.now() if buffer is not None]
+        with run.stash.working(self.k, self.unit.key, [*self.tensors, *buffers]):
+            return self._run_cut(run, seen)
+
+    def _run_cut(self, run: Pass, seen: dict[Locator, Any] | None) -> tuple[Any, _Graph]:
         entered = {id(i.tensor): enter(i.tensor, i.sink) for i in self.inputs}
         args, kwargs = pytree.tree_unflatten([entered.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
-        with run.stash.working(self.k, self.unit.key, self.tensors):
-            flat, spec = pytree.tree_flatten(self.real(*args, **kwargs), is_leaf=_is_cache)
+        flat, spec = pytree.tree_flatten(self.real(*args, **kwargs), is_leaf=is_cache)
         graph = _Graph([get_gradient_edge(entered[id(i.tensor)]) for i in self.inputs], [], {})
         own = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
         passed = {id(leaf) for leaf in self.leaves} | set(own)
@@ -170,15 +199,27 @@ class Call:
             {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad and id(t) not in passed}.values()
         )
         graph.outputs = [get_gradient_edge(t) for t in flowing]
+        sums = [repr(float(torch.sum(t.detach(), dtype=torch.float64))) for t in flowing] if run.stash.metering else []
         if seen is not None:
+            self._check_sums(sums)
             return None, graph
+        self.sums = sums
         shown = {**own, **{id(t): self._leave(run, t) for t in flowing}}
         for index, item in enumerate(flat):
             if not isinstance(item, torch.Tensor):
-                _refuse_hidden(item, f"output {index} of layer {self.unit.name}")
+                refuse_hidden(item, f"output {index} of layer {self.unit.name}")
             elif id(item) not in shown and id(item) not in passed:
                 run.stash.hold(item, self.k, "activations", "", fresh=True)
         return pytree.tree_unflatten([shown.get(id(item), item) for item in flat], spec), graph
+
+    def _check_sums(self, sums: list[str]) -> None:
+        """In metered steps, the recompute must give what the forward gave."""
+        if sums != self.sums:
+            raise RuntimeError(
+                f"layer {self.unit.name} gave other outputs when it was recomputed: it depends on something besides its "
+                "arguments, weights and buffers (an attribute that changes between calls, NumPy's random numbers, a counter). "
+                "Pass it as an argument of the layer, or use torch's random numbers"
+            )
 
     def _leave(self, run: Pass, tensor: torch.Tensor) -> torch.Tensor:
         if run.stash.is_exempt(tensor):  # a weight, or a view of one: the slot will hold another layer's soon
@@ -190,12 +231,17 @@ class Call:
 
     def _cut_sides(self, run: Pass, tensors: dict[Locator, torch.Tensor]) -> None:
         for locator, tensor in tensors.items():
-            sink, edge = cut(tensor, f"{' '.join(locator[1:])} of layer {self.unit.name}, which the model keeps,")
+            sink, edge = cut(tensor)
             if edge is None:
                 continue  # the same tensor under a second name
-            if self.kept is not None:
-                self.kept.sides[locator] = edge
+            if sink_of(tensor) is None:
+                raise RuntimeError(
+                    f"{'.'.join(locator[1:])} of layer {self.unit.name} is kept by the model and has been used already, or is "
+                    "the base of a view, so that its graph cannot be cut. Keep a copy: x.clone()"
+                )
             self.side_sinks[locator] = sink
+            if locator[0] == "attribute":
+                self.attributes[self.unit.module.get_submodule(locator[1]), locator[2]] = tensor
             run.stash.hold(tensor, self.k, "activations", "", fresh=True)
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -205,19 +251,19 @@ class Call:
         sinks = [*self.outputs, *self.side_sinks.values()]
         if any(sink.grad is not None for sink in sinks):
             stop = run.timed("backward", self.unit.key, self.k, self.visit)
-            run.stash.fetch(
-                [*self.tensors, *(s.grad for s in [*sinks, *(i.sink for i in self.inputs)] if s.grad is not None)],
-                self.k,
-                self.unit.key,
-            )
-            with self._buffers_as_seen(run):
+            sinks += [sink for item in self.inputs for sink in self._gathering(item)]
+            run.stash.fetch([*self.tensors, *(s.grad for s in sinks if s.grad is not None)], self.k, self.unit.key)
+            with run.stash.working(self.k, "shell"), self._buffers_as_seen(run):
                 graph = self.kept or self._recompute(run)
                 roots = [
                     (e, g) for e, s in zip(graph.outputs, self.outputs, strict=True) if (g := s.take()) is not None
                 ]
                 roots += [(graph.sides[at], g) for at, s in self.side_sinks.items() if (g := s.take()) is not None]
                 roots += [
-                    (e, g) for e, i in zip(graph.inputs, self.inputs, strict=True) if (g := i.sink.take()) is not None
+                    (edge, grad)
+                    for edge, item in zip(graph.inputs, self.inputs, strict=True)
+                    for sink in self._gathering(item)
+                    if (grad := sink.take()) is not None
                 ]
                 self.kept = None
                 with run.stash.working(self.k, self.unit.key, None), run.watched(metering_only=True):
@@ -225,10 +271,19 @@ class Call:
             stop()
         self._run_segment(run)
 
+    def _gathering(self, item: _Input) -> list[Sink]:
+        """Where the gradient of an input has gathered so far: its sink, or the gate of its node if it is still attached."""
+        at_gate = self.segment.waiting_at(item.edge) if self.segment is not None and item.edge is not None else None
+        return [item.sink] if at_gate is None else [at_gate, item.sink]
+
     def _recompute(self, run: Pass) -> _Graph:
         assert self.context is not None and self.ambient is not None
-        self._check_versions("the model changed it in place after the call")
+        self.check_unchanged()
         return self.context.run(self._recompute_in_context, run)
+
+    def check_unchanged(self) -> None:
+        """Refuse to recompute from arguments that were changed in place."""
+        self._check_versions("the model changed it in place after the call")
 
     def _check_versions(self, cause: str) -> None:
         for index, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True)):
@@ -275,7 +330,7 @@ class Call:
         """Back-propagate through the shell code that made the inputs which entered a layer here for the first time."""
         roots = [(edge, grad) for edge, sink in self.behind if (grad := sink.take()) is not None]
         self.behind = []
-        if roots:
+        if roots or (self.segment is not None and self.segment.is_awaited):
             stop = run.timed("shell", "shell", self.k, self.visit)
             with run.stash.working(self.k, "shell", None), run.watched():
                 run_backward(roots, self.segment)
@@ -293,25 +348,3 @@ class Call:
         """Let go of the stash."""
         self.leaves, self.inputs, self.segment, self.buffers = [], [], None, None
         self.context = self.ambient = self.kept = None
-
-
-def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
-def _refuse_hidden(value: Any, where: str) -> None:
-    if isinstance(value, _PLAIN):
-        return
-    if _is_cache(value):
-        raise TypeError(
-            f"{where} is a key-value cache ({type(value).__name__}): it would carry one run's tensors into the recompute. "
-            "Train without it: pass use_cache=False in the batch, or set model.config.use_cache = False"
-        )
-    hidden = [n for n, v in (getattr(value, "__dict__", None) or {}).items() if isinstance(v, torch.Tensor)]
-    if isinstance(value, set | frozenset):
-        hidden = ["an element" for v in value if isinstance(v, torch.Tensor)]
-    if hidden and not isinstance(value, torch.nn.Module):
-        raise TypeError(
-            f"{where} is a {type(value).__name__} that holds tensors ({', '.join(hidden[:3])}) where the relay cannot see "
-            "them. Pass tuples, lists or dicts, or register the class with torch.utils._pytree.register_pytree_node"
-        )

@@ -62,20 +62,18 @@ def enter(x: torch.Tensor, sink: Sink) -> torch.Tensor:
         return _Enter.apply(phony, x.detach(), sink)
 
 
-def cut(tensor: torch.Tensor, where: str) -> tuple[Sink, GradientEdge | None]:
-    """Make `tensor`, which enters a layer, a leaf in place; return where its gradient gathers and the edge behind it.
+def cut(tensor: torch.Tensor) -> tuple[Sink, GradientEdge | None]:
+    """Where the gradient of a tensor that enters a layer gathers, and the edge to the graph behind it.
 
-    The edge is None if the tensor was cut before: whoever cut it first runs what lies behind. A parameter of the shell
-    that enters a layer as it is stays untouched, it is a leaf already.
-
-    Raises:
-        RuntimeError: the tensor is a view that autograd has saved; names `where` and the remedy.
+    The tensor becomes a leaf in place, unless something else holds on to it (autograd has saved it, it is the base of a
+    view, it is a parameter): then its graph stays attached, and what later code adds to its gradient waits at the gate of
+    its node. The edge is None if the tensor was cut before: whoever cut it first runs what lies behind.
     """
     if (sink := sink_of(tensor)) is not None:
         return sink, None
     sink, edge = Sink(), get_gradient_edge(tensor)
-    if not tensor.is_leaf:
-        _make_leaf(tensor, where)
+    if not tensor.is_leaf and tensor._use_count() == 1:
+        _make_leaf(tensor)
         tensor.register_hook(sink.add)  # not .grad, which would re-stride it
         tensor.register_post_accumulate_grad_hook(_drop_grad)
         tensor._relay_sink = sink  # type: ignore[attr-defined]
@@ -91,19 +89,11 @@ def _drop_grad(tensor: torch.Tensor) -> None:
     tensor.grad = None
 
 
-def _make_leaf(tensor: torch.Tensor, where: str) -> None:
-    if not tensor._is_view():
+def _make_leaf(tensor: torch.Tensor) -> None:
+    if tensor._is_view():  # cannot be detached in place; the Python object gets another tensor of the same storage
+        torch.utils.swap_tensors(tensor, tensor.detach().requires_grad_())
+    else:
         tensor.detach_().requires_grad_()
-        return
-    # A view cannot be detached in place; the Python object gets another tensor of the same storage instead.
-    leaf = tensor.detach().requires_grad_()
-    try:
-        torch.utils.swap_tensors(tensor, leaf)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{where} is a view (shape {tuple(tensor.shape)}) that autograd has also saved for another operation, and "
-            "the relay cannot cut the graph there. Pass a copy to the layer: x.clone() or x.contiguous()"
-        ) from error
 
 
 class Gate:
@@ -144,6 +134,16 @@ class Segment:
             for output, sink in gate.pending.items()
         ]
         return [(edge, sink) for edge, sink in entered + cuts + gates if sink.grad is not None]
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether later segments have left gradients at this one's border."""
+        return any(sink.grad is not None for gate in self.own_gates.values() for sink in gate.pending.values())
+
+    def waiting_at(self, edge: GradientEdge) -> Sink | None:
+        """Where gradients of later segments wait for the tensor behind `edge`, if it is still attached."""
+        gate = self.own_gates.get(edge.node) or self.gates.get(edge.node)
+        return gate.pending.get(edge.output_nr) if gate is not None else None
 
 
 def trace_segments(starts: Sequence[Sequence[GradientEdge]]) -> list[Segment]:

@@ -131,10 +131,12 @@ class TrainLoop(Loop):
         self._losses: list[torch.Tensor] = []
         self._shell_apart = False
         self._visits_of: Counter[str] = Counter()
+        self._parted: set[str] = set()
         shell.apart = self._is_apart
 
         self.prefetch.begin([*self._predicted, *reversed(self._predicted[:-1])])
         self._start()
+        self._lose_in_order()
         while (unit := self._next_unit()) is not None:  # [1]
             visit = self._open(unit)
             with self.prefetch.visit(unit):
@@ -170,17 +172,24 @@ class TrainLoop(Loop):
     def _close(self, visit: Visit) -> None:
         for call in visit.calls:
             call.kept = None  # the slot goes to another layer; whoever is not done is recomputed
-        if visit.gradient is not None and not visit.calls and all(forward.done for forward in self.forwards):
+        if visit.gradient is None:
+            return
+        if not visit.calls and all(forward.done for forward in self.forwards):
             self._push_gradient(visit)
+        else:  # it was not the last visit after all: what it gave so far comes before the rest, in order of k
+            self._parted.add(visit.unit.key)
+            self._flush(-1, visit.gradient)
+            visit.gradient.stop()
+            visit.gradient = None
 
     # -- loss ----------------------------------------------------------------------------------------------------------
 
-    def _lose_in_order(self, visit: Visit) -> None:
+    def _lose_in_order(self, visit: Visit | None = None) -> None:
         """Run the loss backward of every finished micro-batch whose predecessors are done, in ascending k."""
         while len(self._losses) < len(self.forwards) and self.forwards[len(self._losses)].done:
             self._lose(self.forwards[len(self._losses)], visit)
 
-    def _lose(self, forward: Forward, visit: Visit) -> None:
+    def _lose(self, forward: Forward, visit: Visit | None) -> None:
         k = forward.k
         self.run.stash.fetch([forward.result], k)
         stop = self.run.timed("loss", "shell", k)
@@ -189,6 +198,8 @@ class TrainLoop(Loop):
             forward.result = None
             if not torch.isfinite(loss):
                 raise NonFiniteError(self._explain_loss(loss, forward))
+            for call in forward.calls:
+                call.check_unchanged()
             tail = get_gradient_edge(loss) if loss.requires_grad else None
             reached, several = survey(forward.calls, tail, self._inside, k)
             self._shell_apart |= self._is_irregular() or not several.isdisjoint(self._shell.unit.params)
@@ -200,8 +211,9 @@ class TrainLoop(Loop):
         del loss, tail, reached
         stop()
         self._flush(k, None)
-        if forward.calls and forward.calls[-1].kept is not None and forward.calls[-1].visit == visit.index:
-            self._backward(forward.calls[-1], visit)
+        last = forward.calls[-1] if forward.calls else None
+        if visit is not None and last is not None and last.kept is not None:
+            self._backward(last, visit)
 
     def _is_irregular(self) -> bool:
         """Whether micro-batches take different ways, so that their gradients reach the shell out of order."""
@@ -237,7 +249,7 @@ class TrainLoop(Loop):
             return True
         if block in self._shell.unit.blocks:
             return self._shell_apart
-        return self._visits_of[block.key] > 1
+        return self._visits_of[block.key] > 1 or block.key in self._parted
 
     def _flush(self, k: int, gradient: Gradient | None) -> None:
         for each in (self._shell, gradient):

@@ -19,6 +19,8 @@ from l2l_core.ambient import Ambient
 from l2l_core.call import Call, Pass
 from l2l_core.units import SHELL, Unit
 
+_LEAF_CHANGED = "a leaf Variable that requires grad is being used in an in-place operation"
+
 
 class _Coroutine(greenlet.greenlet):
     forward: Forward
@@ -42,9 +44,12 @@ class Forward:
         self._greenlet.forward = self
         self._greenlet.gr_context = contextvars.copy_context()
         self._stop_shell: Callable[[], None] = lambda: None
+        self._attributes: dict[tuple[nn.Module, str], torch.Tensor] = {}  # that layers have left for the shell
 
     def advance(self) -> None:
         """Run the waiting layer and the shell after it, up to the next layer call or the end."""
+        for (module, name), value in self._attributes.items():
+            vars(module)[name] = value  # another micro-batch has left its own there
         engine = Ambient.take()
         try:
             with self._run.stash.working(self.k, SHELL):
@@ -80,14 +85,23 @@ class Forward:
             self.result = self._main()
             self._stop_shell()
             self.done = True
+        except RuntimeError as error:
+            if _LEAF_CHANGED not in str(error) or not self.calls:
+                raise
+            raise RuntimeError(
+                f"a tensor that entered layer {self.calls[-1].unit.name} (or an earlier one) is changed in place by the model; "
+                "the recompute would start from the wrong values. Change a copy instead (x = x + y rather than x += y)"
+            ) from error
         finally:
             self._ambient = Ambient.take()
 
     def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         self.waiting = call = Call.of(unit, real, self.k, args, kwargs)
+        found = plain_attributes(unit.module) if self._run.stash.metering else {}
         for item in call.inputs:
             self._run.stash.hold(item.tensor, self.k, "stash", "")
+        call.runs_before = self._run.runs[unit]
         self._stop_shell()
         shell = Ambient.take()
         parent = self._greenlet.parent
@@ -100,9 +114,11 @@ class Forward:
             raise
 
         self.waiting = None
+        if self._run.stash.metering and self._run.runs[unit] == call.runs_before:
+            _check_attributes(unit, found)
         self._run.stash.fetch(call.tensors, self.k, unit.key)
         stash = self._run.stash
-        inside = shell if stash.metering else shell.without(stash.watch)
+        inside = shell.without(stash.touch) if stash.metering else shell.without(stash.touch, stash.watch)
         call.ambient = inside
         inside.put()
         try:
@@ -110,6 +126,8 @@ class Forward:
         finally:
             after = Ambient.take()
             shell.reseeded(after.random).put()
+        self._run.runs[unit] += 1
+        self._attributes.update(call.attributes)
         if shell.autocasts:
             torch.clear_autocast_cache()  # it would keep casted copies of evicted weights
         if call.needs_backward:
@@ -118,6 +136,27 @@ class Forward:
             call.release()
         self._stop_shell = self._run.timed("shell", SHELL, self.k)
         return outputs
+
+
+def plain_attributes(layer: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """Numbers and strings that the layer's modules keep as attributes."""
+    return {
+        (module, name): value
+        for module in layer.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str)
+    }
+
+
+def _check_attributes(unit: Unit, before: dict[tuple[nn.Module, str], Any]) -> None:
+    """Refuse a layer whose attributes another micro-batch has set since this one came to it."""
+    now = plain_attributes(unit.module)
+    changed = sorted({name for (module, name), value in before.items() if now.get((module, name)) != value})
+    if changed:
+        raise RuntimeError(
+            f"attribute {changed[0]!r} of layer {unit.name} is set anew for every micro-batch, and micro-batches take turns: the "
+            "layer would see another micro-batch's value. Pass it as an argument of the layer"
+        )
 
 
 class Shadows:

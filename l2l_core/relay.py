@@ -254,7 +254,8 @@ class Relay:
                 loop = TrainLoop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch)
                 losses = loop.train(self._store, *stage.gradients(), stage.pushes, divisors, self._parts.inside())
                 self._store.finish()
-                assert stage.stash.is_empty, "the stash is not empty after the step"
+                assert not any(visit.calls for visit in loop.visits), "a call was not back-propagated"
+                stage.meter.sample()
         except BaseException as error:
             self._undo_step(put_buffers_back, error)
             raise

@@ -151,7 +151,11 @@ class Stage:
         base = Ambient.take()
         base.put()
         if self.stash.guards:
-            base = replace(base, dispatch_modes=(*base.dispatch_modes, self.stash.watch))
+            base = replace(
+                base,
+                dispatch_modes=(*base.dispatch_modes, self.stash.watch),
+                function_modes=(*base.function_modes, self.stash.touch),
+            )
         for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             main = partial(self._main, task, k, micro_batch)
             self.shadows.forwards.append(Forward(k, main, base.reseeded(RandomState.seeded(seed)), self.run))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core.device import Device
@@ -38,6 +39,7 @@ class _Held:
     owner: str
     k: int  # whose image it is part of; NOBODY: stays on the device
     booked: bool
+    maker: int = NOBODY  # the micro-batch that was at work when it was made
     resident: bool = True
     host: torch.Tensor | None = None
     dirty: bool = True  # the host copy is missing or old
@@ -56,6 +58,21 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.stash.after(reads, out)
         return out
+
+
+class Touch(TorchFunctionMode):
+    """Brings back what is read past the dispatcher: Python numbers and NumPy views of a tensor."""
+
+    _READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
+
+    def __init__(self, stash: Stash) -> None:
+        super().__init__()
+        self.stash = stash
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READERS:
+            self.stash.fetch(_tensors(args), self.stash.current)
+        return func(*args, **(kwargs or {}))
 
 
 class Stash:
@@ -87,6 +104,12 @@ class Stash:
         self._owner = ""
         self._layer_inputs: set[int] | None = None  # set while a layer runs
         self.watch = Watch(self)
+        self.touch = Touch(self)
+
+    @property
+    def current(self) -> int:
+        """The micro-batch at work."""
+        return self._k
 
     @property
     def guards(self) -> bool:
@@ -135,7 +158,8 @@ class Stash:
         key = storage._cdata
         if booked:
             self._device.ledger.book(category, owner, storage.nbytes())
-        held = _Held(weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes(), category, owner, k, booked)
+        ref = weakref.ref(storage, lambda _: self._forget(key))
+        held = _Held(ref, storage.nbytes(), category, owner, k, booked, self._k)
         self._held[key] = held
         if k != NOBODY:
             self._images.setdefault(k, {})[key] = held
@@ -167,7 +191,8 @@ class Stash:
         """
         if not self._on_host:
             return
-        leaving = [(s, h) for h in self._images.get(k, {}).values() if h.resident and (s := h.ref()) is not None]
+        image = [(s, h) for h in self._images.get(k, {}).values() if h.resident and (s := h.ref()) is not None]
+        leaving = [(s, h) for s, h in image if s.resizable()]  # memory shared with NumPy is not
         stale = [(s, h) for s, h in leaving if h.dirty]
         for _, held in stale:
             if held.host is None:
@@ -231,11 +256,6 @@ class Stash:
         self._pool.clear()
         self._images.clear()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no boundary tensor is left."""
-        return not any(held.category == "stash" for held in self._held.values())
-
     # -- what the watch sees -------------------------------------------------------------------------------------------
 
     def before(self, func: Any, reads: dict[int, torch.Tensor]) -> None:
@@ -243,7 +263,7 @@ class Stash:
         known = [key for key in reads if key in self._held]
         if not known:
             return
-        if self._layer_inputs is not None:
+        if self.metering and self._k != NOBODY:
             self._check_reads(known, reads)
         if any(not self._held[key].resident for key in known):
             self._restore(known, self._k, self._owner)
@@ -261,18 +281,29 @@ class Stash:
                 self._note(storage, k, "activations", self._owner, booked=self.metering)
 
     def _check_reads(self, known: list[int], reads: dict[int, torch.Tensor]) -> None:
-        for key in known:
-            held = self._held[key]
-            if held.k == NOBODY or key in self._layer_inputs:  # type: ignore[operator]
+        """Micro-batches take turns: what one has made and left somewhere is not what another expects to find there."""
+        given = self._layer_inputs or set()
+        for held, tensor in ((self._held[key], reads[key]) for key in known if key not in given):
+            mine = held.maker == self._k and (
+                self._layer_inputs is None or (held.k == NOBODY and held.owner == self._owner)
+            )
+            if mine or held.maker == NOBODY:
                 continue
-            if held.k == self._k and self._k > 0:
+            if held.maker > 0:
+                reader = f"layer {self._owner}" if self._layer_inputs is not None else "the model's own code"
                 raise RuntimeError(
-                    f"layer {self._owner} reads a tensor of shape {tuple(reads[key].shape)} that the rest of the model made "
-                    "for this micro-batch but did not pass to the layer as an argument (an attribute set on a module?). "
-                    "Its recompute would see another micro-batch's value. Pass it as an argument of the layer"
+                    f"{reader} reads a tensor of shape {tuple(tensor.shape)} that was made for micro-batch {held.maker} and not "
+                    "passed as an argument (left on an attribute or in a shared container?). Micro-batches take turns, so it "
+                    "may be another micro-batch's value. Pass it as an argument of the layer, or return it"
                 )
-            self._images[held.k].pop(key, None)  # made once and kept by the model, a table say: it stays on the device
-            held.k = NOBODY
+            self._keep(held)  # made once, at the first micro-batch, and kept by the model: a table, say
+
+    def _keep(self, held: _Held) -> None:
+        """Let a storage stay on the device for good."""
+        for key, other in list(self._images.get(held.k, {}).items()):
+            if other is held:
+                del self._images[held.k][key]
+        held.k = NOBODY
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
