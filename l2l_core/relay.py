@@ -21,7 +21,7 @@ from l2l_core.ambient import RandomState
 from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, join, rows_of, shares, split
 from l2l_core.checks import check_model, refuse_checkpointing
 from l2l_core.config import RelayConfig
-from l2l_core.cuda import CudaDevice
+from l2l_core.cuda import cuda_device
 from l2l_core.device import Device
 from l2l_core.emulated import EmulatedDevice
 from l2l_core.interrupt import interrupts_wait
@@ -69,7 +69,7 @@ class Relay:
             are views of the masters, so ``state_dict`` and evaluation work as ever.
         optimizer: a factory, called once with all parameters, or a ready torch Optimizer, whose groups and state are
             adopted. Default AdamW with a learning rate of 1e-4.
-        device: "auto", "cpu" (emulated, without limits), "cuda", or a Device.
+        device: "auto" or "cpu" (emulated, without limits), or a Device.
         layers: the layers, as modules or dotted names; default `find_layers(model)`.
         loss: ``loss(outputs, batch) -> scalar``; default ``outputs.loss``.
         objective: ``objective(model, micro_batch) -> scalar``, in place of both.
@@ -95,7 +95,8 @@ class Relay:
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
         refuse_checkpointing(model)
         found = resolve_layers(model, layers)
-        self.model, self.config = model, config
+        self.model = model
+        self.config = config
         self._call = ModelCall(model, loss, objective)
         self._weight = weight or default_weight(model, loss is not None)
         self.device = resolve_device(device)
@@ -109,6 +110,17 @@ class Relay:
         self._profile: tuple[Any, Profile] | None = None  # of the last metered step, and what it depends on
         self._busy = threading.Lock()
         self._closed = False
+
+    @property
+    def config(self) -> RelayConfig:
+        """The settings of the next step."""
+        return self._config
+
+    @config.setter
+    def config(self, config: RelayConfig) -> None:
+        if config.precision != "fp32":
+            raise ValueError(f"precision={config.precision!r} is not supported in this version: use precision='fp32'")
+        self._config = config
 
     # -- what a relay is -----------------------------------------------------------------------------------------------
 
@@ -199,7 +211,8 @@ class Relay:
     def save(self, folder: str | Path) -> Path:
         """Save weights, optimizer, random state and step to `folder`, atomically; returns the folder.
 
-        A crash while saving keeps the previous save.
+        A crash while saving keeps the previous save. A learning rate scheduler is the user's own: save its `state_dict`
+        beside it.
         """
         with self._exclusive():
             return files.save(Path(folder), self._saved_state())
@@ -213,6 +226,9 @@ class Relay:
         **options: Any,
     ) -> Relay:
         """A relay that continues, bit by bit, where the saved one stood.
+
+        With a learning rate scheduler: make optimizer and scheduler first, pass that optimizer, then load the scheduler's
+        state; a scheduler made afterwards would start the learning rate anew.
 
         Args:
             folder: what `save` wrote.
@@ -375,7 +391,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def resolve_device(device: str | Device) -> Device:
-    """A device from its name: "auto" (CUDA if there is one, else "cpu"), "cpu" (emulated without limits), "cuda[:n]".
+    """A device from its name: "auto" and "cpu" (emulated, without limits), or "cuda[:n]".
 
     Raises:
         ValueError: no such device here.
@@ -384,11 +400,9 @@ def resolve_device(device: str | Device) -> Device:
     if isinstance(device, Device):
         return device
     if not isinstance(device, str):
-        raise TypeError(f"device={device!r}: give 'auto', 'cpu', 'cuda', EmulatedDevice(...) or CudaDevice(...)")
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        raise TypeError(f"device={device!r}: give 'auto', 'cpu', 'cuda' or EmulatedDevice(...)")
+    if device in ("auto", "cpu"):
         return EmulatedDevice()
-    if device == "auto" or device.split(":")[0] == "cuda":
-        return CudaDevice("cuda" if device == "auto" else device)
-    raise ValueError(
-        f"device={device!r} does not exist: give 'auto', 'cpu', 'cuda', EmulatedDevice(...) or CudaDevice(...)"
-    )
+    if device.split(":")[0] == "cuda":
+        return cuda_device(device)
+    raise ValueError(f"device={device!r} does not exist: give 'auto', 'cpu', 'cuda' or EmulatedDevice(...)")

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from l2l_core import EmulatedDevice, RelayConfig
+from torch import nn
+
+from l2l_core import EmulatedDevice, Relay, RelayConfig
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,29 @@ def test_seeds_differ_by_step_micro_batch_and_seed_and_are_stable() -> None:
 def test_a_device_with_impossible_figures_is_refused(figures: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(figures))):
         EmulatedDevice(**figures)
+
+
+@pytest.mark.parametrize(
+    "device, error, message",
+    [
+        ("tpu", ValueError, "device='tpu' does not exist"),
+        ("cuda", ValueError, "device='cuda'"),
+        (3, TypeError, "device=3"),
+    ],
+)
+def test_a_device_that_does_not_exist_is_refused(device: Any, error: type[Exception], message: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(error, match=message):
+        Relay(model, device=device)
+    assert all(param.is_leaf for param in model.parameters())
+
+
+def test_what_cannot_relay_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TypeError, match="takes a torch.nn.Module"):
+        Relay("gpt2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layers="):
+        Relay(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"parameter 0.weight is torch.bfloat16.*model.float\(\)"):
+        Relay(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16())
+    with pytest.raises(ValueError, match="precision='bf16' is not supported in this version"):
+        Relay(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), config=RelayConfig(precision="bf16"))
