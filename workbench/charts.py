@@ -1,0 +1,286 @@
+"""What a run of the demo shows: the table of relay against in core, the verdicts, the loss curve.
+
+Pure functions from numbers to text; nothing is measured here and nothing is printed or written.
+
+Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with colour-blindness tell apart;
+every mark is also named in words. Text and axes take the colour of the page, light or dark.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from l2l_core import Device
+from l2l_core.memory import format_bytes
+
+if TYPE_CHECKING:
+    from workbench.corpus import Corpus
+    from workbench.demo import Run, Settings
+
+BYTES_PER_PARAM = 16  # in core: float32 weight, gradient and AdamW's two moments
+
+Point = tuple[float, float]  # step, loss
+
+BLUE, VERMILION = "#0072B2", "#D55E00"
+WIDTH, HEIGHT = 760, 420
+LEFT, RIGHT, TOP, BOTTOM = 64, 20, 44, 56  # margins around the plot
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def introduce(settings: Settings, corpus: Corpus, device: Device, num_params: int) -> str:
+    """A few lines on what is about to run."""
+    train, held_out = format_bytes(len(corpus.train)), format_bytes(len(corpus.held_out))
+    budget = "" if device.ledger.limit_bytes else "no memory budget; "
+    rows = [
+        ("text", f"sources of Python {platform.python_version()}'s standard library, {corpus.files} files:"),
+        ("", f"{train} to train on, {held_out} of other files held out"),
+        ("model", f"byte-level GPT, {settings.layers} layers of width {settings.width}, {num_params:,} weights"),
+        ("device", f"{device.name}; {budget}the weights alone are {format_bytes(4 * num_params)}"),
+        ("batch", f"{settings.rows} windows of {settings.context} bytes, in {settings.micro_batches} micro-batches"),
+        (
+            "training",
+            f"{settings.steps} steps by relay, one layer at a time; 1 to {settings.compared} in core as well",
+        ),
+    ]
+    return format_table(rows) + "\n"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as aligned text; the last cell of a row is not padded."""
+    columns = max(len(row) for row in rows)
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows
+    )
+
+
+def format_run(run: Run) -> str:
+    """The table: relay against in core."""
+    rows = [(run.device, "relay", "in core", "")]
+    for one in run.compared:
+        verdict = "equal" if one.relay_loss == one.in_core_loss else "DIFFERENT"
+        rows.append((f"loss of step {one.step}", f"{one.relay_loss:.9g}", f"{one.in_core_loss:.9g}", verdict))
+    relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
+    device_bytes = [format_bytes(nbytes) for nbytes in (run.relay_device_bytes, run.in_core_device_bytes)]
+    rows += [
+        (f"weights after step {len(run.compared)}", f"{run.num_params:,}", f"{run.num_params:,}", _judge_weights(run)),
+        ("peak device memory", *device_bytes, _judge_budget(run)),
+        ("peak host memory", format_bytes(run.relay_host_bytes), "0 B", "by relay: weights, AdamW's state, stash"),
+        ("time of a step", f"{1e3 * relay_s:.0f} ms", f"{1e3 * in_core_s:.0f} ms", f"x {relay_s / in_core_s:.2f}"),
+        ("copies under compute", f"{run.last.overlap():.0%}", "", "share of their time, last step"),
+    ]
+    state = format_bytes(BYTES_PER_PARAM * run.num_params)
+    notes = [
+        "Device memory counts every storage on the device, from its making to its end. Of what in core needs,",
+        f"{state} are weights, gradients and AdamW's state, the rest activations. Times: median of the compared",
+        "steps but the first, the two in turn on one core. In backward the relay runs layers forward once more.",
+    ]
+    return "\n".join([format_table(rows), "", *notes])
+
+
+def _judge_weights(run: Run) -> str:
+    unequal = sum(one.unequal_weights for one in run.compared)
+    if not unequal:
+        return "equal to the bit, as after each step before"
+    diff = max(one.max_abs_diff for one in run.compared)
+    return f"{'DIFFERENT' if run.exact else 'not bitwise equal'}: {unequal:,} in all steps, by up to {diff:.3g}"
+
+
+def _judge_budget(run: Run) -> str:
+    if run.budget_bytes is None:
+        return "no budget"
+    budget, times = format_bytes(run.budget_bytes), run.in_core_device_bytes / run.budget_bytes
+    if times <= 1:
+        return f"both fit into the budget of {budget}: try a smaller --budget"
+    return f"in core is OUT OF MEMORY: {times:.1f} x the budget of {budget}"
+
+
+def format_verdicts(run: Run, checked: bool) -> str:
+    """Whether relay and in core are equal, and how far the held-out loss fell; `checked`: whether it had to."""
+    return f"{_judge_equality(run)}\n{_judge_loss(run, checked)}"
+
+
+def _judge_equality(run: Run) -> str:
+    different = [str(one.step) for one in run.compared if not run.is_equal(one)]
+    if different:
+        return (
+            f"FAILED  relay and in core DIFFER after step {', '.join(different)} but must be equal: please report this"
+        )
+    if not run.exact:
+        return (
+            f"ok      losses of relay and in core agree to {run.settings.close:g}, relative; bits agree only on a CPU"
+        )
+    return f"ok      steps 1 to {len(run.compared)} by relay and in core gave equal losses and weights, bit by bit"
+
+
+def _judge_loss(run: Run, checked: bool) -> str:
+    said = f"held-out loss {run.held_out:.3f} nats per byte = {run.share:.3f} of the entropy of single bytes, {run.entropy:.3f}"
+    target = f"target: at most {run.settings.target:g} of it"
+    if not checked:
+        return f"-       {said}\n        ({target}, not checked: --quick trains too little)"
+    if run.reached:
+        return f"ok      {said}\n        ({target})"
+    return f"FAILED  {said}\n        ({target}; more --steps may reach it)"
+
+
+def draw_run(run: Run) -> str:
+    """The loss curve as SVG."""
+    return draw_losses(
+        title=f"{run.settings.layers}-layer byte-level GPT, trained by relay",
+        train=[(one.step, one.loss) for one in run.steps],
+        held_out=[(one.step, one.held_out) for one in run.steps if one.held_out is not None],
+        levels=[
+            ("entropy of single bytes, held-out text", run.entropy),
+            (f"target, {run.settings.target:g} of it", run.settings.target * run.entropy),
+        ],
+    )
+
+
+def summarize(run: Run, checked: bool, seconds: float) -> dict[str, Any]:
+    """Everything measured, for machines; sizes in bytes, times in seconds, losses in nats per byte."""
+    return {
+        "settings": asdict(run.settings),
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+        },
+        "device": run.device,
+        "budget_bytes": run.budget_bytes,
+        "num_params": run.num_params,
+        "equal": run.equal,
+        "compared": [asdict(one) for one in run.compared],
+        "peak_device_bytes": {"relay": run.relay_device_bytes, "in_core": run.in_core_device_bytes},
+        "peak_host_bytes": {"relay": run.relay_host_bytes, "in_core": 0},
+        "in_core_fits": run.budget_bytes is None or run.in_core_device_bytes <= run.budget_bytes,
+        "step_s": {"relay": run.median_s("relay"), "in_core": run.median_s("in_core")},
+        "overlap_of_last_step": run.last.overlap(),
+        "entropy": run.entropy,
+        "held_out_loss": run.held_out,
+        "held_out_share": run.share,
+        "target_share": run.settings.target,
+        "target_reached": run.reached if checked else None,
+        "seconds": seconds,
+    }
+
+
+# The loss curve -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where a step and a loss lie in the picture."""
+
+    last: float  # largest step; steps begin at 0
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / self.last
+
+    def y(self, loss: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (loss - self.low) / (self.high - self.low)
+
+
+def draw_losses(
+    title: str, train: Sequence[Point], held_out: Sequence[Point], levels: Sequence[tuple[str, float]]
+) -> str:
+    """An SVG of training losses as a line, held-out losses as points, and named levels as dashed lines.
+
+    Args:
+        title: above the plot.
+        train, held_out: steps (from 1) and losses; those that are not finite are left out of the picture.
+        levels: name and loss of each level; there is at least one.
+    """
+    train, held_out = _finite(train), _finite(held_out)
+    frame = _fit([*train, *held_out], [level for _, level in levels])
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t d" '
+        'font-family="system-ui, sans-serif" font-size="13" fill="currentColor">',
+        f'<title id="t">{escape(title)}</title>',
+        f'<desc id="d">{escape(_describe(train, held_out, levels))}</desc>',
+        # by itself, the file is light or dark as the reader's system is; inside a page, it takes that page's colour
+        "<style>svg:root { color-scheme: light dark; }</style>",
+        f'<text x="{LEFT}" y="24" font-size="15" font-weight="600">{escape(title)}</text>',
+        *_axes(frame),
+        *(_level(frame, name, level) for name, level in levels),
+        f'<polyline fill="none" stroke="{BLUE}" stroke-width="1.5" stroke-linejoin="round" points="'
+        + " ".join(f"{frame.x(step):.1f},{frame.y(loss):.1f}" for step, loss in train)
+        + '"/>',
+        *(f'<circle cx="{frame.x(s):.1f}" cy="{frame.y(v):.1f}" r="4" fill="{VERMILION}"/>' for s, v in held_out),
+        *_legend(),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def ticks(low: float, high: float, at_most: int) -> list[float]:
+    """Round values from `low` to `high`, steps of 1, 2 or 5 times a power of ten, `at_most` of them (2 or more)."""
+    rough = (high - low) / (at_most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point[1])]
+
+
+def _fit(points: Sequence[Point], levels: Sequence[float]) -> Frame:
+    losses = [*(loss for _, loss in points), *levels]
+    low = math.floor(2 * min(losses)) / 2
+    return Frame(max((step for step, _ in points), default=1.0), low, max(math.ceil(2 * max(losses)) / 2, low + 0.5))
+
+
+def _describe(train: Sequence[Point], held_out: Sequence[Point], levels: Sequence[tuple[str, float]]) -> str:
+    said = [
+        f"{name}: {line[0][1]:.2f} at step {line[0][0]:g}, {line[-1][1]:.2f} at step {line[-1][0]:g}."
+        for name, line in (("Training loss", train), ("Held-out loss", held_out))
+        if line
+    ]
+    return " ".join([*said, *(f"{name}: {level:.2f}." for name, level in levels)])
+
+
+def _axes(frame: Frame) -> Iterator[str]:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    for loss in ticks(frame.low, frame.high, 9):
+        y = frame.y(loss)
+        yield f'<path d="M{LEFT} {y:.1f}H{right}" stroke="currentColor" stroke-opacity="0.15"/>'
+        yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.1f}</text>'
+    for step in ticks(0, frame.last, 9):
+        yield f'<path d="M{frame.x(step):.1f} {bottom}v5" stroke="currentColor"/>'
+        yield f'<text x="{frame.x(step):.1f}" y="{bottom + 19}" text-anchor="middle">{step:g}</text>'
+    yield f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor"/>'
+    yield f'<text x="{(LEFT + right) / 2:g}" y="{HEIGHT - 12}" text-anchor="middle">step</text>'
+    middle = (TOP + bottom) / 2
+    yield (
+        f'<text x="18" y="{middle:g}" text-anchor="middle" transform="rotate(-90 18 {middle:g})">'
+        "loss (nats per byte)</text>"
+    )
+
+
+def _level(frame: Frame, name: str, loss: float) -> str:
+    y, right = frame.y(loss), WIDTH - RIGHT
+    return (
+        f'<path d="M{LEFT} {y:.1f}H{right}" stroke="currentColor" stroke-width="1.5" stroke-dasharray="6 4"/>'
+        f'<text x="{right}" y="{y - 6:.1f}" text-anchor="end">{escape(name)}: {loss:.2f}</text>'
+    )
+
+
+def _legend() -> Iterator[str]:
+    right = WIDTH - RIGHT
+    yield f'<path d="M{right - 180} 19h22" stroke="{BLUE}" stroke-width="2"/>'
+    yield f'<text x="{right - 152}" y="24">training</text>'
+    yield f'<circle cx="{right - 76}" cy="19" r="4" fill="{VERMILION}"/>'
+    yield f'<text x="{right - 64}" y="24">held out</text>'

@@ -1,0 +1,97 @@
+"""Text that every machine has: the sources of Python's own standard library, as bytes.
+
+Files are taken in the order of their paths, and a file is trained on or held out by a checksum of its path alone, so
+that runs with the same Python see the same text. Tests and installed packages are left out.
+"""
+
+import math
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+HELD_OUT_OF = 10  # one file in so many is held out
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text to train on and text to judge by, from different files.
+
+    Attributes:
+        train, held_out: bytes, shape (n,), uint8.
+        files: how many files were read.
+    """
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+    files: int
+
+
+def find_sources(folder: Path) -> list[str]:
+    """The Python files below `folder` that count, as paths relative to it with forward slashes, sorted."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    # _sysconfigdata_*.py says how and where this Python was built: no text to learn from
+    wanted = (p for p in paths if not LEFT_OUT & set(p.parts[:-1]) and not p.name.startswith("_sysconfigdata"))
+    return sorted(path.as_posix() for path in wanted)
+
+
+def is_held_out(path: str) -> bool:
+    """Whether a file is held out; depends on its path alone."""
+    return zlib.crc32(path.encode()) % HELD_OUT_OF == 0
+
+
+def load_corpus(folder: Path | None = None) -> Corpus:
+    """Read the standard library of this Python, or another folder of Python files.
+
+    Raises:
+        FileNotFoundError: no files, or too few to hold some out (some distributions ship the library compiled).
+    """
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    paths = find_sources(folder)
+    held_out = [path for path in paths if is_held_out(path)]
+    train = [path for path in paths if not is_held_out(path)]
+    if not held_out or not train:
+        raise FileNotFoundError(
+            f"{folder} has {len(paths)} Python source file(s), of which {len(held_out)} would be held out: this Python comes "
+            "without the sources of its standard library. Use one that has them (python.org, conda and Linux packages do)"
+        )
+    return Corpus(_read(folder, train), _read(folder, held_out), len(paths))
+
+
+def _read(folder: Path, paths: list[str]) -> torch.Tensor:
+    joined = bytearray().join((folder / path).read_bytes() for path in paths)
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+
+
+def draw_windows(text: torch.Tensor, rows: int, context: int, generator: torch.Generator) -> torch.Tensor:
+    """Random windows of a text.
+
+    Args:
+        text: (n,), uint8.
+        rows: number of windows.
+        context: length of each.
+        generator: all of the randomness.
+
+    Returns:
+        (rows, context), int64.
+
+    Raises:
+        ValueError: the text is shorter than a window.
+    """
+    if len(text) < context:
+        raise ValueError(f"the text has {len(text)} bytes, a window {context}: use a smaller context or more text")
+    starts = torch.randint(len(text) - context + 1, (rows, 1), generator=generator)  # (rows, 1)
+    return text[starts + torch.arange(context)].long()
+
+
+def byte_entropy(text: torch.Tensor) -> float:
+    """Entropy of the single bytes of a text, (n,) uint8, in nats per byte.
+
+    It is the loss of the best model that knows how frequent each byte is, and nothing of what stands before it.
+    """
+    counts = torch.bincount(text.long(), minlength=256).double()
+    shares = counts[counts > 0] / len(text)
+    return math.fsum((-shares * shares.log()).tolist())
