@@ -8,34 +8,30 @@ Everything measured here is of an emulated device: real computation on this CPU,
 """
 
 import argparse
-import copy
 import csv
 import json
 import math
 import statistics
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from l2l_core import Device, DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, StepResult, TornStep, Trace
-from l2l_core.batch import default_weight, shares, split
-from l2l_core.reference import train_step
 from l2l_core.relay import resolve_device
 from workbench.charts import draw_run, format_run, format_table, format_verdicts, introduce, summarize
 from workbench.corpus import Corpus, byte_entropy, draw_windows, load_corpus
+from workbench.in_core import InCore
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -208,73 +204,6 @@ def draw_batch(text: torch.Tensor, settings: Settings, generator: torch.Generato
     return {"input_ids": windows, "labels": windows}
 
 
-# In core -------------------------------------------------------------------------------------------------------------
-
-
-class InCore:
-    """The same training with the whole model on the device: what the relay is compared with."""
-
-    def __init__(self, model: nn.Module, settings: Settings, config: RelayConfig, device: torch.device) -> None:
-        self.model = copy.deepcopy(model).to(device)
-        self.optimizer = make_optimizer(self.model, settings)
-        self._schedule = make_schedule(self.optimizer, settings)
-        self._config, self._device, self._steps = config, device, 0
-
-    def step(self, batch: Batch) -> float:
-        """Train on one batch, by plain accumulation over micro-batches; the loss."""
-        parts = split({name: value.to(self._device) for name, value in batch.items()}, self._config.micro_batches)
-        seeds = [self._config.micro_batch_seed(self._steps, k) for k in range(len(parts))]
-        divisors = shares(parts, default_weight(self.model, has_loss=False))
-        losses = train_step(self.model, self.optimizer, parts, _objective, divisors, seeds)
-        self._schedule.step()
-        self._steps += 1
-        return float(sum(losses))
-
-    def measure_peak_bytes(self, batch: Batch) -> int:
-        """Most bytes that a step needs on the device. Trains two steps: the first makes the optimizer's state."""
-        meter = StorageMeter([*self.model.parameters(), *self.model.buffers(), *batch.values()])
-        with meter:
-            self.step(batch)
-            self.step(batch)
-        return meter.peak
-
-
-def _objective(model: nn.Module, micro_batch: Batch) -> torch.Tensor:
-    return model(**micro_batch, use_cache=False).loss
-
-
-class StorageMeter(TorchDispatchMode):
-    """Counts the bytes of every storage, from the operation that makes it to its end, as the relay's own meter does.
-
-    It agrees with the allocator as torch.profiler reports it, to 0.01 % in this model.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.total = self.peak = 0
-        for tensor in tensors:
-            self._note(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._note, out)
-        return out
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._alive:
-            return
-        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key, nbytes))
-        self.total += nbytes
-        self.peak = max(self.peak, self.total)
-
-    def _forget(self, key: int, nbytes: int) -> None:
-        del self._alive[key]
-        self.total -= nbytes
-
-
 # The run -------------------------------------------------------------------------------------------------------------
 
 
@@ -362,8 +291,16 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device) 
     judged = torch.Generator().manual_seed(settings.seed + 1)
     looks = [draw_batch(corpus.held_out, settings, judged) for _ in range(settings.judged_batches)]
     drawn = torch.Generator().manual_seed(settings.seed)
-    in_core_bytes = InCore(model, settings, config, device.torch_device).measure_peak_bytes(looks[0])
-    in_core = InCore(model, settings, config, device.torch_device)
+    start_in_core = partial(
+        InCore,
+        model,
+        partial(make_optimizer, settings=settings),
+        partial(make_schedule, settings=settings),
+        config,
+        device.torch_device,
+    )
+    in_core_bytes = start_in_core().measure_peak_bytes(looks[0])
+    in_core = start_in_core()
     steps: list[Step] = []
     compared: list[Compared] = []
     peak_bytes = 0

@@ -18,7 +18,8 @@ from l2l_core import Trace
 from workbench import demo
 from workbench.__main__ import main
 from workbench.charts import draw_losses, format_table, ticks
-from workbench.demo import FULL, QUICK, InCore, StorageMeter
+from workbench.demo import FULL, QUICK
+from workbench.in_core import InCore, StorageMeter
 
 SMALL = ("--layers", "2", "--width", "8", "--steps", "2", "--device", "cpu")
 
