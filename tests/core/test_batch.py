@@ -77,9 +77,11 @@ def test_a_micro_batch_without_targets_is_refused() -> None:
 
 def test_targets_are_counted_after_the_models_shift() -> None:
     labels = torch.tensor([[5, -100, 6, 7], [1, 2, -100, -100]])
-    plain, causal = nn.Linear(1, 1), nn.Linear(1, 1)
-    causal.loss_type = "ForCausalLM"
-    assert default_weight(plain, False)({"labels": labels}) == 5
+    causal = type("TinyForCausalLM", (nn.Linear,), {})(1, 1)
+    encoder_decoder = type("TinyForConditionalGeneration", (nn.Linear,), {})(1, 1)
+    encoder_decoder.config = SimpleNamespace(is_encoder_decoder=True)
+    for model in (nn.Linear(1, 1), encoder_decoder):
+        assert default_weight(model, False)({"labels": labels}) == 5
     assert default_weight(causal, False)({"labels": labels}) == 3, "the first label of a row is never a target"
 
 
