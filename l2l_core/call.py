@@ -104,6 +104,7 @@ class Call:
     spec: Any
     inputs: list[_Input]
     behind: list[tuple[GradientEdge, Sink]]  # what entered a layer first here: segments to run after this call
+    mark: int = 0  # autograd's sequence number at the call: what is older was made before it
     visit: int = -1
     outputs: list[Sink] = field(default_factory=list)
     side_sinks: dict[Locator, Sink] = field(default_factory=dict)
@@ -136,7 +137,7 @@ class Call:
                 if edge is not None:
                     behind.append((edge, sink))
         call = Call(unit, real, k, leaves, spec, list(inputs.values()), behind)
-        call.context = contextvars.copy_context()
+        call.context, call.mark = contextvars.copy_context(), torch._C._autograd._get_sequence_nr()
         return call
 
     @property

@@ -14,5 +14,7 @@ def cuda_device(name: str) -> Device:
         ValueError: always, in this version.
     """
     if not torch.cuda.is_available():
-        raise ValueError(f"device={name!r} does not exist: PyTorch finds no CUDA device. Use 'cpu' or EmulatedDevice(...)")
+        raise ValueError(
+            f"device={name!r} does not exist: PyTorch finds no CUDA device. Use 'cpu' or EmulatedDevice(...)"
+        )
     raise ValueError(f"device={name!r} is not supported in this version: use 'cpu' or EmulatedDevice(...)")

@@ -12,7 +12,8 @@ training, and where it must stop because a node belongs to an earlier segment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,7 @@ def cut(tensor: torch.Tensor) -> tuple[Sink, GradientEdge | None]:
     sink, edge = Sink(), get_gradient_edge(tensor)
     if not tensor.is_leaf and tensor._use_count() == 1:
         _make_leaf(tensor)
+        tensor._backward_hooks = None  # the user's stay with the history, where they see the whole gradient, once
         tensor.register_hook(sink.add)  # not .grad, which would re-stride it
         tensor.register_post_accumulate_grad_hook(_drop_grad)
         tensor._relay_sink = sink  # type: ignore[attr-defined]
@@ -116,7 +118,7 @@ class Gate:
 class Segment:
     """The part of a micro-batch's graph that one run of backward is responsible for: from its edges to the cuts.
 
-    A node that several segments reach belongs to the earliest, which runs last; for the others it is a gate.
+    A node belongs to the segment in which it was made; for later segments that reach it, it is a gate.
     """
 
     nodes: set[Any] = field(default_factory=set)
@@ -130,7 +132,7 @@ class Segment:
         cuts = [(get_gradient_edge(leaf), sink) for leaf in self.leaves if (sink := sink_of(leaf)) is not None]
         gates = [
             (GradientEdge(node, output), sink)
-            for node, gate in [*self.gates.items(), *self.own_gates.items()]
+            for node, gate in self.own_gates.items()
             for output, sink in gate.pending.items()
         ]
         return [(edge, sink) for edge, sink in entered + cuts + gates if sink.grad is not None]
@@ -146,30 +148,31 @@ class Segment:
         return gate.pending.get(edge.output_nr) if gate is not None else None
 
 
-def trace_segments(starts: Sequence[Sequence[GradientEdge]]) -> list[Segment]:
-    """Walk the graph behind each list of edges up to the cuts, earliest first, and share out its nodes."""
-    owner: dict[Any, Segment] = {}
-    return [_walk(edges, owner) for edges in starts]
+def trace_segments(starts: Sequence[Sequence[GradientEdge]], marks: Sequence[int] = ()) -> list[Segment]:
+    """Walk the graph behind each list of edges up to the cuts, and share out its nodes by the time of their making.
 
-
-def _walk(edges: Iterable[GradientEdge], owner: dict[Any, Segment]) -> Segment:
-    segment = Segment()
-    todo = [edge.node for edge in edges]
+    Segment i owns what was made between `marks[i - 1]` and `marks[i]` (autograd's sequence numbers at the layer calls), and
+    runs when all later segments have: autograd takes the youngest node first, so sums come out in its own order.
+    """
+    segments = [Segment() for _ in starts]
+    todo = [(edge.node, index) for index, edges in enumerate(starts) for edge in edges]
     while todo:
-        node = todo.pop()
-        if node is None or node in segment.nodes:
+        node, reader = todo.pop()
+        if node is None:
             continue
-        if node in owner:
-            segment.gates[node] = owner[node].own_gates.setdefault(node, Gate())
+        is_leaf = type(node).__name__ == "AccumulateGrad"
+        if is_leaf or is_entry(node):  # ends may be reached from several segments
+            if is_leaf and node not in segments[reader].nodes:
+                segments[reader].leaves.append(node.variable)
+            segments[reader].nodes.add(node)
             continue
-        segment.nodes.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            segment.leaves.append(node.variable)
-        elif not is_entry(node):
-            todo.extend(parent for parent, _ in node.next_functions)
-    ends = {node for node in segment.nodes if type(node).__name__ == "AccumulateGrad" or is_entry(node)}
-    owner.update(dict.fromkeys(segment.nodes - ends, segment))  # ends may be reached from several segments
-    return segment
+        at = min(reader, bisect_right(marks, node._sequence_nr()))
+        if at < reader:
+            segments[reader].gates[node] = segments[at].own_gates.setdefault(node, Gate())
+        if node not in segments[at].nodes:
+            segments[at].nodes.add(node)
+            todo.extend((parent, at) for parent, _ in node.next_functions)
+    return segments
 
 
 def is_entry(node: Any) -> bool:
@@ -182,10 +185,15 @@ def run_backward(roots: Sequence[tuple[GradientEdge, torch.Tensor]], segment: Se
 
     Joining the run puts a waiting gradient first in autograd's own sum, as in a backward that was never cut.
     """
-    pairs = list(roots)
     if segment is None:
-        _backward(pairs)
+        _backward(roots)
         return
+    pairs = []
+    for edge, grad in roots:
+        if (gate := segment.gates.get(edge.node)) is not None:
+            gate.pending.setdefault(edge.output_nr, Sink()).add(grad)  # made earlier: it waits for that segment
+        else:
+            pairs.append((edge, grad))
     pairs += [(edge, grad) for edge, sink in segment.waiting() if (grad := sink.take()) is not None]
     handles = [node.register_prehook(gate.catch) for node, gate in segment.gates.items()]
     try:

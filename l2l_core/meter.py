@@ -20,6 +20,7 @@ class Profile:
     """Activation bytes per compute event of a metered step: (highest during, left after), in order of events."""
 
     events: list[tuple[str, int, int]] = field(default_factory=list)
+    undeclared: bool = False  # layers read tensors that are not among their arguments
     worst: dict[str, int] = field(default_factory=dict)  # by event label without k, for events out of order
 
 

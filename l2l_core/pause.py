@@ -118,7 +118,7 @@ class Forward:
             _check_attributes(unit, found)
         self._run.stash.fetch(call.tensors, self.k, unit.key)
         stash = self._run.stash
-        inside = shell.without(stash.touch) if stash.metering else shell.without(stash.touch, stash.watch)
+        inside = shell if stash.metering or stash.guards_layers else shell.without(stash.watch)
         call.ambient = inside
         inside.put()
         try:

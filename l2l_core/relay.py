@@ -108,6 +108,7 @@ class Relay:
         self._steps = 0
         self._predicted: Sequence[Unit] = units
         self._profile: tuple[Any, Profile] | None = None  # of the last metered step, and what it depends on
+        self._inferred: dict[Any, Profile] = {}  # what was checked by a first inference
         self._busy = threading.Lock()
         self._closed = False
 
@@ -279,6 +280,7 @@ class Relay:
         self._steps += 1
         self._predicted = [visit.unit for visit in loop.visits]
         self._profile = (shape, stage.meter.latest)
+        stage.meter.latest.undeclared |= stage.stash.undeclared
         return StepResult(
             loss=float(sum(losses)),
             seconds=time.perf_counter() - began_s,
@@ -310,10 +312,10 @@ class Relay:
         """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
         check_model(self.model, self._parts.units)
         modes = {module: module.training for module in self.model.modules()}
-        config = replace(self.config, meter="on_change")
+        config, shape = replace(self.config, meter="on_change"), self._shape_of(micro_batches)
         try:
             self.model.eval()
-            with torch.no_grad(), Stage(self._parts, config, self._new_trace(), Profile()) as stage:
+            with torch.no_grad(), Stage(self._parts, config, self._new_trace(), self._inferred.get(shape)) as stage:
                 forwards = stage.forwards(micro_batches, task, self._seeds(len(micro_batches)))
                 Loop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch).forward()
                 for forward in forwards:
@@ -321,6 +323,7 @@ class Relay:
                         tensor for tensor in pytree.tree_leaves(forward.result) if isinstance(tensor, torch.Tensor)
                     ]
                     stage.stash.fetch(results, forward.k)
+                self._inferred[shape] = Profile(undeclared=stage.stash.undeclared or stage.stash.guards_layers)
                 return [pytree.tree_map_only(torch.Tensor, _to_host, forward.result) for forward in forwards]
         finally:
             for module, training in modes.items():

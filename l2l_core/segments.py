@@ -33,7 +33,9 @@ def survey(
     Raises:
         RuntimeError: the model reads a tensor from inside a layer.
     """
-    segments = trace_segments([[edge for edge, _ in call.behind] for call in calls] + [[tail] if tail else []])
+    segments = trace_segments(
+        [[edge for edge, _ in call.behind] for call in calls] + [[tail] if tail else []], [call.mark for call in calls]
+    )
     for call, segment in zip(calls, segments, strict=False):
         call.segment = segment
     for leaf in (leaf for segment in segments for leaf in segment.leaves if leaf in inside):

@@ -28,6 +28,7 @@ from l2l_core.memory import Ledger
 from l2l_core.meter import Meter, Profile
 from l2l_core.pause import Forward, Shadows
 from l2l_core.prefetch import Prefetch
+from l2l_core.readers import before_reads
 from l2l_core.stash import Stash
 from l2l_core.trace import Trace
 from l2l_core.units import Unit
@@ -109,7 +110,11 @@ class Stage:
         on_host = self.config.stash == "host"
         exempt = model_tensors(parts)
         self.stash = Stash(parts.device, parts.host, on_host, self._replay is None, self.trace, exempt)
+        self.stash.watch_shell_buffers(buffer for buffer in parts.shell.buffers.now() if buffer is not None)
+        self.stash.guards_layers = on_host and self._replay is not None and self._replay.undeclared
         later(self.stash.clear)
+        if on_host:
+            enter(before_reads(self.stash.touch))
         self.meter = Meter(ledger, parts.host, self.trace, self._replay)
         later(self.meter.close)
         self.prefetch = Prefetch(parts.device, parts.slot_numel, self.config.ahead, self.loads, self._load_shell())
@@ -154,7 +159,6 @@ class Stage:
             base = replace(
                 base,
                 dispatch_modes=(*base.dispatch_modes, self.stash.watch),
-                function_modes=(*base.function_modes, self.stash.touch),
             )
         for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             main = partial(self._main, task, k, micro_batch)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core.device import Device
@@ -60,21 +59,6 @@ class Watch(TorchDispatchMode):
         return out
 
 
-class Touch(TorchFunctionMode):
-    """Brings back what is read past the dispatcher: Python numbers and NumPy views of a tensor."""
-
-    _READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr})
-
-    def __init__(self, stash: Stash) -> None:
-        super().__init__()
-        self.stash = stash
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._READERS:
-            self.stash.fetch(_tensors(args), self.stash.current)
-        return func(*args, **(kwargs or {}))
-
-
 class Stash:
     """Keeps and moves the images of all micro-batches of one step.
 
@@ -104,12 +88,12 @@ class Stash:
         self._owner = ""
         self._layer_inputs: set[int] | None = None  # set while a layer runs
         self.watch = Watch(self)
-        self.touch = Touch(self)
-
-    @property
-    def current(self) -> int:
-        """The micro-batch at work."""
-        return self._k
+        self.undeclared = False  # whether a layer read what was not among its arguments
+        self.guards_layers = False  # layers are watched, because in an earlier pass they did that
+        self._shell_buffers: set[int] = set()
+        self._written: dict[
+            int, int
+        ] = {}  # storages of the model that a micro-batch has changed in place, and the last one
 
     @property
     def guards(self) -> bool:
@@ -149,6 +133,10 @@ class Stash:
     def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Storages of these are part of no image either."""
         self._exempt.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def watch_shell_buffers(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Buffers of the shell, which micro-batches may only change one after another."""
+        self._shell_buffers = {buffer.untyped_storage()._cdata for buffer in buffers}
 
     def is_exempt(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a storage of the model or of the engine."""
@@ -205,6 +193,10 @@ class Stash:
             if held.booked:
                 self._device.ledger.release(held.category, held.owner, held.nbytes)
 
+    def touch(self, tensor: torch.Tensor) -> None:
+        """Somebody is about to read `tensor` past the dispatcher."""
+        self.fetch([tensor], self._k, self._owner)
+
     def fetch(self, tensors: Iterable[torch.Tensor], k: int, layer: str = "") -> None:
         """Bring the storages of `tensors` back to the device."""
         self._restore({t.untyped_storage()._cdata for t in tensors}, k, layer)
@@ -260,6 +252,8 @@ class Stash:
 
     def before(self, func: Any, reads: dict[int, torch.Tensor]) -> None:
         """An operation is about to read these storages."""
+        if self.metering and self._shell_buffers and self._layer_inputs is None:
+            self._check_writes(func, reads)
         known = [key for key in reads if key in self._held]
         if not known:
             return
@@ -280,6 +274,18 @@ class Stash:
             if key not in reads and key not in self._held and tensor.device.type == self._device.torch_device.type:
                 self._note(storage, k, "activations", self._owner, booked=self.metering)
 
+    def _check_writes(self, func: Any, reads: dict[int, torch.Tensor]) -> None:
+        """A buffer of the shell that every micro-batch changes must not be read after a pause."""
+        for key in (key for key in reads if key in self._shell_buffers):
+            if self._written.get(key, NOBODY) > self._k:
+                raise RuntimeError(
+                    f"the model's own code reads a buffer of shape {tuple(reads[key].shape)} that micro-batch "
+                    f"{self._written[key]} has already changed. Micro-batches take turns at the layers: read it before the "
+                    "first layer, or keep it in a layer"
+                )
+            if func._schema.is_mutable:
+                self._written[key] = self._k
+
     def _check_reads(self, known: list[int], reads: dict[int, torch.Tensor]) -> None:
         """Micro-batches take turns: what one has made and left somewhere is not what another expects to find there."""
         given = self._layer_inputs or set()
@@ -296,6 +302,7 @@ class Stash:
                     "passed as an argument (left on an attribute or in a shared container?). Micro-batches take turns, so it "
                     "may be another micro-batch's value. Pass it as an argument of the layer, or return it"
                 )
+            self.undeclared |= self._layer_inputs is not None
             self._keep(held)  # made once, at the first micro-batch, and kept by the model: a table, say
 
     def _keep(self, held: _Held) -> None:

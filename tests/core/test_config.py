@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
