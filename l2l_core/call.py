@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from l2l_core.ambient import Ambient
+from l2l_core.attributes import Attributes, Place
 from l2l_core.cut import Segment, Sink, cut, enter, is_entry, run_backward, sink_of, trace_segments
 from l2l_core.device import Device
 from l2l_core.hidden import is_cache, refuse_hidden
@@ -38,6 +39,7 @@ class Pass:
     sides: SideOutputs
     user_hooks: UserHooks
     meter: Meter
+    attributes: Attributes
     runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
     buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
 
@@ -115,7 +117,7 @@ class Call:
     buffers: list[torch.Tensor | None] | None = None  # the unit's buffers as the forward saw them
     versions: list[int] = field(default_factory=list)
     runs_before: int = 0  # how often the layer had run in this pass when this call came to it
-    attributes: dict[tuple[torch.nn.Module, str], torch.Tensor] = field(default_factory=dict)  # side outputs left there
+    attributes: dict[Place, torch.Tensor] = field(default_factory=dict)  # side outputs left there
     sums: list[str] = field(default_factory=list)  # of the outputs, in metered steps
 
     @staticmethod

@@ -8,6 +8,7 @@ what it says: each event's highest activation bytes while it runs, and what was 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from l2l_core.memory import Ledger
 from l2l_core.trace import Trace
@@ -17,10 +18,11 @@ _OWNER = "profile"
 
 @dataclass(slots=True)
 class Profile:
-    """Activation bytes per compute event of a metered step: (highest during, left after), in order of events."""
+    """What a metered pass has learned: activation bytes per compute event (highest during, left after), in order."""
 
     events: list[tuple[str, int, int]] = field(default_factory=list)
     undeclared: bool = False  # layers read tensors that are not among their arguments
+    places: frozenset[Any] = frozenset()  # attributes that the shell sets in its forward
     worst: dict[str, int] = field(default_factory=dict)  # by event label without k, for events out of order
 
 

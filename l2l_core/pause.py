@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from l2l_core.ambient import Ambient
+from l2l_core.attributes import Place, put
 from l2l_core.call import Call, Pass
 from l2l_core.units import SHELL, Unit
 
@@ -44,18 +45,19 @@ class Forward:
         self._greenlet.forward = self
         self._greenlet.gr_context = contextvars.copy_context()
         self._stop_shell: Callable[[], None] = lambda: None
-        self._attributes: dict[tuple[nn.Module, str], torch.Tensor] = {}  # that layers have left for the shell
+        self._attributes: dict[Place, Any] = {}  # what this micro-batch, and layers for it, have left on modules
 
     def advance(self) -> None:
         """Run the waiting layer and the shell after it, up to the next layer call or the end."""
-        for (module, name), value in self._attributes.items():
-            vars(module)[name] = value  # another micro-batch has left its own there
+        put(self._attributes)  # another micro-batch has left its own there
+        before = self._run.attributes.now()
         engine = Ambient.take()
         try:
             with self._run.stash.working(self.k, SHELL):
                 self._greenlet.switch()
         finally:
             engine.put()
+        self._attributes.update(self._run.attributes.since(before))
 
     def cancel(self) -> None:
         """Unwind a forward that has not finished.

@@ -279,8 +279,7 @@ class Relay:
         self.device.settle()
         self._steps += 1
         self._predicted = [visit.unit for visit in loop.visits]
-        self._profile = (shape, stage.meter.latest)
-        stage.meter.latest.undeclared |= stage.stash.undeclared
+        self._profile = (shape, stage.learned())
         return StepResult(
             loss=float(sum(losses)),
             seconds=time.perf_counter() - began_s,
@@ -323,7 +322,7 @@ class Relay:
                         tensor for tensor in pytree.tree_leaves(forward.result) if isinstance(tensor, torch.Tensor)
                     ]
                     stage.stash.fetch(results, forward.k)
-                self._inferred[shape] = Profile(undeclared=stage.stash.undeclared or stage.stash.guards_layers)
+                self._inferred[shape] = stage.learned()
                 return [pytree.tree_map_only(torch.Tensor, _to_host, forward.result) for forward in forwards]
         finally:
             for module, training in modes.items():

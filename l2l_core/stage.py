@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from l2l_core.advice import advise
 from l2l_core.ambient import Ambient, RandomState
+from l2l_core.attributes import Attributes
 from l2l_core.call import Pass
 from l2l_core.config import RelayConfig
 from l2l_core.device import Copy, Device
@@ -55,6 +56,11 @@ class Parts:
     def names(self) -> dict[str, str]:
         """Dotted name of every unit by key."""
         return {unit.key: unit.name for unit in self.units}
+
+    def shell_modules(self) -> list[nn.Module]:
+        """Modules that are in no layer."""
+        inside = {module for unit in self.layers for module in unit.module.modules()}
+        return [module for module in self.model.modules() if module not in inside]
 
     def inside(self) -> dict[torch.Tensor, str]:
         """Parameters that only one layer uses, and the layer's name."""
@@ -123,7 +129,8 @@ class Stage:
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
         sides = enter(SideOutputs())
         self.shadows = enter(Shadows({unit.module: unit for unit in parts.layers}))
-        self.run = Pass(parts.device, self.stash, self.trace, sides, hooks, self.meter)
+        attributes = Attributes(parts.shell_modules(), self._replay.places if self._replay is not None else None)
+        self.run = Pass(parts.device, self.stash, self.trace, sides, hooks, self.meter, attributes)
         later(self.shadows.cancel)
 
     def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
@@ -140,6 +147,13 @@ class Stage:
         self._stack.callback(shell.point, [view for block in shell.blocks for view in block.views])
         shell.point(views)
         return dict(zip(shell.params, views, strict=True))
+
+    def learned(self) -> Profile:
+        """What later passes of the same shape need not find out again."""
+        profile = self.meter.latest
+        profile.undeclared |= self.stash.undeclared
+        profile.places = frozenset(self.run.attributes.seen)
+        return profile
 
     def gradients(self) -> tuple[GradientSlots, Gradient]:
         """Device buffers for the gradients of layers, and the gradient of the shell."""
