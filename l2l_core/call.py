@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from l2l_core.ambient import Ambient
-from l2l_core.attributes import Attributes, Place
+from l2l_core.attributes import Attributes, Place, check_layer, of_layer
 from l2l_core.cut import Segment, Sink, cut, enter, is_entry, run_backward, sink_of, trace_segments
 from l2l_core.device import Device
 from l2l_core.hidden import is_cache, refuse_hidden
@@ -50,10 +50,17 @@ class Pass:
             self.buffer_values[unit] = unit.buffers.copy()
         return self.buffer_values[unit]
 
+    def expect_unchanged(self, unit: Unit) -> Callable[[], None]:
+        """In metered passes: a check that nobody sets a layer's attributes while a micro-batch waits for it to run first."""
+        if not self.stash.metering:
+            return lambda: None
+        runs, found = self.runs[unit], of_layer(unit)
+        return lambda: check_layer(unit, found) if self.runs[unit] == runs else None
+
     @contextmanager
-    def watched(self, metering_only: bool = False) -> Iterator[None]:
+    def watched(self, in_layer: bool = False) -> Iterator[None]:
         """Run a block of backward under the stash's watch, where it needs one."""
-        if self.stash.metering or (self.stash.guards and not metering_only):
+        if self.stash.metering or self.stash.guards_layers or (self.stash.guards and not in_layer):
             with self.stash.watch:
                 yield
         else:
@@ -116,7 +123,6 @@ class Call:
     context: contextvars.Context | None = None
     buffers: list[torch.Tensor | None] | None = None  # the unit's buffers as the forward saw them
     versions: list[int] = field(default_factory=list)
-    runs_before: int = 0  # how often the layer had run in this pass when this call came to it
     attributes: dict[Place, torch.Tensor] = field(default_factory=dict)  # side outputs left there
     sums: list[str] = field(default_factory=list)  # of the outputs, in metered steps
 
@@ -269,7 +275,7 @@ class Call:
                     if (grad := sink.take()) is not None
                 ]
                 self.kept = None
-                with run.stash.working(self.k, self.unit.key, None), run.watched(metering_only=True):
+                with run.stash.working(self.k, self.unit.key, None), run.watched(in_layer=True):
                     run_backward(roots)
             stop()
         self._run_segment(run)

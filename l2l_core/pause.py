@@ -100,35 +100,40 @@ class Forward:
     def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         self.waiting = call = Call.of(unit, real, self.k, args, kwargs)
-        found = plain_attributes(unit.module) if self._run.stash.metering else {}
         for item in call.inputs:
             self._run.stash.hold(item.tensor, self.k, "stash", "")
-        call.runs_before = self._run.runs[unit]
+        check = self._run.expect_unchanged(unit)
+        shell = self._give_way()
+        self.waiting = None
+        check()
+        outputs = self._run_layer(call, shell)
+        self._stop_shell = self._run.timed("shell", SHELL, self.k)
+        return outputs
+
+    def _give_way(self) -> Ambient:
+        """Hand control to the engine until it resumes this micro-batch; returns the state that the shell stood in."""
         self._stop_shell()
-        shell = Ambient.take()
+        self._ambient = shell = Ambient.take()
         parent = self._greenlet.parent
         assert parent is not None
-        self._ambient = shell
         try:
             parent.switch()
         except BaseException:
             shell.put()  # blocks that the model stands in unwind the state that they find
             raise
+        return shell
 
-        self.waiting = None
-        if self._run.stash.metering and self._run.runs[unit] == call.runs_before:
-            _check_attributes(unit, found)
-        self._run.stash.fetch(call.tensors, self.k, unit.key)
+    def _run_layer(self, call: Call, shell: Ambient) -> Any:
         stash = self._run.stash
-        inside = shell if stash.metering or stash.guards_layers else shell.without(stash.watch)
-        call.ambient = inside
-        inside.put()
+        stash.fetch(call.tensors, self.k, call.unit.key)
+        call.ambient = shell if stash.metering or stash.guards_layers else shell.without(stash.watch)
+        call.ambient.put()
         try:
             outputs = call.first(self._run, self.keep)
         finally:
             after = Ambient.take()
             shell.reseeded(after.random).put()
-        self._run.runs[unit] += 1
+        self._run.runs[call.unit] += 1
         self._attributes.update(call.attributes)
         if shell.autocasts:
             torch.clear_autocast_cache()  # it would keep casted copies of evicted weights
@@ -136,29 +141,7 @@ class Forward:
             self.calls.append(call)
         else:
             call.release()
-        self._stop_shell = self._run.timed("shell", SHELL, self.k)
         return outputs
-
-
-def plain_attributes(layer: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """Numbers and strings that the layer's modules keep as attributes."""
-    return {
-        (module, name): value
-        for module in layer.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, int | float | str)
-    }
-
-
-def _check_attributes(unit: Unit, before: dict[tuple[nn.Module, str], Any]) -> None:
-    """Refuse a layer whose attributes another micro-batch has set since this one came to it."""
-    now = plain_attributes(unit.module)
-    changed = sorted({name for (module, name), value in before.items() if now.get((module, name)) != value})
-    if changed:
-        raise RuntimeError(
-            f"attribute {changed[0]!r} of layer {unit.name} is set anew for every micro-batch, and micro-batches take turns: the "
-            "layer would see another micro-batch's value. Pass it as an argument of the layer"
-        )
 
 
 class Shadows:

@@ -91,9 +91,7 @@ class Stash:
         self.undeclared = False  # whether a layer read what was not among its arguments
         self.guards_layers = False  # layers are watched, because in an earlier pass they did that
         self._shell_buffers: set[int] = set()
-        self._written: dict[
-            int, int
-        ] = {}  # storages of the model that a micro-batch has changed in place, and the last one
+        self._written: dict[int, int] = {}  # buffers of the shell that were changed, and the last micro-batch to do so
 
     @property
     def guards(self) -> bool:
