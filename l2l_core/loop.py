@@ -129,6 +129,7 @@ class TrainLoop(Loop):
         self._store, self._slots, self._shell, self._push = store, slots, shell, push
         self._divisors, self._inside = divisors, inside
         self._losses: list[torch.Tensor] = []
+        self._learns = False
         self._shell_apart = False
         self._visits_of: Counter[str] = Counter()
         self._parted: set[str] = set()
@@ -147,6 +148,9 @@ class TrainLoop(Loop):
                     self._lose_in_order(visit)
                     self.run.stash.park(forward.k)
                 self._close(visit)
+
+        if not self._learns:
+            raise RuntimeError("no loss depends on a parameter that requires a gradient: is the whole model frozen?")
 
         rest = [visit for visit in reversed(self.visits) if visit.calls]
         self.prefetch.replan([visit.unit for visit in rest])
@@ -203,6 +207,7 @@ class TrainLoop(Loop):
             tail = get_gradient_edge(loss) if loss.requires_grad else None
             reached, several = survey(forward.calls, tail, self._inside, k)
             self._shell_apart |= self._is_irregular() or not several.isdisjoint(self._shell.unit.params)
+            self._learns |= tail is not None
             if tail is not None:
                 run_backward([(tail, torch.ones_like(loss))], reached)
         for _, sink in reached.waiting():

@@ -434,3 +434,19 @@ def test_model_is_ordinary_between_steps(tmp_path: Any) -> None:
         model.train()
         assert_equal([pair.step(batch)])
     assert all(p.is_leaf and p.grad_fn is None for p in relay.model.parameters())
+
+
+def test_a_step_trains_under_no_grad_too() -> None:
+    kind = BY_NAME["chain"]
+    with both(kind, RelayConfig(micro_batches=2)) as pair:
+        reference = pair.in_core.step(kind.make_batch(4, 0))
+        with torch.no_grad():
+            assert pair.relay.step(kind.make_batch(4, 0)).loss == reference
+        assert not differences(pair.relay.model, pair.in_core.model)
+
+
+def test_a_frozen_model_is_refused() -> None:
+    kind = BY_NAME["chain"]
+    model = kind.make_model().requires_grad_(False)
+    with Relay(model, partial(torch.optim.SGD, lr=0.1), loss=kind.loss) as relay, pytest.raises(RuntimeError, match="frozen"):
+        relay.step(kind.make_batch(4, 0))
