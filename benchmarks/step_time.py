@@ -1,13 +1,16 @@
 """Relay against in-core training with activation recompute: the same model, batch, optimizer and micro-batches.
 
     python benchmarks/step_time.py
+    python benchmarks/step_time.py --precision bf16     (in core: autocast; also against the float32 relay)
 
-12 GPT-2 blocks 768 wide, 4 micro-batches of 4 x 128 tokens, fused AdamW, float32. Both sides run in turn in one process.
+12 GPT-2 blocks 768 wide, 4 micro-batches of 4 x 128 tokens, fused AdamW. All sides run in turn in one process.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -41,6 +44,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--stash", default="device", choices=["device", "host"])
     args = parser.parse_args()
 
@@ -53,19 +57,24 @@ def main() -> None:
 
     def in_core() -> None:
         for part in tokens.split(ROWS):
-            loss = plain(input_ids=part, labels=part, use_cache=False).loss / MICRO_BATCHES
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
+                loss = plain(input_ids=part, labels=part, use_cache=False).loss / MICRO_BATCHES
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    config = RelayConfig(micro_batches=MICRO_BATCHES, stash=args.stash)
-    with Relay(make_model(args.layers, args.width), make_optimizer, EmulatedDevice(), config=config) as relay:
-        relay.step(batch)  # metered
-        seconds = alternate({"relay": lambda: relay.step(batch), "in core": in_core}, args.rounds)
-    report(
-        "step_time",
-        {"settings": vars(args), "median_s": medians(seconds), "relay / in core": ratio(seconds, "relay", "in core")},
-    )
+    with ExitStack() as stack:
+        sides: dict[str, Callable[[], object]] = {"in core": in_core}
+        for precision in dict.fromkeys((args.precision, "fp32")):
+            config = RelayConfig(micro_batches=MICRO_BATCHES, stash=args.stash, precision=precision)
+            model = make_model(args.layers, args.width)
+            relay = stack.enter_context(Relay(model, make_optimizer, EmulatedDevice(), config=config))
+            relay.step(batch)  # metered
+            sides[f"relay {precision}"] = partial(relay.step, batch)
+        seconds = alternate(sides, args.rounds)
+    mine = f"relay {args.precision}"
+    ratios = {f"{mine} / {other}": ratio(seconds, mine, other) for other in seconds if other != mine}
+    report(f"step_time_{args.precision}", {"settings": vars(args), "median_s": medians(seconds), "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ class RelayConfig:
         stash: where boundary activations wait for their recompute. On the ``"host"``, device memory does not grow
             with depth or with the number of micro-batches.
         update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them.
-        precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights and compute on the device (masters stay float32).
+        precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights on the device and compute under autocast. Masters,
+            gradient sums and the optimizer stay float32.
         max_grad_norm: clip the global gradient norm to this; needs ``update="deferred"``.
         meter: when activation bytes are counted operation by operation: the first step after a change, or every step.
         rollback: keep an undo log of eager updates (12 bytes per parameter) so that an exception restores the old step.

@@ -40,6 +40,7 @@ class Prefetch:
         ahead: how many layers are loaded ahead of the one that computes.
         load: issues the copies of one layer and returns their ticket.
         resident: parameters that stay on the device (the shell's) and where; a layer may share one.
+        dtype: of the weights on the device; a load casts.
     """
 
     def __init__(
@@ -49,11 +50,12 @@ class Prefetch:
         ahead: int,
         load: Callable[[str, list[Copy]], Ticket],
         resident: Mapping[nn.Parameter, torch.Tensor],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._device, self._ahead, self._load, self._resident = device, ahead, load, resident
-        self._nbytes = 4 * numel * (ahead + 1)
+        self._nbytes = dtype.itemsize * numel * (ahead + 1)
         device.ledger.book("weights", "slots", self._nbytes)
-        self.slots = [Slot(device.empty(numel)) for _ in range(ahead + 1)]
+        self.slots = [Slot(device.empty(numel, dtype)) for _ in range(ahead + 1)]
         self._plan: list[Unit] = []
         self._position = 0
 

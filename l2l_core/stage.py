@@ -34,6 +34,8 @@ from l2l_core.stash import Stash
 from l2l_core.trace import Trace
 from l2l_core.units import Unit
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 Task = Callable[[nn.Module, Any], Any]
 
 
@@ -97,6 +99,7 @@ class Stage:
         self.parts, self.config, self.trace, self._replay = parts, config, trace, replay
         self.loads = Link(parts.device, trace, "h2d", "load")
         self.pushes = Link(parts.device, trace, "d2h", "push")
+        self._dtype = _DTYPES[config.precision]  # of weights on the device
         self._stack = ExitStack()
 
     def __enter__(self) -> Stage:
@@ -111,7 +114,7 @@ class Stage:
     def _set_up(self) -> None:
         parts, enter, later = self.parts, self._stack.enter_context, self._stack.callback
         ledger = parts.device.ledger
-        ledger.advise = partial(advise, ledger, self.config, 4 * parts.slot_numel)
+        ledger.advise = partial(advise, ledger, self.config, self._dtype.itemsize * parts.slot_numel)
         later(RandomState.take().put)
         on_host = self.config.stash == "host"
         exempt = model_tensors(parts)
@@ -123,7 +126,8 @@ class Stage:
             enter(before_reads(self.stash.touch))
         self.meter = Meter(ledger, parts.host, self.trace, self._replay)
         later(self.meter.close)
-        self.prefetch = Prefetch(parts.device, parts.slot_numel, self.config.ahead, self.loads, self._load_shell())
+        resident = self._load_shell()
+        self.prefetch = Prefetch(parts.device, parts.slot_numel, self.config.ahead, self.loads, resident, self._dtype)
         later(self.prefetch.close)
         self.stash.exempt(slot.flat for slot in self.prefetch.slots)
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
@@ -136,7 +140,7 @@ class Stage:
     def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
         """Put the shell on the device; return where its parameters are for the length of the pass."""
         shell, device = self.parts.shell, self.parts.device
-        flat = device.empty(shell.numel)
+        flat = device.empty(shell.numel, self._dtype)
         self._stack.callback(device.recycle, flat)
         device.ledger.book("weights", "shell", flat.nbytes)
         self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
@@ -169,6 +173,8 @@ class Stage:
         """One paused forward per micro-batch, each with a random stream of its own."""
         base = Ambient.take()
         base.put()
+        if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
+            base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
         if self.stash.guards:
             base = replace(
                 base,

@@ -78,5 +78,3 @@ def test_what_cannot_relay_is_refused_with_the_remedy() -> None:
         Relay(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"parameter 0.weight is torch.bfloat16.*model.float\(\)"):
         Relay(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16())
-    with pytest.raises(ValueError, match="precision='bf16' is not supported in this version"):
-        Relay(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), config=RelayConfig(precision="bf16"))
