@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_READERS = ("tolist", "numpy", "__array__", "data_ptr")
+_READERS = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
 _lock = threading.Lock()
 _listeners: list[Callable[[torch.Tensor], None]] = []
 _own: dict[str, Any] = {}  # what torch.Tensor itself defines; the rest it inherits
