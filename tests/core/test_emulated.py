@@ -31,7 +31,9 @@ def test_loads_run_while_layers_compute_only_when_they_may_run_ahead() -> None:
     overlapping = {}
     for ahead in (0, 1):
         device = EmulatedDevice(h2d_bytes_per_s=5e6)
-        with Relay(Chain(4), device=device, loss=squared_error, config=RelayConfig(micro_batches=4, ahead=ahead)) as relay:
+        with Relay(
+            Chain(4), device=device, loss=squared_error, config=RelayConfig(micro_batches=4, ahead=ahead)
+        ) as relay:
             relay.step(chain_batch(4))
             lanes = relay.step(chain_batch(4)).trace.lanes
         loads = [e for e in lanes["h2d"] if e.kind == "load" and e.layer != "shell"]
@@ -55,7 +57,11 @@ def test_closing_joins_the_threads() -> None:
     before = set(threading.enumerate())
     with Relay(Chain(3), loss=squared_error) as relay:
         relay.step(chain_batch(1))
-        assert {t.name.split("_")[0] for t in set(threading.enumerate()) - before} == {"relay-eps", "relay-h2d", "relay-d2h"}
+        assert {t.name.split("_")[0] for t in set(threading.enumerate()) - before} == {
+            "relay-eps",
+            "relay-h2d",
+            "relay-d2h",
+        }
     assert set(threading.enumerate()) == before
 
 
@@ -70,7 +76,12 @@ def test_threads_of_the_caller_are_left_alone() -> None:
 
 
 def test_a_layout_keeps_strides_and_aligns() -> None:
-    tensors = [torch.randn(3, 5), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.randn(()), torch.randn(0)]
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(()),
+        torch.randn(0),
+    ]
     layout = Layout.of(tensors)
     flat = torch.zeros(layout.numel)
     for view, tensor in zip(layout.views(flat), tensors, strict=True):

@@ -385,15 +385,6 @@ def test_unfreezing_in_any_order() -> None:
         assert [layer.version for layer in pair.relay.stack] == [3, 1, 4, 2]
 
 
-def test_nothing_to_train() -> None:
-    """A step without any trainable parameter in reach is a step that changes nothing."""
-    kind = BY_NAME["chain"]
-    with both(kind, RelayConfig(micro_batches=2)) as pair:
-        for model in (pair.relay.model, pair.in_core.model):
-            model.requires_grad_(False)
-        assert_equal([pair.step(kind.make_batch(4, 0))])
-
-
 class SometimesEmpty(Chain):
     """Skips all layers at once for about half of the micro-batches."""
 
@@ -445,8 +436,17 @@ def test_a_step_trains_under_no_grad_too() -> None:
         assert not differences(pair.relay.model, pair.in_core.model)
 
 
-def test_a_frozen_model_is_refused() -> None:
+def test_a_wholly_frozen_model_is_refused_as_in_plain_training() -> None:
     kind = BY_NAME["chain"]
+    batch = kind.make_batch(4, 0)
     model = kind.make_model().requires_grad_(False)
-    with Relay(model, partial(torch.optim.SGD, lr=0.1), loss=kind.loss) as relay, pytest.raises(RuntimeError, match="frozen"):
-        relay.step(kind.make_batch(4, 0))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss_of(kind, model, batch).backward()
+    with Relay(model, partial(torch.optim.SGD, lr=0.1), loss=kind.loss) as relay:
+        with pytest.raises(RuntimeError, match="frozen"):
+            relay.step(batch)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        model.requires_grad_(True)
+        relay.step(batch)
+    assert not all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
