@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from l2l_core.export import build, read_jsonl, write_chrome, write_jsonl
+from l2l_core.memory import format_bytes
 
 __all__ = ["LANES", "PLACES", "Event", "MemorySample", "Trace", "intersect", "measure", "merge"]
 
@@ -197,8 +198,8 @@ class Trace:
             lines.append(f"  {lane:<8} busy {busy_s:9.4g} s ({share:6.1%}), exposed {self.exposed_s(lane):9.4g} s")
         for place in PLACES:
             if (peak := self.peak_sample(place)) is not None:
-                parts = ", ".join(f"{name} {_size(n)}" for name, n in peak.bytes_by_category.items() if n)
-                lines.append(f"  {place:<8} peak {_size(peak.total)} at {peak.t_s:.4g} s ({parts})")
+                parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in peak.bytes_by_category.items() if n)
+                lines.append(f"  {place:<8} peak {format_bytes(peak.total)} at {peak.t_s:.4g} s ({parts})")
         return "\n".join(lines)
 
     def to_chrome(self, path: str | Path, *, compress: bool | None = None) -> None:
@@ -266,10 +267,3 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
 def measure(intervals: list[Interval]) -> float:
     """Total length of a merged list of intervals."""
     return math.fsum(stop - start for start, stop in intervals)
-
-
-def _size(nbytes: int) -> str:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**power:
-            return f"{nbytes / 1024**power:.1f} {unit}"
-    return f"{nbytes} B"

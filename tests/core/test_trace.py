@@ -226,7 +226,7 @@ def test_summary_names_every_lane_and_peak() -> None:
     assert lines[0] == "step 7 on emulated: 4 s, 9 events, 44.4% of copy time hidden under compute"
     assert [line.split()[0] for line in lines[1:]] == [*LANES, "device", "host"]
     assert "busy       1.5 s ( 37.5%), exposed         1 s" in lines[2]
-    assert lines[5] == "  device   peak 6.0 KiB at 1 s (weights 5.9 KiB, stash 100 B)"
+    assert lines[5] == "  device   peak 6.1 kB at 1 s (weights 6 kB, stash 100 B)"
 
 
 # ---- many threads ----------------------------------------------------------------------------------------------
