@@ -149,12 +149,7 @@ class TrainLoop(Loop):
                     self.run.stash.park(forward.k)
                 self._close(visit)
 
-        if not self._learns:
-            raise RuntimeError("no loss depends on a parameter that requires a gradient: is the whole model frozen?")
-
-        rest = [visit for visit in reversed(self.visits) if visit.calls]
-        self.prefetch.replan([visit.unit for visit in rest])
-        for visit in rest:
+        for visit in self._turn():
             self._store.raise_failure()
             with self.prefetch.visit(visit.unit):
                 for call in list(visit.calls):  # [2]
@@ -169,6 +164,14 @@ class TrainLoop(Loop):
         self.visits.append(Visit(unit, len(self.visits)))
         self._visits_of[unit.key] += 1
         return self.visits[-1]
+
+    def _turn(self) -> list[Visit]:
+        """Forward is over: the visits that backward makes, the last one first."""
+        if not self._learns:
+            raise RuntimeError("no loss depends on a parameter that requires a gradient: is the whole model frozen?")
+        rest = [visit for visit in reversed(self.visits) if visit.calls]
+        self.prefetch.replan([visit.unit for visit in rest])
+        return rest
 
     def _is_last(self, visit: Visit) -> bool:
         return visit.index == len(self._predicted) - 1

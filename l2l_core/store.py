@@ -209,6 +209,8 @@ class LayerStore:
             undo()
         if self._undo:
             self.updated.clear()
+        for master in self._model_params:
+            master.grad = None  # clipping may have set it; the next step's norm must not see it
         self._pool.clear()  # gradients under way are lost with the step, and their buffers with them
         self._under_way.clear()
         updated = self.updated

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it does
-
 
 def pytest_report_header() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA"
@@ -19,3 +17,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """The models are so small that a second thread costs more than it does."""
+    torch.set_num_threads(1)

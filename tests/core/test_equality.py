@@ -1,7 +1,7 @@
 """A relay step equals in-core gradient accumulation to the bit: losses, weights and buffers (invariant 1)."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,6 @@ FEW = ["chain", "gpt2", "t5", "qwen3_moe", "resnet", "unet", "random_skip", "alb
 
 few_kinds = pytest.mark.parametrize("kind", [BY_NAME[name] for name in FEW], ids=str)
 stashes = pytest.mark.parametrize("stash", ["device", "host"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are so small that threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- every kind ----------------------------------------------------------------------------------------------------

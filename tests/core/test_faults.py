@@ -397,3 +397,15 @@ def test_two_threads_cannot_step_at_once(make_relay: Any) -> None:
     go_on.set()
     worker.join()
     assert "another thread" in str(errors[0])
+
+
+def test_a_failed_step_leaves_no_gradient_for_the_next_norm(make_relay: Any) -> None:
+    """A clipped step fails after its norm; a layer that the next step does not train must not count in the next norm."""
+    relay = make_relay(update="deferred", max_grad_norm=0.1)
+    Optimizer.trap = staticmethod(fail_at(0))
+    with pytest.raises(Fault):
+        relay.step(batch(1))
+    Optimizer.trap = staticmethod(lambda: None)
+    assert all(param.grad is None for group in relay.optimizer.param_groups for param in group["params"])
+    relay.model.layers[1].requires_grad_(False)
+    assert relay.verify(batch(2)).equal

@@ -4,7 +4,6 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,15 +18,6 @@ stashes = pytest.mark.parametrize("stash", ["device", "host"])
 few_kinds = pytest.mark.parametrize(
     "kind", [BY_NAME[n] for n in ("chain", "gpt2", "t5", "resnet", "qwen3_moe", "lstm_stack")], ids=str
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are so small that threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def deep(count: int, frozen: int = 0) -> Kind:

@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,15 +26,6 @@ from zoo import BY_NAME, STEPS, WIDTH, Chain, Kind, Mlp, ResidualMlp, ResidualOu
 from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
 
 stashes = pytest.mark.parametrize("stash", ["device", "host"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are so small that threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def kind_of(
