@@ -19,13 +19,14 @@ from torch.utils import _pytree as pytree
 
 from l2l_core.ambient import Ambient
 from l2l_core.attributes import Attributes, Place, check_layer, of_layer
+from l2l_core.clock import Clock
 from l2l_core.cut import Segment, Sink, cut, enter, is_entry, run_backward, sink_of, trace_segments
 from l2l_core.device import Device
 from l2l_core.hidden import is_cache, refuse_hidden
 from l2l_core.hooks import Locator, SideOutputs, UserHooks, alive
 from l2l_core.meter import Meter
 from l2l_core.stash import Stash
-from l2l_core.trace import Event, Trace
+from l2l_core.trace import Trace
 from l2l_core.units import Unit
 
 
@@ -39,6 +40,7 @@ class Pass:
     sides: SideOutputs
     user_hooks: UserHooks
     meter: Meter
+    clock: Clock
     attributes: Attributes
     runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
     buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
@@ -68,14 +70,11 @@ class Pass:
 
     def timed(self, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:
         """Start a compute event; calling the result ends it."""
-        t0 = self.trace.began_s
         self.meter.enter(kind, layer, k)
-        stop = self.device.start(
-            lambda a, b: self.trace.add(Event("compute", kind, a - t0, b - t0, layer, k, 0, visit))
-        )
+        self.clock.start(kind, layer, k, visit)
 
         def end() -> None:
-            stop()
+            self.clock.stop()
             self.meter.leave()
 
         return end
@@ -152,6 +151,12 @@ class Call:
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor among the arguments."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def awaited(self) -> list[torch.Tensor]:
+        """What the call needs on the device: its arguments and, in backward, the gradients that have come so far."""
+        sinks = [*self.outputs, *self.side_sinks.values(), *(s for item in self.inputs for s in self._gathering(item))]
+        return self.tensors + [sink.grad for sink in sinks if sink.grad is not None]
 
     @property
     def needs_backward(self) -> bool:
@@ -257,11 +262,9 @@ class Call:
 
     def backward(self, run: Pass) -> None:
         """[2] Recompute, back-propagate through the layer, then through the shell code before it."""
-        sinks = [*self.outputs, *self.side_sinks.values()]
-        if any(sink.grad is not None for sink in sinks):
+        if any(sink.grad is not None for sink in [*self.outputs, *self.side_sinks.values()]):
+            run.stash.fetch(self.awaited, self.k, self.unit.key)
             stop = run.timed("backward", self.unit.key, self.k, self.visit)
-            sinks += [sink for item in self.inputs for sink in self._gathering(item)]
-            run.stash.fetch([*self.tensors, *(s.grad for s in sinks if s.grad is not None)], self.k, self.unit.key)
             with run.stash.working(self.k, "shell"), self._buffers_as_seen(run):
                 graph = self.kept or self._recompute(run)
                 roots = [

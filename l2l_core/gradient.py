@@ -7,7 +7,7 @@ as it is ready, so that at most one parameter's gradient exists besides the slot
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,7 +20,13 @@ from l2l_core.units import Block, Unit
 @dataclass(eq=False, slots=True)
 class _Buffer:
     flat: torch.Tensor
-    pushed: Ticket | None = None
+    leaving: list[Ticket] = field(default_factory=list)  # copies that still read it
+
+    def settle(self) -> None:
+        """Let compute write to the buffer only when what it held has left."""
+        for ticket in self.leaving:
+            ticket.wait()
+        self.leaving.clear()
 
 
 class Gradient:
@@ -52,6 +58,7 @@ class Gradient:
                 raise ValueError(
                     f"a parameter of {self.unit.name} has a {grad.layout} gradient; use Embedding(sparse=False)"
                 )
+            self._buffer.settle()
             if self.touched[index]:
                 view.add_(grad)
             else:
@@ -79,17 +86,19 @@ class Gradient:
                 pairs = zip(block.layout.views(host), block.layout.views(grad), covers, strict=True)
                 ticket = push(self.unit.key, [(target, source) for target, source, has in pairs if has], k)
                 store.reduce_part(self.unit, block, k, host, covers, ticket)
-                ticket.join()  # the same place takes the next micro-batch's gradient
+                self._buffer.leaving.append(ticket)
                 self.touched[start : start + len(covers)] = [False] * len(covers)
 
     def push(self, store: LayerStore, push: Link) -> None:
         """[3] Push the summed gradient of every block, to be reduced and updated in the background."""
         self.stop()
+        push.lane.flush()
         for block, grad, covers, _ in self._parts():
             if not self.apart(block) and any(covers):
                 host = store.buffer(grad.numel(), bounded=True)
-                self._buffer.pushed = push(self.unit.key, [(host, grad)])
-                store.reduce(self.unit, block, host, covers, self._buffer.pushed)
+                ticket = push.trickle(self.unit.key, [(host, grad)])
+                self._buffer.leaving.append(ticket)
+                store.reduce(self.unit, block, host, covers, ticket)
 
     def _parts(self) -> list[tuple[Block, torch.Tensor, tuple[bool, ...], int]]:
         parts, start = [], 0
@@ -117,9 +126,7 @@ class GradientSlots:
         """A gradient for a visit of `unit`, in the buffer that was pushed longest ago."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
-        if buffer.pushed is not None:
-            buffer.pushed.join()
-            buffer.pushed = None
+        buffer.settle()
         self._live = [gradient for gradient in self._live if gradient.is_open] + [Gradient(unit, buffer, apart)]
         return self._live[-1]
 
@@ -129,5 +136,7 @@ class GradientSlots:
             gradient.stop()
         self._device.ledger.release("gradients", self._owner, self._nbytes)
         for buffer in self._buffers:
+            for ticket in buffer.leaving:
+                ticket.abandon()
             self._device.recycle(buffer.flat)
         self._buffers.clear()

@@ -1,24 +1,152 @@
-"""Copies of one kind in one direction, issued and recorded."""
+"""The link between host and device during a pass: one `Lane` per direction, and `Link`s that send one kind of copy on it.
+
+A lane is a serial resource, so what is sent first stands in the way of what comes next. A layer's weights have a whole
+visit's time to arrive; a micro-batch's stash is wanted at the next turn. So weights and gradients *trickle*: they are cut
+into pieces, and one piece goes out at each turn, behind the stash.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
+
+import torch
 
 from l2l_core.device import Copy, Device, Ticket
 from l2l_core.trace import Event, Trace
 
+_LEAST_PIECE_BYTES = 1 << 14  # below this, the fixed cost of a copy outweighs what a piece could save
+
+
+class Lane:
+    """One direction of the link: "h2d" or "d2h".
+
+    Args:
+        device: does the copying.
+        trace: gets one event per copy, or per piece of one.
+        name: of the lane.
+        pieces: into how many pieces a trickling copy is cut: the number of turns in a visit.
+    """
+
+    def __init__(self, device: Device, trace: Trace, name: str, pieces: int = 1) -> None:
+        self._device, self._trace, self.name, self._pieces = device, trace, name, pieces
+        self._trickling: _Trickle | None = None  # at most one copy: another one sends out the rest of it
+        self._owner = threading.get_ident()
+
+    def send(self, kind: str, layer: str, copies: Sequence[Copy], k: int = -1) -> Ticket:
+        """Start copies that belong to `layer` and micro-batch `k` as one event."""
+        nbytes = sum(target.nbytes for target, _ in copies)
+        t0, add, lane = self._trace.began_s, self._trace.add, self.name
+        return self._device.issue(
+            lane, list(copies), lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes))
+        )
+
+    def trickle(self, kind: str, layer: str, copies: Sequence[Copy]) -> Ticket:
+        """Start copies that have time; the first piece goes out at once, the others one per `turn`."""
+        self.flush()
+        pieces = _cut(copies, self._pieces)
+        if len(pieces) < 2:
+            return self.send(kind, layer, copies)
+        self._trickling = _Trickle(self, kind, layer, pieces)
+        self.turn()
+        return self._trickling
+
+    def turn(self) -> None:
+        """A micro-batch has had its turn: let one piece follow."""
+        if self._trickling is not None and self._trickling.send_one():
+            self._trickling = None
+
+    def flush(self) -> None:
+        """Send what still waits."""
+        while self._trickling is not None:
+            self.turn()
+
+    def cancel(self, trickle: _Trickle | None = None) -> None:
+        """Give up what still waits: `trickle` if it does, or whatever it is."""
+        if self._trickling is not None and trickle in (None, self._trickling):
+            self._trickling.drop()
+            self._trickling = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread is the one that sends on this lane."""
+        return threading.get_ident() == self._owner
+
+
+class _Trickle:
+    """A copy that goes out in pieces. Its ticket may be joined by another thread before the last piece has gone out."""
+
+    def __init__(self, lane: Lane, kind: str, layer: str, pieces: Sequence[list[Copy]]) -> None:
+        self._lane, self._kind, self._layer, self._pieces = lane, kind, layer, deque(pieces)
+        self._tickets: list[Ticket] = []
+        self._all_sent = threading.Event()
+
+    def send_one(self) -> bool:
+        """Send the next piece; whether it was the last one."""
+        self._tickets.append(self._lane.send(self._kind, self._layer, self._pieces.popleft()))
+        if not self._pieces:
+            self._all_sent.set()
+        return not self._pieces
+
+    def drop(self) -> None:
+        """Send no more."""
+        self._all_sent.set()
+
+    def wait(self) -> None:
+        self._come()
+        for ticket in self._tickets:
+            ticket.wait()
+
+    def join(self) -> None:
+        self._come()
+        for ticket in self._tickets:
+            ticket.join()
+
+    def abandon(self) -> None:
+        self._lane.cancel(self)
+        for ticket in self._tickets:
+            ticket.abandon()
+
+    def _come(self) -> None:
+        if self._lane.is_mine and not self._all_sent.is_set():
+            self._lane.flush()
+        self._all_sent.wait()
+        if self._pieces:
+            raise RuntimeError(f"the {self._kind} of {self._layer} was given up: the step failed")
+
 
 class Link:
-    """Issues copies on a lane of the device, adds them to the trace as events of `kind`, and counts their bytes."""
+    """Sends copies of one kind on a lane, and counts their bytes."""
 
-    def __init__(self, device: Device, trace: Trace, lane: str, kind: str) -> None:
-        self._device, self._trace, self._lane, self._kind = device, trace, lane, kind
+    def __init__(self, lane: Lane, kind: str) -> None:
+        self.lane, self.kind = lane, kind
         self.nbytes = 0
 
     def __call__(self, layer: str, copies: Sequence[Copy], k: int = -1) -> Ticket:
-        """Start copies that belong to `layer` and micro-batch `k` as one event."""
-        nbytes = sum(target.nbytes for target, _ in copies)
-        self.nbytes += nbytes
-        t0, add = self._trace.began_s, self._trace.add
-        lane, kind = self._lane, self._kind
-        return self._device.issue(lane, copies, lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes)))
+        """Start copies that belong to `layer` and micro-batch `k`."""
+        self.nbytes += sum(target.nbytes for target, _ in copies)
+        return self.lane.send(self.kind, layer, copies, k)
+
+    def trickle(self, layer: str, copies: Sequence[Copy]) -> Ticket:
+        """Start copies of flat tensors that belong to `layer` and may take a visit's time."""
+        self.nbytes += sum(target.nbytes for target, _ in copies)
+        return self.lane.trickle(self.kind, layer, copies)
+
+
+def _cut(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
+    """`copies` of flat tensors as at most `pieces` lists of about the same number of bytes."""
+    numel, nbytes = (sum(f(target) for target, _ in copies) for f in (torch.numel, lambda target: target.nbytes))
+    pieces = max(1, min(pieces, nbytes // _LEAST_PIECE_BYTES))
+    return [_between(copies, numel * i // pieces, numel * (i + 1) // pieces) for i in range(pieces)]
+
+
+def _between(copies: Sequence[Copy], start: int, stop: int) -> list[Copy]:
+    """Elements `start` to `stop` of `copies`, counted through all of them."""
+    parts, passed = [], 0
+    for target, source in copies:
+        a, b = max(start - passed, 0), min(stop - passed, target.numel())
+        if a < b:
+            parts.append((target[a:b], source[a:b]))
+        passed += target.numel()
+    return parts

@@ -17,8 +17,9 @@ Source: Pudipeddi et al., https://arxiv.org/abs/2002.05645 (L2L and L2L-p).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -74,8 +75,9 @@ class Loop:
         self._start()
         while (unit := self._next_unit()) is not None:
             with self.prefetch.visit(unit):
-                for forward in self._waiting_for(unit):
-                    self._advance(forward, Visit(unit, len(self.visits)))
+                for forward, after in self._in_turn(unit):
+                    self._advance(forward, Visit(unit, len(self.visits)), after)
+                    self.run.stash.park(forward.k)
 
     # -- which layer is next -------------------------------------------------------------------------------------------
 
@@ -84,8 +86,25 @@ class Loop:
             forward.advance()
             self.run.stash.park(forward.k)
 
-    def _advance(self, forward: Forward, visit: Visit) -> None:
+    def _in_turn(self, unit: Unit) -> Iterator[tuple[Forward, Call | None]]:
+        """The micro-batches that wait for `unit`, each with the call that will come after its own."""
+        waiting = self._waiting_for(unit)
+        for forward, following in zip_longest(waiting, waiting[1:]):
+            yield forward, following.waiting if following else self._after(unit)
+
+    def _after(self, unit: Unit) -> Call | None:
+        """The first call after the visit of `unit`, as far as is known now."""
+        return next((f.waiting for f in self.forwards if f.waiting is not None and f.waiting.unit is not unit), None)
+
+    def _relay(self, call: Call, after: Call | None) -> None:
+        """What `call` needs is on the device, and what comes `after` it begins to arrive."""
+        self.run.stash.fetch(call.awaited, call.k, call.unit.key)
+        if after is not None:
+            self.run.stash.expect(after.awaited, after.k, after.unit.key)
+
+    def _advance(self, forward: Forward, visit: Visit, after: Call | None) -> None:
         assert forward.waiting is not None and forward.waiting.unit is visit.unit, f"{visit.unit.key} k={forward.k}"
+        self._relay(forward.waiting, after)
         forward.waiting.visit = visit.index
         forward.waiting.buffers = self.run.buffers_of(visit.unit)
         forward.advance()
@@ -141,22 +160,26 @@ class TrainLoop(Loop):
         while (unit := self._next_unit()) is not None:  # [1]
             visit = self._open(unit)
             with self.prefetch.visit(unit):
-                for forward in self._waiting_for(unit):
+                for forward, after in self._in_turn(unit):
                     forward.keep = self._is_last(visit)
-                    self._advance(forward, visit)
+                    self._advance(forward, visit, after)
                     visit.calls += [call for call in forward.calls[-1:] if call.visit == visit.index]
                     self._lose_in_order(visit)
                     self.run.stash.park(forward.k)
                 self._close(visit)
 
-        for visit in self._turn():
+        rest = self._turn()
+        coming = [call for visit in rest for call in visit.calls][1:]
+        for visit in rest:
             self._store.raise_failure()
             with self.prefetch.visit(visit.unit):
                 for call in list(visit.calls):  # [2]
+                    self._relay(call, coming.pop(0) if coming else None)
                     self._backward(call, visit)
                     self.run.stash.park(call.k)
                 self._push_gradient(visit)  # [3]
         shell.push(store, push)
+        push.lane.flush()
         return self._losses
 
     def _open(self, unit: Unit) -> Visit:
@@ -172,6 +195,10 @@ class TrainLoop(Loop):
         rest = [visit for visit in reversed(self.visits) if visit.calls]
         self.prefetch.replan([visit.unit for visit in rest])
         return rest
+
+    def _after(self, unit: Unit) -> Call | None:
+        done = [visit.calls[0] for visit in reversed(self.visits[:-1]) if visit.calls]
+        return super()._after(unit) or next(iter(done), None)
 
     def _is_last(self, visit: Visit) -> bool:
         return visit.index == len(self._predicted) - 1

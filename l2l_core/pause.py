@@ -33,14 +33,16 @@ class Forward:
     Invariant: between two `advance` calls it stands at a layer call (`waiting`), or it is `done` and has a `result`.
     """
 
-    def __init__(self, k: int, main: Callable[[], Any], ambient: Ambient, run: Pass) -> None:
+    def __init__(
+        self, k: int, bring: Callable[[], Any], task: Callable[[Any], Any], ambient: Ambient, run: Pass
+    ) -> None:
         self.k = k
         self.calls: list[Call] = []  # those that take part in backward, in order
         self.waiting: Call | None = None
         self.result: Any = None
         self.done = False
         self.keep = False  # keep the graph of the layer that runs next: it is expected to be the last
-        self._main, self._ambient, self._run = main, ambient, run
+        self._bring, self._task, self._ambient, self._run = bring, task, ambient, run
         self._greenlet = _Coroutine(self._body)
         self._greenlet.forward = self
         self._greenlet.gr_context = contextvars.copy_context()
@@ -82,9 +84,10 @@ class Forward:
 
     def _body(self) -> None:
         self._ambient.put()
-        self._stop_shell = self._run.timed("shell", SHELL, self.k)
         try:
-            self.result = self._main()
+            rows = self._bring()
+            self._stop_shell = self._run.timed("shell", SHELL, self.k)
+            self.result = self._task(rows)
             self._stop_shell()
             self.done = True
         except RuntimeError as error:
@@ -125,7 +128,6 @@ class Forward:
 
     def _run_layer(self, call: Call, shell: Ambient) -> Any:
         stash = self._run.stash
-        stash.fetch(call.tensors, self.k, call.unit.key)
         call.ambient = shell if stash.metering or stash.guards_layers else shell.without(stash.watch)
         call.ambient.put()
         try:

@@ -264,6 +264,7 @@ class Relay:
                 losses = loop.train(self._store, *stage.gradients(), stage.pushes, divisors, self._parts.inside())
                 self._store.finish()
                 assert not any(visit.calls for visit in loop.visits), "a call was not back-propagated"
+                stage.stash.drain()
                 stage.meter.sample()
         except BaseException as error:
             self._undo_step(put_buffers_back, error)

@@ -20,11 +20,12 @@ from l2l_core.advice import advise
 from l2l_core.ambient import Ambient, RandomState
 from l2l_core.attributes import Attributes
 from l2l_core.call import Pass
+from l2l_core.clock import Clock
 from l2l_core.config import RelayConfig
 from l2l_core.device import Copy, Device
 from l2l_core.gradient import Gradient, GradientSlots
 from l2l_core.hooks import SideOutputs, UserHooks
-from l2l_core.link import Link
+from l2l_core.link import Lane, Link
 from l2l_core.memory import Ledger
 from l2l_core.meter import Meter, Profile
 from l2l_core.pause import Forward, Shadows
@@ -97,8 +98,9 @@ class Stage:
 
     def __init__(self, parts: Parts, config: RelayConfig, trace: Trace, replay: Profile | None) -> None:
         self.parts, self.config, self.trace, self._replay = parts, config, trace, replay
-        self.loads = Link(parts.device, trace, "h2d", "load")
-        self.pushes = Link(parts.device, trace, "d2h", "push")
+        turns = config.micro_batches if config.ahead and config.stash == "host" else 1
+        self.h2d, self.d2h = (Lane(parts.device, trace, name, turns) for name in ("h2d", "d2h"))
+        self.loads, self.pushes = Link(self.h2d, "load"), Link(self.d2h, "push")
         self._dtype = _DTYPES[config.precision]  # of weights on the device
         self._stack = ExitStack()
 
@@ -117,8 +119,18 @@ class Stage:
         ledger.advise = partial(advise, ledger, self.config, self._dtype.itemsize * parts.slot_numel)
         later(RandomState.take().put)
         on_host = self.config.stash == "host"
-        exempt = model_tensors(parts)
-        self.stash = Stash(parts.device, parts.host, on_host, self._replay is None, self.trace, exempt)
+        exempt, clock = model_tensors(parts), Clock(parts.device, self.trace)
+        self.stash = Stash(
+            parts.device,
+            parts.host,
+            on_host=on_host,
+            overlap=self.config.ahead > 0,
+            metering=self._replay is None,
+            h2d=self.h2d,
+            d2h=self.d2h,
+            clock=clock,
+            exempt=exempt,
+        )
         self.stash.watch_shell_buffers(buffer for buffer in parts.shell.buffers.now() if buffer is not None)
         self.stash.guards_layers = on_host and self._replay is not None and self._replay.undeclared
         later(self.stash.clear)
@@ -127,14 +139,16 @@ class Stage:
         self.meter = Meter(ledger, parts.host, self.trace, self._replay)
         later(self.meter.close)
         resident = self._load_shell()
-        self.prefetch = Prefetch(parts.device, parts.slot_numel, self.config.ahead, self.loads, resident, self._dtype)
+        self.prefetch = Prefetch(
+            parts.device, parts.slot_numel, self.config.ahead, self.loads.trickle, resident, self._dtype
+        )
         later(self.prefetch.close)
         self.stash.exempt(slot.flat for slot in self.prefetch.slots)
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
         sides = enter(SideOutputs())
         self.shadows = enter(Shadows({unit.module: unit for unit in parts.layers}))
         attributes = Attributes(parts.shell_modules(), self._replay.places if self._replay is not None else None)
-        self.run = Pass(parts.device, self.stash, self.trace, sides, hooks, self.meter, attributes)
+        self.run = Pass(parts.device, self.stash, self.trace, sides, hooks, self.meter, clock, attributes)
         later(self.shadows.cancel)
 
     def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
@@ -181,12 +195,12 @@ class Stage:
                 dispatch_modes=(*base.dispatch_modes, self.stash.watch),
             )
         for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
-            main = partial(self._main, task, k, micro_batch)
-            self.shadows.forwards.append(Forward(k, main, base.reseeded(RandomState.seeded(seed)), self.run))
+            bring, run = partial(self._bring, k, micro_batch), partial(task, self.parts.model)
+            self.shadows.forwards.append(Forward(k, bring, run, base.reseeded(RandomState.seeded(seed)), self.run))
         return self.shadows.forwards
 
-    def _main(self, task: Task, k: int, micro_batch: Any) -> Any:
-        """One micro-batch's forward, from its rows on the host to its loss or outputs."""
+    def _bring(self, k: int, micro_batch: Any) -> Any:
+        """Copy a micro-batch to the device."""
         leaves, spec = pytree.tree_flatten(micro_batch)
         copies: list[Copy] = []
         for index, leaf in enumerate(leaves):
@@ -195,8 +209,8 @@ class Stage:
                 self.stash.hold(target, k, "other", "", fresh=True)
                 copies.append((target, leaf.detach()))
         if copies:
-            Link(self.parts.device, self.trace, "h2d", "batch")("", copies, k).wait()
-        return task(self.parts.model, pytree.tree_unflatten(leaves, spec))
+            self.h2d.send("batch", "", copies, k).wait()
+        return pytree.tree_unflatten(leaves, spec)
 
 
 def model_tensors(parts: Parts) -> list[torch.Tensor]:

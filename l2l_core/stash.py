@@ -3,7 +3,16 @@
 The *image* of a micro-batch is every storage that its forward has created and still keeps: boundary activations, masks,
 labels, what autograd saved in shell segments, gradients on their way to the next layer. With ``stash="host"`` the image
 is parked when its micro-batch gives way: its bytes go to the host and the storages shrink to nothing; they come back
-when touched. So the device holds the image of one micro-batch, however many there are and however deep the model.
+when touched. So the device holds few images, however many micro-batches there are and however deep the model: the one
+that computes, the one that leaves, and the one that arrives.
+
+                 k - 1             k             k + 1
+    compute                    computes
+    d2h         leaves
+    h2d                                        arrives
+
+The images that leave and arrive are covered by the *ring*, bytes reserved for the largest image that has moved so far,
+whether or not there is anything to move: the peak is the same with one micro-batch and with many.
 
 An emptied storage must not be read unguarded. The `Watch` mode guards shell segments and backward; layers get their
 inputs fetched beforehand, and metered steps verify that layers read nothing else of an image.
@@ -12,7 +21,7 @@ inputs fetched beforehand, and metered steps verify that layers read nothing els
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,28 +29,39 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from l2l_core.device import Device
-from l2l_core.link import Link
+from l2l_core.clock import Clock
+from l2l_core.device import Device, Ticket
+from l2l_core.link import Lane
 from l2l_core.memory import Ledger
-from l2l_core.trace import Trace
 
 NOBODY = -1
 
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """One storage. Invariant: `resident` or `host` is set; it is booked where it is."""
+    """One storage.
 
+    Invariant: its bytes are on the device (`resident`) or its host copy is up to date. On the device they are booked by
+    themselves (`counted`), or covered by the ring, or are activations that a profile includes.
+    """
+
+    key: int
     ref: weakref.ref[torch.UntypedStorage]
     nbytes: int
     category: str
     owner: str
     k: int  # whose image it is part of; NOBODY: stays on the device
-    booked: bool
+    exact: bool  # to be booked by itself
     maker: int = NOBODY  # the micro-batch that was at work when it was made
     resident: bool = True
+    covered: bool = False  # leaves or arrives
+    counted: bool = False
     host: torch.Tensor | None = None
     dirty: bool = True  # the host copy is missing or old
+    ticket: Ticket | None = None  # of its last copy
+
+
+_Moving = tuple[torch.UntypedStorage, _Held]
 
 
 class Watch(TorchDispatchMode):
@@ -65,8 +85,10 @@ class Stash:
     Args:
         device, host: where images live and where they wait.
         on_host: park images on the host when their micro-batch gives way.
+        overlap: let images leave and arrive while others compute.
         metering: count activations operation by operation.
-        trace: gets the transfers as events.
+        h2d, d2h: lanes for the transfers.
+        clock: of compute, which may have to wait for a transfer.
         exempt: tensors of the model and of the engine, whose storages are part of no image.
     """
 
@@ -75,13 +97,20 @@ class Stash:
         device: Device,
         host: Ledger,
         on_host: bool,
+        overlap: bool,
         metering: bool,
-        trace: Trace,
+        h2d: Lane,
+        d2h: Lane,
+        clock: Clock,
         exempt: Iterable[torch.Tensor] = (),
     ) -> None:
-        self._device, self._host, self._on_host, self.metering, self._trace = device, host, on_host, metering, trace
+        self._device, self._host, self._on_host, self._overlap = device, host, on_host, on_host and overlap
+        self.metering, self._h2d, self._d2h, self._clock = metering, h2d, d2h, clock
         self._held: dict[int, _Held] = {}
         self._images: dict[int, dict[int, _Held]] = {}
+        self._leaving: dict[int, _Moving] = {}  # parked; emptied when the next one is parked
+        self._arriving: dict[int, _Moving] = {}  # expected at the next turn
+        self._ring_bytes = 0  # what may leave, and as much that may arrive
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._exempt = {tensor.untyped_storage()._cdata for tensor in exempt}
         self._k = NOBODY  # whose image new storages join
@@ -122,7 +151,7 @@ class Stash:
         if storage._cdata in self._exempt or (held is None and self.guards and not fresh):
             return
         if held is None:
-            held = self._note(storage, k, category, owner, booked=False)
+            held = self._note(storage, k, category, owner, exact=False)
         if held.k == NOBODY and held.k != k:
             held.k = k
             self._images.setdefault(k, {})[storage._cdata] = held
@@ -140,86 +169,161 @@ class Stash:
         """Whether `tensor` lies in a storage of the model or of the engine."""
         return tensor.untyped_storage()._cdata in self._exempt
 
-    def _note(self, storage: torch.UntypedStorage, k: int, category: str, owner: str, booked: bool) -> _Held:
+    def _note(self, storage: torch.UntypedStorage, k: int, category: str, owner: str, exact: bool) -> _Held:
         key = storage._cdata
-        if booked:
-            self._device.ledger.book(category, owner, storage.nbytes())
         ref = weakref.ref(storage, lambda _: self._forget(key))
-        held = _Held(ref, storage.nbytes(), category, owner, k, booked, self._k)
+        held = _Held(key, ref, storage.nbytes(), category, owner, k, exact, self._k)
+        self._count(held)
         self._held[key] = held
         if k != NOBODY:
             self._images.setdefault(k, {})[key] = held
         return held
 
     def _recategorise(self, held: _Held, category: str, owner: str) -> None:
-        ledger = self._device.ledger
-        if held.booked and held.resident:
-            ledger.move(held.category, held.owner, category, owner, held.nbytes)
-        elif held.resident:
-            ledger.book(category, owner, held.nbytes)
-        held.category, held.owner, held.booked = category, owner, True
+        if held.counted:
+            self._device.ledger.move(held.category, held.owner, category, owner, held.nbytes)
+        held.category, held.owner, held.exact = category, owner, True
+        if held.resident:
+            self._count(held)
 
     def _forget(self, key: int) -> None:
         held = self._held.pop(key, None)
         if held is None:
             return
         self._images.get(held.k, {}).pop(key, None)
-        if held.resident and held.booked:
-            self._device.ledger.release(held.category, held.owner, held.nbytes)
+        self._uncount(held)
         self._drop_host_copy(held)
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    def _count(self, held: _Held) -> None:
+        if held.exact and not held.covered and not held.counted:
+            self._device.ledger.book(held.category, held.owner, held.nbytes)
+            held.counted = True
+
+    def _uncount(self, held: _Held) -> None:
+        if held.counted:
+            self._device.ledger.release(held.category, held.owner, held.nbytes)
+            held.counted = False
+
+    def _reserve(self, moving: Iterable[_Held]) -> None:
+        """Make the ring large enough for these to leave together, or to arrive."""
+        more_bytes = sum(held.nbytes for held in moving) - self._ring_bytes
+        if self._overlap and more_bytes > 0:
+            self._device.ledger.book("stash", "ring", 2 * more_bytes)
+            self._ring_bytes += more_bytes
 
     # -- moving --------------------------------------------------------------------------------------------------------
 
-    def park(self, k: int, layer: str = "", changed: bool = True) -> None:
+    def park(self, k: int, layer: str = "") -> None:
         """Micro-batch `k` gives way: with the stash on the host, its image leaves the device.
 
-        `changed` says that resident storages may differ from their host copies even if no guarded operation wrote them.
+        What has not changed since it was last on the host is dropped at once; the rest when the next one is parked.
         """
         if not self._on_host:
             return
-        image = [(s, h) for h in self._images.get(k, {}).values() if h.resident and (s := h.ref()) is not None]
-        leaving = [(s, h) for s, h in image if s.resizable()]  # memory shared with NumPy is not
-        stale = [(s, h) for s, h in leaving if h.dirty]
-        for _, held in stale:
-            if held.host is None:
-                held.host = self._host_buffer(held.nbytes)
-        self._transfer("d2h", "stash", [(h.host, _bytes_of(s)) for s, h in stale], k, layer)  # type: ignore[misc]
-        for storage, held in leaving:
-            held.dirty = False
-            held.resident = False
-            storage.resize_(0)
-            if held.booked:
-                self._device.ledger.release(held.category, held.owner, held.nbytes)
+        self._drop_leaving()
+        held = [h for h in list(self._images.get(k, {}).values()) if h.resident and h.key not in self._arriving]
+        image = [(s, h) for h in held if (s := h.ref()) is not None and s.resizable()]  # shared with NumPy: it stays
+        stale = [(s, h) for s, h in image if h.dirty]
+        self._reserve(h for _, h in stale)
+        for _, h in stale:
+            h.host = self._host_buffer(h.nbytes) if h.host is None else h.host
+        self._transfer(self._d2h, "stash", [(h, h.host, _bytes_of(s)) for s, h in stale], k, layer)  # type: ignore[misc]
+        for storage, h in image:
+            self._uncount(h)
+            if h.dirty:
+                h.dirty, h.covered = False, True
+                self._leaving[h.key] = storage, h
+            else:
+                self._drop(storage, h)
+        if not self._overlap:
+            self._drop_leaving()
+        self._d2h.turn()
+
+    def fetch(self, tensors: Iterable[torch.Tensor], k: int, layer: str = "") -> None:
+        """Micro-batch `k` takes its turn: have the storages of `tensors` on the device."""
+        wanted = self._find(tensors)
+        self._reserve(h for _, h in wanted)  # also if nothing has to move: the peak is the same for all micro-batches
+        self._restore(wanted, k, layer)
+
+    def expect(self, tensors: Iterable[torch.Tensor], k: int, layer: str = "") -> None:
+        """Micro-batch `k` is next: let the storages of `tensors` arrive while another one computes."""
+        if not self._overlap:
+            return
+        self._drop_arriving()
+        wanted = self._find(tensors)
+        self._reserve(h for _, h in wanted)
+        away = [(s, h) for s, h in wanted if not h.resident]
+        for _, h in away:
+            h.covered = True
+        for storage, h in wanted:
+            self._leaving.pop(h.key, None)
+            self._arriving[h.key] = storage, h
+        self._bring(away, k, layer)
+        self._h2d.turn()
 
     def touch(self, tensor: torch.Tensor) -> None:
         """Somebody is about to read `tensor` past the dispatcher."""
-        self.fetch([tensor], self._k, self._owner)
+        self._restore(self._find([tensor]), self._k, self._owner)
 
-    def fetch(self, tensors: Iterable[torch.Tensor], k: int, layer: str = "") -> None:
-        """Bring the storages of `tensors` back to the device."""
-        self._restore({t.untyped_storage()._cdata for t in tensors}, k, layer)
+    def _find(self, tensors: Iterable[torch.Tensor]) -> list[_Moving]:
+        keys = dict.fromkeys(t.untyped_storage()._cdata for t in tensors)
+        return [(s, h) for key in keys if (h := self._held.get(key)) is not None and (s := h.ref()) is not None]
 
-    def _restore(self, keys: Iterable[int], k: int, layer: str) -> None:
-        coming = []
-        for key in keys:
-            held = self._held.get(key)
-            if held is not None and not held.resident and (storage := held.ref()) is not None:
-                coming.append((storage, held))
-        if not coming:
-            return
-        for storage, held in coming:
-            self._device.ledger.book(held.category, held.owner, held.nbytes)
-            held.booked = True
-            storage.resize_(held.nbytes)
-            held.resident = True
-        self._transfer("h2d", "fetch", [(_bytes_of(s), h.host) for s, h in coming], k, layer)  # type: ignore[misc]
+    def _restore(self, wanted: Sequence[_Moving], k: int, layer: str) -> None:
+        """Let a micro-batch at work have these storages: at once, or when they have arrived."""
+        for _, h in wanted:
+            self._leaving.pop(h.key, None)
+        coming = [h for _, h in wanted if self._arriving.pop(h.key, None) is not None and h.covered]
+        for _, h in wanted:
+            h.covered, h.exact = False, h.exact or h.host is not None
+            self._count(h)
+        away = [(s, h) for s, h in wanted if not h.resident]
+        self._bring(away, k, layer)
+        coming += [h for _, h in away]
+        if coming:
+            with self._clock.stalled():
+                for h in coming:
+                    h.ticket.wait()  # type: ignore[union-attr]
+
+    def _bring(self, away: Sequence[_Moving], k: int, layer: str) -> None:
+        for storage, h in away:
+            storage.resize_(h.nbytes)
+            h.resident = True
+        self._transfer(self._h2d, "fetch", [(h, _bytes_of(s), h.host) for s, h in away], k, layer)  # type: ignore[misc]
 
     def _transfer(
-        self, lane: str, kind: str, copies: list[tuple[torch.Tensor, torch.Tensor]], k: int, layer: str
+        self,
+        lane: Lane,
+        kind: str,
+        moves: Sequence[tuple[_Held, torch.Tensor, torch.Tensor]],
+        k: int,
+        layer: str,
     ) -> None:
-        if not copies:
+        if not moves:
             return
-        Link(self._device, self._trace, lane, kind)(layer, copies, k).join()
+        ticket = lane.send(kind, layer, [(target, source) for _, target, source in moves], k)
+        for held, _, _ in moves:
+            held.ticket = ticket
+
+    def _drop(self, storage: torch.UntypedStorage, held: _Held) -> None:
+        if held.ticket is not None:
+            held.ticket.wait()  # nothing is emptied while a copy still reads or writes it
+        storage.resize_(0)
+        held.resident, held.covered, held.ticket = False, False, None
+
+    def _drop_leaving(self) -> None:
+        for storage, held in self._leaving.values():
+            self._drop(storage, held)
+        self._leaving.clear()
+
+    def _drop_arriving(self) -> None:
+        """What was expected, but not by the micro-batch that came, goes back."""
+        for storage, held in self._arriving.values():
+            if held.covered:
+                self._drop(storage, held)
+        self._arriving.clear()
 
     def _host_buffer(self, nbytes: int) -> torch.Tensor:
         free = self._pool.get(nbytes)
@@ -233,15 +337,29 @@ class Stash:
             self._pool.setdefault(held.nbytes, []).append(held.host)
             held.host = None
 
+    def drain(self) -> None:
+        """No micro-batch will take another turn: nothing leaves or arrives any more, and the ring goes."""
+        self._drop_leaving()
+        self._drop_arriving()
+        self._device.ledger.release("stash", "ring", 2 * self._ring_bytes)
+        self._ring_bytes = 0
+
     def clear(self) -> None:
         """Forget every image: what somebody still holds comes back as it was, and is booked no longer."""
-        for key, held in list(self._held.items()):
-            storage = held.ref()
-            if storage is not None and not held.resident:
+        for held in list(self._held.values()):
+            if held.ticket is not None:
+                held.ticket.abandon()
+                held.ticket = None
+            storage, stays = held.ref(), held.key in self._leaving
+            if storage is not None and not stays and (held.covered or not held.resident):
                 storage.resize_(held.nbytes)
                 _bytes_of(storage).copy_(held.host)  # type: ignore[arg-type]
-                held.resident, held.booked = True, False
-            self._forget(key)
+                held.resident = True
+            held.covered = False
+            self._forget(held.key)
+        self._leaving.clear()
+        self._arriving.clear()
+        self.drain()
         self._host.release("stash", "images", sum(n * len(buffers) for n, buffers in self._pool.items()))
         self._pool.clear()
         self._images.clear()
@@ -257,11 +375,14 @@ class Stash:
             return
         if self.metering and self._k != NOBODY:
             self._check_reads(known, reads)
-        if any(not self._held[key].resident for key in known):
-            self._restore(known, self._k, self._owner)
+        moved = [h for key in known if not (h := self._held[key]).resident or h.covered]
+        if moved:
+            self._restore([(s, h) for h in moved if (s := h.ref()) is not None], self._k, self._owner)
         if func._schema.is_mutable:
-            for key in known:
-                self._held[key].dirty = True
+            for held in (self._held[key] for key in known):
+                if held.ticket is not None:
+                    held.ticket.wait()  # it may still be leaving, though it stays
+                held.dirty = True
 
     def after(self, reads: dict[int, torch.Tensor], out: Any) -> None:
         """An operation has made `out`."""
@@ -270,7 +391,7 @@ class Stash:
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in reads and key not in self._held and tensor.device.type == self._device.torch_device.type:
-                self._note(storage, k, "activations", self._owner, booked=self.metering)
+                self._note(storage, k, "activations", self._owner, exact=self.metering)
 
     def _check_writes(self, func: Any, reads: dict[int, torch.Tensor]) -> None:
         """A buffer of the shell that every micro-batch changes must not be read after a pause."""

@@ -229,7 +229,10 @@ class LayerStore:
                     self._room.notify_all()
                 raise
 
-        self._jobs.append(self._thread.submit(guarded))
+        job = self._thread.submit(guarded)
+        self._jobs.append(job)
+        if self._config.ahead == 0:
+            job.exception()  # the serial relay: nothing runs in the background
 
     # -- on the eps thread ---------------------------------------------------------------------------------------------
 
