@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -68,6 +68,13 @@ class Device(ABC):
 
     def settle(self) -> None:  # noqa: B027 - a device whose clocks are exact at once has nothing to do
         """Wait for all compute and deliver records that are still outstanding."""
+
+    def figures(self) -> dict[str, Any]:
+        """What is known of the device and its link, as plain values for the trace's header.
+
+        Keys, each optional: "memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s". None means no limit.
+        """
+        return {}
 
     @abstractmethod
     def close(self) -> None:

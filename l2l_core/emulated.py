@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -71,6 +72,14 @@ class EmulatedDevice(Device):
             f"EmulatedDevice(memory_bytes={self.memory_bytes}, h2d_bytes_per_s={self.bytes_per_s['h2d']}, "
             f"d2h_bytes_per_s={self.bytes_per_s['d2h']}, latency_s={self.latency_s})"
         )
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "memory_bytes": self.memory_bytes,
+            "h2d_bytes_per_s": self.bytes_per_s["h2d"],
+            "d2h_bytes_per_s": self.bytes_per_s["d2h"],
+            "latency_s": self.latency_s,
+        }
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         free = self._arena[numel, dtype]

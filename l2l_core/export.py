@@ -63,7 +63,13 @@ def chrome_trace(trace: Trace) -> Row:
     """The trace as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters."""
     slices = list(_place(trace))
     rows = [*_metadata(trace), *(_slice_row(trace, one) for one in slices), *_flow_rows(slices), *_counters(trace)]
-    return {"schemaVersion": 1, "distributedInfo": {"rank": 0}, "displayTimeUnit": "ms", "traceEvents": rows}
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": {"rank": 0},
+        "displayTimeUnit": "ms",
+        "otherData": {"settings": trace.settings},
+        "traceEvents": rows,
+    }
 
 
 class _Slice(NamedTuple):

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -330,7 +330,8 @@ class Relay:
         return [self.config.micro_batch_seed(self._steps, k) for k in range(count)]
 
     def _new_trace(self) -> Trace:
-        return Trace(step=self._steps, device=self.device.name, names=self._parts.names)
+        settings = {**asdict(self.config), **self.device.figures()}
+        return Trace(step=self._steps, device=self.device.name, names=self._parts.names, settings=settings)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from l2l_core.export import build, read_jsonl, write_chrome, write_jsonl
+from l2l_core.intervals import Interval, intersect, measure, merge
 from l2l_core.memory import format_bytes
 
 __all__ = ["LANES", "PLACES", "Event", "MemorySample", "Trace", "intersect", "measure", "merge"]
@@ -71,7 +72,8 @@ class Trace:
     Invariant: both lists only grow, so that a cursor into them stays valid while the step runs.
 
     `names` maps layer keys to dotted names for exports. `clock` gives seconds since the step began; a simulation
-    passes its virtual clock, the default counts real time from construction.
+    passes its virtual clock, the default counts real time from construction. `settings` says how the step ran, as plain
+    values: the fields of `RelayConfig` and what the device states about itself (`Device.figures`).
     """
 
     def __init__(
@@ -81,10 +83,12 @@ class Trace:
         device: str = "",
         names: Mapping[str, str] | None = None,
         clock: Callable[[], float] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.step = step
         self.device = device
         self.names = dict(names or {})
+        self.settings = dict(settings or {})
         self.began_s = time.perf_counter()  # what lanes subtract from their own clock readings
         self.clock = clock or (lambda: time.perf_counter() - self.began_s)
         self._events: list[Event] = []
@@ -210,7 +214,8 @@ class Trace:
         """Write JSON lines that `from_jsonl` reads back exactly: a header, events in order of arrival, memory."""
         rows = [{"type": "event", **asdict(event)} for event in self.since(0)[0]]
         rows += [{"type": "memory", **asdict(sample)} for sample in self.memory]
-        write_jsonl(Path(path), {"step": self.step, "device": self.device, "names": self.names}, rows)
+        header = {"step": self.step, "device": self.device, "names": self.names, "settings": self.settings}
+        write_jsonl(Path(path), header, rows)
 
     @classmethod
     def from_jsonl(cls, path: str | Path) -> Trace:
@@ -224,6 +229,7 @@ class Trace:
 
     def _take_header(self, row: dict[str, Any]) -> None:
         self.step, self.device, self.names = row["step"], row["device"], dict(row["names"])
+        self.settings = dict(row.get("settings", {}))  # files written before there were any have none
 
     def _take_event(self, row: dict[str, Any]) -> None:
         self.add(build(Event, row))
@@ -232,38 +238,3 @@ class Trace:
         sample = build(MemorySample, row)
         assert sample.place in PLACES, f"memory sampled at {sample.place!r}, which is none of {PLACES}"
         self._samples.append(sample)
-
-
-# ---- intervals: pure arithmetic on (start, stop) ---------------------------------------------------------------
-
-Interval = tuple[float, float]
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Union of intervals as a sorted list without overlaps; touching ones are joined, empty ones dropped."""
-    union: list[Interval] = []
-    for start, stop in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(stop, union[-1][1]))
-        else:
-            union.append((start, stop))
-    return union
-
-
-def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """What two merged lists of intervals have in common, merged again."""
-    common, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < stop:
-            common.append((start, stop))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
-def measure(intervals: list[Interval]) -> float:
-    """Total length of a merged list of intervals."""
-    return math.fsum(stop - start for start, stop in intervals)

@@ -42,7 +42,8 @@ def a_step() -> Trace:
         eps                                               U B~~~~
     """
     names = {"A": "layers.0", "B": "layers.1"}
-    trace = Trace(step=7, device="emulated", names=names, clock=ticking(0.0, 1.0, 2.0, 3.0))
+    settings = {"micro_batches": 2, "ahead": 1, "max_grad_norm": None, "latency_s": 1e-5}
+    trace = Trace(step=7, device="emulated", names=names, clock=ticking(0.0, 1.0, 2.0, 3.0), settings=settings)
     trace.add(Event("h2d", "load", 0.0, 0.75, "A", nbytes=3_000, visit=0))
     trace.sample("device", {"weights": 3_000, "stash": 0})
     trace.add(Event("compute", "forward", 1.0, 1.25, "A", 0, visit=0))
@@ -356,7 +357,7 @@ def test_to_chrome_goes_by_suffix(tmp_path: Path) -> None:
 
 
 def assert_same(a: Trace, b: Trace) -> None:
-    assert (a.step, a.device, a.names) == (b.step, b.device, b.names)
+    assert (a.step, a.device, a.names, a.settings) == (b.step, b.device, b.names, b.settings)
     assert a.since(0) == b.since(0)
     assert a.memory == b.memory
 
@@ -391,6 +392,7 @@ def replace_line(lines: list[str], number: int, old: str, new: str) -> list[str]
         (lambda lines: [], 1, "JSONDecodeError"),
         (lambda lines: lines[1:], 1, "KeyError: 'schema'"),
         (lambda lines: replace_line(lines, 1, '"version": 1', '"version": 2'), 1, "version 2, expected 'l2l-trace'"),
+        (lambda lines: replace_line(lines, 1, '"settings": {', '"settings": 3, "x": {'), 1, "TypeError"),
         (lambda lines: lines[:5], 5, "ends after 4 rows of the 13"),
         (lambda lines: [*lines[:5], lines[5][:20]], 6, "JSONDecodeError"),
         (lambda lines: replace_line(lines, 3, '"lane": "compute"', '"lane": "gpu"'), 3, "lane 'gpu'"),

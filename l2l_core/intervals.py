@@ -1,0 +1,38 @@
+"""Pure arithmetic on intervals of time, (start, stop): union, what two have in common, length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+Interval = tuple[float, float]
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Union of intervals as a sorted list without overlaps; touching ones are joined, empty ones dropped."""
+    union: list[Interval] = []
+    for start, stop in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(stop, union[-1][1]))
+        else:
+            union.append((start, stop))
+    return union
+
+
+def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """What two merged lists of intervals have in common, merged again."""
+    common, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < stop:
+            common.append((start, stop))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def measure(intervals: list[Interval]) -> float:
+    """Total length of a merged list of intervals."""
+    return math.fsum(stop - start for start, stop in intervals)
