@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,7 @@ class Clock:
     def __init__(self, device: Device, trace: Trace) -> None:
         self._device, self._trace = device, trace
         self._what: tuple[str, str, int, int] = "", "", -1, -1  # kind, layer, micro-batch, visit
+        self._stalled_s = 0.0  # since the last event
         self._stop: Callable[[], None] | None = None
 
     def start(self, kind: str, layer: str, k: int, visit: int = -1) -> None:
@@ -36,10 +38,11 @@ class Clock:
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """Compute waits for a copy: the open event ends here, and goes on as another one after the block."""
-        if self._stop is None:
-            yield
-            return
+        """Compute waits in this block. An open event ends here, and goes on as another one after the block."""
+        is_open = self._stop is not None
         self.stop()
+        began_s = time.perf_counter()
         yield
-        self.start(*self._what)
+        self._stalled_s += time.perf_counter() - began_s
+        if is_open:
+            self.start(*self._what)

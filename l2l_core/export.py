@@ -16,7 +16,6 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -125,7 +124,7 @@ def _slice_row(trace: Trace, one: _Slice) -> Row:
         "ts": one.start_ns / 1e3,
         "dur": duration_ns / 1e3,
         "cat": CATEGORIES[event.lane],
-        "name": COPIES.get(event.lane, "") + replace(event, layer=name).label(),
+        "name": COPIES.get(event.lane, "") + event._replace(layer=name).label(),
         "args": args,
     }
 
@@ -217,9 +216,10 @@ _IS_A: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def build(dataclass: type[T], row: Row) -> T:
-    """`dataclass(**row)`, every field present and of its annotated type. Raises TypeError otherwise."""
-    for field in fields(dataclass):  # type: ignore[arg-type]
-        if not _IS_A[field.type](row[field.name]):  # type: ignore[index]
-            raise TypeError(f"{field.name} is {row[field.name]!r}, expected {field.type}")
-    return dataclass(**row)
+def build(record: type[T], row: Row) -> T:
+    """`record(**row)`, every field present and of its annotated type. Raises KeyError or TypeError otherwise."""
+    for name, annotation in record.__annotations__.items():
+        kind = getattr(annotation, "__forward_arg__", annotation)  # how a NamedTuple keeps the text
+        if not _IS_A[kind](row[name]):
+            raise TypeError(f"{name} is {row[name]!r}, expected {kind}")
+    return record(**row)

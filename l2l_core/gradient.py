@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from l2l_core.clock import Clock
 from l2l_core.device import Device, Ticket
 from l2l_core.link import Link
 from l2l_core.store import LayerStore
@@ -20,13 +21,16 @@ from l2l_core.units import Block, Unit
 @dataclass(eq=False, slots=True)
 class _Buffer:
     flat: torch.Tensor
+    clock: Clock
     leaving: list[Ticket] = field(default_factory=list)  # copies that still read it
 
     def settle(self) -> None:
         """Let compute write to the buffer only when what it held has left."""
-        for ticket in self.leaving:
-            ticket.wait()
-        self.leaving.clear()
+        if self.leaving:
+            with self.clock.stalled():
+                for ticket in self.leaving:
+                    ticket.wait()
+            self.leaving.clear()
 
 
 class Gradient:
@@ -95,7 +99,8 @@ class Gradient:
         push.lane.flush()
         for block, grad, covers, _ in self._parts():
             if not self.apart(block) and any(covers):
-                host = store.buffer(grad.numel(), bounded=True)
+                with self._buffer.clock.stalled():
+                    host = store.buffer(grad.numel(), bounded=True)
                 ticket = push.trickle(self.unit.key, [(host, grad)])
                 self._buffer.leaving.append(ticket)
                 store.reduce(self.unit, block, host, covers, ticket)
@@ -111,10 +116,10 @@ class Gradient:
 class GradientSlots:
     """Device buffers for gradients: one fills while another is being pushed."""
 
-    def __init__(self, device: Device, numel: int, count: int, name: str) -> None:
+    def __init__(self, device: Device, clock: Clock, numel: int, count: int, name: str) -> None:
         self._device, self._owner, self._nbytes = device, name, 4 * numel * count
         device.ledger.book("gradients", name, self._nbytes)
-        self._buffers = [_Buffer(device.empty(numel)) for _ in range(count)]
+        self._buffers = [_Buffer(device.empty(numel), clock) for _ in range(count)]
         self._live: list[Gradient] = []
         self._next = 0
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-
-import torch
+from itertools import pairwise
 
 from l2l_core.device import Copy, Device, Ticket
 from l2l_core.trace import Event, Trace
@@ -134,11 +133,18 @@ class Link:
         return self.lane.trickle(self.kind, layer, copies)
 
 
+def cuts(numel: int, itemsize: int, pieces: int) -> list[int]:
+    """Where `numel` elements are cut into at most `pieces` of about the same size: first element of each, and the end."""
+    pieces = max(1, min(pieces, numel * itemsize // _LEAST_PIECE_BYTES))
+    return [numel * i // pieces for i in range(pieces + 1)]
+
+
 def _cut(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
-    """`copies` of flat tensors as at most `pieces` lists of about the same number of bytes."""
-    numel, nbytes = (sum(f(target) for target, _ in copies) for f in (torch.numel, lambda target: target.nbytes))
-    pieces = max(1, min(pieces, nbytes // _LEAST_PIECE_BYTES))
-    return [_between(copies, numel * i // pieces, numel * (i + 1) // pieces) for i in range(pieces)]
+    """`copies` of flat tensors of one type, as lists of about the same number of bytes."""
+    if not copies:
+        return []
+    edges = cuts(sum(target.numel() for target, _ in copies), copies[0][0].element_size(), pieces)
+    return [_between(copies, start, stop) for start, stop in pairwise(edges)]
 
 
 def _between(copies: Sequence[Copy], start: int, stop: int) -> list[Copy]:

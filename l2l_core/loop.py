@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -169,12 +169,12 @@ class TrainLoop(Loop):
                 self._close(visit)
 
         rest = self._turn()
-        coming = [call for visit in rest for call in visit.calls][1:]
+        coming = islice([call for visit in rest for call in visit.calls], 1, None)
         for visit in rest:
             self._store.raise_failure()
             with self.prefetch.visit(visit.unit):
                 for call in list(visit.calls):  # [2]
-                    self._relay(call, coming.pop(0) if coming else None)
+                    self._relay(call, next(coming, None))
                     self._backward(call, visit)
                     self.run.stash.park(call.k)
                 self._push_gradient(visit)  # [3]
@@ -273,6 +273,7 @@ class TrainLoop(Loop):
     def _backward(self, call: Call, visit: Visit) -> None:
         if visit.gradient is None:
             visit.gradient = self._slots.take(visit.unit, self._is_apart)
+        call.visit = 2 * len(self.visits) - 1 - visit.index
         call.backward(self.run)
         call.release()
         visit.calls.remove(call)

@@ -1,7 +1,7 @@
 """Device memory over a step: samples at every compute event, activations counted once and replayed afterwards.
 
 Slots, stash and gradients are booked exactly in every step. Activations are counted operation by operation only while
-`Stash.metering` is on; that costs time. From such a step a `Profile` is kept, and later steps of the same shape book
+`Stash.metering` is on; that costs time. From such a step a `Metered` is kept, and later steps of the same shape book
 what it says: each event's highest activation bytes while it runs, and what was left afterwards.
 """
 
@@ -17,7 +17,7 @@ _OWNER = "profile"
 
 
 @dataclass(slots=True)
-class Profile:
+class Metered:
     """What a metered pass has learned: activation bytes per compute event (highest during, left after), in order."""
 
     events: list[tuple[str, int, int]] = field(default_factory=list)
@@ -35,16 +35,16 @@ class Meter:
         replay: a profile of a metered step; None while metering, which records one into `profile`.
     """
 
-    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Profile | None) -> None:
+    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None) -> None:
         self._device, self._host, self._trace, self._replay = device, host, trace, replay
-        self.profile = Profile()
+        self.profile = Metered()
         self._label = ""
         self._at = 0
         self._booked = 0
         self.sample()
 
     @property
-    def latest(self) -> Profile:
+    def latest(self) -> Metered:
         """The profile that describes this step: the one replayed, or the one recorded."""
         return self._replay or self.profile
 
@@ -79,7 +79,7 @@ class Meter:
         self._book(0)
         self._device.doing = lambda: ""
 
-    def _expected(self, profile: Profile) -> tuple[str, int, int]:
+    def _expected(self, profile: Metered) -> tuple[str, int, int]:
         if self._at < len(profile.events) and profile.events[self._at][0] == self._label:
             return profile.events[self._at]
         return self._label, profile.worst.get(self._label, 0), 0

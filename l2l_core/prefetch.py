@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from l2l_core.clock import Clock
 from l2l_core.device import Copy, Device, Ticket
 from l2l_core.units import Unit
 
@@ -39,6 +40,7 @@ class Prefetch:
         numel: elements of the largest layer.
         ahead: how many layers are loaded ahead of the one that computes.
         load: issues the copies of one layer and returns their ticket.
+        clock: of compute, which may have to wait for a load.
         resident: parameters that stay on the device (the shell's) and where; a layer may share one.
         dtype: of the weights on the device; a load casts.
     """
@@ -49,10 +51,11 @@ class Prefetch:
         numel: int,
         ahead: int,
         load: Callable[[str, list[Copy]], Ticket],
+        clock: Clock,
         resident: Mapping[nn.Parameter, torch.Tensor],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._device, self._ahead, self._load, self._resident = device, ahead, load, resident
+        self._device, self._ahead, self._load, self._clock, self._resident = device, ahead, load, clock, resident
         self._nbytes = dtype.itemsize * numel * (ahead + 1)
         device.ledger.book("weights", "slots", self._nbytes)
         self.slots = [Slot(device.empty(numel, dtype)) for _ in range(ahead + 1)]
@@ -79,7 +82,8 @@ class Prefetch:
                 self._issue(wanted, keep=window)
         slot = self._slot_of(unit)
         assert slot is not None and slot.ticket is not None, f"{unit.key} is in no slot"
-        slot.ticket.wait()
+        with self._clock.stalled():
+            slot.ticket.wait()
         unit.point(unit.views(slot.flat[: unit.numel]))
         try:
             yield

@@ -28,7 +28,7 @@ from l2l_core.interrupt import interrupts_wait
 from l2l_core.layers import resolve_layers
 from l2l_core.loop import Loop, TrainLoop
 from l2l_core.memory import Ledger
-from l2l_core.meter import Profile
+from l2l_core.meter import Metered
 from l2l_core.optimizers import OptimizerFactory, make_optimizer
 from l2l_core.stage import Parts, Stage, Task
 from l2l_core.store import LayerStore, TornStep
@@ -107,8 +107,8 @@ class Relay:
         self._store = LayerStore(self._parts.units, made, order, self.host)
         self._steps = 0
         self._predicted: Sequence[Unit] = units
-        self._profile: tuple[Any, Profile] | None = None  # of the last metered step, and what it depends on
-        self._inferred: dict[Any, Profile] = {}  # what was checked by a first inference
+        self._profile: tuple[Any, Metered] | None = None  # of the last metered step, and what it depends on
+        self._inferred: dict[Any, Metered] = {}  # what was checked by a first inference
         self._busy = threading.Lock()
         self._closed = False
 
@@ -353,7 +353,7 @@ class Relay:
         units = tuple((unit.key, unit.frozen) for unit in self._parts.units)
         return replace(self.config, seed=0), shapes, units, self.model.training
 
-    def _profile_for(self, shape: Any) -> Profile | None:
+    def _profile_for(self, shape: Any) -> Metered | None:
         known = self._profile is not None and self._profile[0] == shape and self.config.meter == "on_change"
         return self._profile[1] if known and self._profile is not None else None
 

@@ -27,7 +27,7 @@ from l2l_core.gradient import Gradient, GradientSlots
 from l2l_core.hooks import SideOutputs, UserHooks
 from l2l_core.link import Lane, Link
 from l2l_core.memory import Ledger
-from l2l_core.meter import Meter, Profile
+from l2l_core.meter import Meter, Metered
 from l2l_core.pause import Forward, Shadows
 from l2l_core.prefetch import Prefetch
 from l2l_core.readers import before_reads
@@ -96,11 +96,12 @@ class Stage:
         replay: activation bytes of an earlier step; None counts them operation by operation.
     """
 
-    def __init__(self, parts: Parts, config: RelayConfig, trace: Trace, replay: Profile | None) -> None:
+    def __init__(self, parts: Parts, config: RelayConfig, trace: Trace, replay: Metered | None) -> None:
         self.parts, self.config, self.trace, self._replay = parts, config, trace, replay
         turns = config.micro_batches if config.ahead and config.stash == "host" else 1
         self.h2d, self.d2h = (Lane(parts.device, trace, name, turns) for name in ("h2d", "d2h"))
         self.loads, self.pushes = Link(self.h2d, "load"), Link(self.d2h, "push")
+        self.clock = Clock(parts.device, trace)
         self._dtype = _DTYPES[config.precision]  # of weights on the device
         self._stack = ExitStack()
 
@@ -119,7 +120,7 @@ class Stage:
         ledger.advise = partial(advise, ledger, self.config, self._dtype.itemsize * parts.slot_numel)
         later(RandomState.take().put)
         on_host = self.config.stash == "host"
-        exempt, clock = model_tensors(parts), Clock(parts.device, self.trace)
+        exempt = model_tensors(parts)
         self.stash = Stash(
             parts.device,
             parts.host,
@@ -128,7 +129,7 @@ class Stage:
             metering=self._replay is None,
             h2d=self.h2d,
             d2h=self.d2h,
-            clock=clock,
+            clock=self.clock,
             exempt=exempt,
         )
         self.stash.watch_shell_buffers(buffer for buffer in parts.shell.buffers.now() if buffer is not None)
@@ -140,7 +141,7 @@ class Stage:
         later(self.meter.close)
         resident = self._load_shell()
         self.prefetch = Prefetch(
-            parts.device, parts.slot_numel, self.config.ahead, self.loads.trickle, resident, self._dtype
+            parts.device, parts.slot_numel, self.config.ahead, self.loads.trickle, self.clock, resident, self._dtype
         )
         later(self.prefetch.close)
         self.stash.exempt(slot.flat for slot in self.prefetch.slots)
@@ -148,7 +149,7 @@ class Stage:
         sides = enter(SideOutputs())
         self.shadows = enter(Shadows({unit.module: unit for unit in parts.layers}))
         attributes = Attributes(parts.shell_modules(), self._replay.places if self._replay is not None else None)
-        self.run = Pass(parts.device, self.stash, self.trace, sides, hooks, self.meter, clock, attributes)
+        self.run = Pass(parts.device, self.stash, self.trace, sides, hooks, self.meter, self.clock, attributes)
         later(self.shadows.cancel)
 
     def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
@@ -160,13 +161,14 @@ class Stage:
         self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
         self.stash.exempt([flat])
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
-        self.loads(shell.key, [(part, block.master) for part, block in pairs]).wait()
+        with self.clock.stalled():
+            self.loads(shell.key, [(part, block.master) for part, block in pairs]).wait()
         views = shell.views(flat)
         self._stack.callback(shell.point, [view for block in shell.blocks for view in block.views])
         shell.point(views)
         return dict(zip(shell.params, views, strict=True))
 
-    def learned(self) -> Profile:
+    def learned(self) -> Metered:
         """What later passes of the same shape need not find out again."""
         profile = self.meter.latest
         profile.undeclared |= self.stash.undeclared
@@ -176,9 +178,9 @@ class Stage:
     def gradients(self) -> tuple[GradientSlots, Gradient]:
         """Device buffers for the gradients of layers, and the gradient of the shell."""
         parts = self.parts
-        slots = GradientSlots(parts.device, parts.slot_numel, 2 if self.config.ahead else 1, "slots")
+        slots = GradientSlots(parts.device, self.clock, parts.slot_numel, 2 if self.config.ahead else 1, "slots")
         self._stack.callback(slots.close)
-        shell = GradientSlots(parts.device, parts.shell.numel, 1, "shell")
+        shell = GradientSlots(parts.device, self.clock, parts.shell.numel, 1, "shell")
         self._stack.callback(shell.close)
         self.stash.exempt([*slots.flats, *shell.flats])
         return slots, shell.take(parts.shell, lambda block: block.shared)
@@ -209,7 +211,8 @@ class Stage:
                 self.stash.hold(target, k, "other", "", fresh=True)
                 copies.append((target, leaf.detach()))
         if copies:
-            self.h2d.send("batch", "", copies, k).wait()
+            with self.clock.stalled():
+                self.h2d.send("batch", "", copies, k).wait()
         return pytree.tree_unflatten(leaves, spec)
 
 

@@ -308,8 +308,9 @@ class Stash:
             held.ticket = ticket
 
     def _drop(self, storage: torch.UntypedStorage, held: _Held) -> None:
-        if held.ticket is not None:
-            held.ticket.wait()  # nothing is emptied while a copy still reads or writes it
+        if held.ticket is not None:  # nothing is emptied while a copy still reads or writes it
+            with self._clock.stalled():
+                held.ticket.wait()
         storage.resize_(0)
         held.resident, held.covered, held.ticket = False, False, None
 

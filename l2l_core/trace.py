@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2l_core.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.intervals import Interval, intersect, measure, merge
@@ -29,8 +29,7 @@ PLACES = ("device", "host")
 _LETTERS = {"forward": "F", "backward": "B", "load": "L", "push": "P", "reduce": "R", "update": "U"}
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One piece of work on one lane. Events of a lane follow one another: a lane is a serial resource."""
 
     lane: str  # one of LANES
@@ -41,6 +40,7 @@ class Event:
     k: int = -1  # micro-batch, -1 if none
     nbytes: int = 0
     visit: int = -1  # forward visits 0..V-1, backward visits V..2V-1, -1 if none
+    stalled_s: float = 0.0  # seconds that compute waited for copies or for the EPS right before the event
 
     def label(self) -> str:
         """A short name: "F L003 k=1", "L L004", "loss k=0". Kinds that share a first letter are spelled out."""
@@ -212,7 +212,7 @@ class Trace:
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write JSON lines that `from_jsonl` reads back exactly: a header, events in order of arrival, memory."""
-        rows = [{"type": "event", **asdict(event)} for event in self.since(0)[0]]
+        rows = [{"type": "event", **event._asdict()} for event in self.since(0)[0]]
         rows += [{"type": "memory", **asdict(sample)} for sample in self.memory]
         header = {"step": self.step, "device": self.device, "names": self.names, "settings": self.settings}
         write_jsonl(Path(path), header, rows)
