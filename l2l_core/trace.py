@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from l2l_core.bounds import Bound, bounds
 from l2l_core.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.intervals import Interval, intersect, measure, merge
 from l2l_core.memory import format_bytes
@@ -159,6 +160,13 @@ class Trace:
         copies = self._busy("h2d", "d2h")
         hidden = intersect(copies, self._busy("compute"))
         return min(1.0, measure(hidden) / measure(copies)) if copies else 1.0
+
+    def bound_by(self) -> tuple[Bound, ...]:
+        """What each phase of the step waits for, by how much, and the setting that would help; see `bounds.py`.
+
+        Empty without events. Print one for a sentence: "forward: h2d exposes 420 ms of 1.9 s; 6 micro-batches ...".
+        """
+        return bounds(self)
 
     def _busy(self, *lanes: str) -> list[Interval]:
         for lane in lanes:
