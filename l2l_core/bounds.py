@@ -187,9 +187,9 @@ class _Adviser:
     def _advise_bursts(self, phase: _Phase, lane: str, load: _Load) -> Advice:
         """The lane's work would fit under compute as a whole, but was exposed."""
         fits = f"its {_time(load.fixed_s + load.growing_s)} would fit under {_time(load.compute_s)} of compute"
-        stash_s, ahead = phase.growing_exposed_s(lane), self.settings.get("ahead")
-        if self.settings.get("stash") == "host" and stash_s > 0.5 * phase.exposed_s[lane]:
-            return f"{fits}, but compute waits for the stash: stash='device' would save {_time(stash_s)}", {
+        ahead, exposed = self.settings.get("ahead"), _time(phase.exposed_s[lane])
+        if self.settings.get("stash") == "host" and load.growing_s:  # it also waits behind other copies
+            return f"{fits}, but compute waits for the stash: stash='device' would save up to {exposed}", {
                 "stash": "device"
             }
         if lane == "h2d" and ahead:
@@ -277,11 +277,6 @@ class _Phase:
 
     def _exposed_s(self, union: list[Interval]) -> float:
         return max(0.0, measure(union) - measure(intersect(union, self._union["compute"])))
-
-    def growing_exposed_s(self, lane: str) -> float:
-        """Seconds in which work that grows with the number of micro-batches was exposed."""
-        own = _union(event for event, _ in self.parts[lane] if _grows(event))
-        return self._exposed_s(intersect(own, self._union[lane]))
 
     def work_for_s(self, lane: str, layers: set[str]) -> float:
         """Seconds of work for these layers."""

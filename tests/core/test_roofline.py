@@ -217,7 +217,7 @@ def test_work_that_fits_but_is_waited_for() -> None:
         trace.add(Event("h2d", "fetch", start + 4, start + 6, layer, 0))
     trace.add(Event("compute", "backward", 18, 19, "L2", 0))
     assert of(trace, "forward").settings == {"stash": "device"}
-    assert of(trace, "forward").advice.endswith("compute waits for the stash: stash='device' would save 4 s")
+    assert of(trace, "forward").advice.endswith("compute waits for the stash: stash='device' would save up to 4 s")
 
     uneven = Trace(settings={"micro_batches": 1, "ahead": 1, "stash": "device"})
     for start, stop, layer in ((0, 1, "L0"), (4, 10, "L1"), (10, 11, "L2")):
