@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 IDLE = "idle"  # what binds a phase when compute waits and no lane works
 
-_SMALL = 0.05  # a share of idle compute that is not worth a sentence
+_SMALL = 0.05  # a share of a phase that is not worth a sentence
 _ONCE = ("load", "push", "reduce", "update")  # per visit, however many micro-batches, unless one is named
 _FAR = 16  # so many times the micro-batches are no practical advice on their own
 
@@ -32,8 +32,8 @@ class Bound:
         phase: one of `PHASES`.
         span_s: length of the phase in seconds.
         busy_s: by lane, seconds of the phase in which it worked.
-        lane: what binds the phase: the lane that exposes most, "compute" if (almost) nothing is exposed, or "idle" if
-            compute waited while no lane worked.
+        lane: what binds the phase: the lane that exposes most, or "idle" if compute waited mostly while no lane worked;
+            "compute" if neither comes to 5 % of the phase.
         exposed_s: seconds in which that lane worked and compute did not; for "idle", in which nothing worked at all.
         idle_s: seconds in which compute did not work, for whatever reason.
         floor_s: the roofline of the phase: the busiest lane in forward and backward; in fill and tail, which are chains,
@@ -123,9 +123,8 @@ class _Adviser:
         )
 
     def _binding(self, phase: _Phase) -> str:
-        if phase.idle_s <= _SMALL * phase.span_s:
-            return "compute"
-        return max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
+        lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
+        return lane if phase.exposed_s[lane] > _SMALL * phase.span_s else "compute"
 
     def _advise(self, phase: _Phase, lane: str) -> Advice:
         if lane == IDLE and phase.name in OVERLAPPING:
