@@ -13,7 +13,7 @@ from typing import Any
 from l2l_core.memory import Ledger
 from l2l_core.trace import Trace
 
-_OWNER = "profile"
+_OWNER = "replayed"
 
 
 @dataclass(slots=True)
@@ -27,17 +27,17 @@ class Metered:
 
 
 class Meter:
-    """Samples memory into a trace, and either records a profile or replays one.
+    """Samples memory into a trace, and either counts activations or replays what an earlier one has recorded.
 
     Args:
         device, host: ledgers to sample.
         trace: gets the samples.
-        replay: a profile of a metered step; None while metering, which records one into `profile`.
+        replay: what a metered step has learned; None while metering, which fills `metered`.
     """
 
     def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None) -> None:
         self._device, self._host, self._trace, self._replay = device, host, trace, replay
-        self.profile = Metered()
+        self.metered = Metered()
         self._label = ""
         self._at = 0
         self._booked = 0
@@ -45,8 +45,8 @@ class Meter:
 
     @property
     def latest(self) -> Metered:
-        """The profile that describes this step: the one replayed, or the one recorded."""
-        return self._replay or self.profile
+        """What describes this step: what is replayed, or what was counted."""
+        return self._replay or self.metered
 
     def enter(self, kind: str, layer: str, k: int) -> None:
         """A compute event begins."""
@@ -62,8 +62,8 @@ class Meter:
         self._trace.sample("device", high)
         if self._replay is None:
             during, after = high.get("activations", 0), self._device.by_category().get("activations", 0)
-            self.profile.events.append((self._label, during, after))
-            self.profile.worst[self._label] = max(during, self.profile.worst.get(self._label, 0))
+            self.metered.events.append((self._label, during, after))
+            self.metered.worst[self._label] = max(during, self.metered.worst.get(self._label, 0))
         else:
             self._book(self._expected(self._replay)[2])
         self._at += 1
@@ -75,14 +75,14 @@ class Meter:
         self._trace.sample("host", self._host.by_category())
 
     def close(self) -> None:
-        """Take back what was booked from the profile."""
+        """Take back what was booked from what was learned."""
         self._book(0)
         self._device.doing = lambda: ""
 
-    def _expected(self, profile: Metered) -> tuple[str, int, int]:
-        if self._at < len(profile.events) and profile.events[self._at][0] == self._label:
-            return profile.events[self._at]
-        return self._label, profile.worst.get(self._label, 0), 0
+    def _expected(self, known: Metered) -> tuple[str, int, int]:
+        if self._at < len(known.events) and known.events[self._at][0] == self._label:
+            return known.events[self._at]
+        return self._label, known.worst.get(self._label, 0), 0
 
     def _book(self, nbytes: int) -> None:
         if nbytes > self._booked:

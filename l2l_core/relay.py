@@ -107,7 +107,7 @@ class Relay:
         self._store = LayerStore(self._parts.units, made, order, self.host)
         self._steps = 0
         self._predicted: Sequence[Unit] = units
-        self._profile: tuple[Any, Metered] | None = None  # of the last metered step, and what it depends on
+        self._metered: tuple[Any, Metered] | None = None  # of the last metered step, and what it depends on
         self._inferred: dict[Any, Metered] = {}  # what was checked by a first inference
         self._busy = threading.Lock()
         self._closed = False
@@ -258,7 +258,7 @@ class Relay:
         self.device.ledger.reset_peak()
         self._store.begin(self.config, trace)
         try:
-            with Stage(self._parts, self.config, trace, self._profile_for(shape)) as stage:
+            with Stage(self._parts, self.config, trace, self._metered_for(shape)) as stage:
                 forwards = stage.forwards(micro_batches, self._call.objective, self._seeds(len(micro_batches)))
                 loop = TrainLoop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch)
                 losses = loop.train(self._store, *stage.gradients(), stage.pushes, divisors, self._parts.inside())
@@ -272,7 +272,7 @@ class Relay:
         self.device.settle()
         self._steps += 1
         self._predicted = [visit.unit for visit in loop.visits]
-        self._profile = (shape, stage.learned())
+        self._metered = (shape, stage.learned())
         return StepResult(
             loss=float(sum(losses)),
             seconds=time.perf_counter() - began_s,
@@ -353,9 +353,9 @@ class Relay:
         units = tuple((unit.key, unit.frozen) for unit in self._parts.units)
         return replace(self.config, seed=0), shapes, units, self.model.training
 
-    def _profile_for(self, shape: Any) -> Metered | None:
-        known = self._profile is not None and self._profile[0] == shape and self.config.meter == "on_change"
-        return self._profile[1] if known and self._profile is not None else None
+    def _metered_for(self, shape: Any) -> Metered | None:
+        known = self._metered is not None and self._metered[0] == shape and self.config.meter == "on_change"
+        return self._metered[1] if known and self._metered is not None else None
 
     @contextmanager
     def _preserved(self) -> Iterator[None]:

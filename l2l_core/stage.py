@@ -170,10 +170,10 @@ class Stage:
 
     def learned(self) -> Metered:
         """What later passes of the same shape need not find out again."""
-        profile = self.meter.latest
-        profile.undeclared |= self.stash.undeclared
-        profile.places = frozenset(self.run.attributes.seen)
-        return profile
+        learned = self.meter.latest
+        learned.undeclared |= self.stash.undeclared
+        learned.places = frozenset(self.run.attributes.seen)
+        return learned
 
     def gradients(self) -> tuple[GradientSlots, Gradient]:
         """Device buffers for the gradients of layers, and the gradient of the shell."""
