@@ -33,12 +33,12 @@ class Lane:
         self._trickling: _Trickle | None = None  # at most one copy: another one sends out the rest of it
         self._owner = threading.get_ident()
 
-    def send(self, kind: str, layer: str, copies: Sequence[Copy], k: int = -1) -> Ticket:
-        """Start copies that belong to `layer` and micro-batch `k` as one event."""
+    def send(self, kind: str, layer: str, copies: Sequence[Copy], k: int = -1, visit: int = -1) -> Ticket:
+        """Start copies that belong to `layer`, micro-batch `k` and the visit with that number, as one event."""
         nbytes = sum(target.nbytes for target, _ in copies)
         t0, add, lane = self._trace.began_s, self._trace.add, self.name
         return self._device.issue(
-            lane, list(copies), lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes))
+            lane, list(copies), lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit))
         )
 
     def trickle(self, kind: str, layer: str, copies: Sequence[Copy]) -> Ticket:

@@ -75,9 +75,11 @@ class Loop:
         self._start()
         while (unit := self._next_unit()) is not None:
             with self.prefetch.visit(unit):
-                for forward, after in self._in_turn(unit):
-                    self._advance(forward, Visit(unit, len(self.visits)), after)
-                    self.run.stash.park(forward.k)
+                visit = Visit(unit, len(self.visits))
+                for forward, after in self._in_turn(visit):
+                    self._advance(forward, visit, after)
+                    self.run.stash.park(forward.k, visit.index)
+                self.visits.append(visit)
 
     # -- which layer is next -------------------------------------------------------------------------------------------
 
@@ -86,26 +88,35 @@ class Loop:
             forward.advance()
             self.run.stash.park(forward.k)
 
-    def _in_turn(self, unit: Unit) -> Iterator[tuple[Forward, Call | None]]:
-        """The micro-batches that wait for `unit`, each with the call that will come after its own."""
-        waiting = self._waiting_for(unit)
+    def _in_turn(self, visit: Visit) -> Iterator[tuple[Forward, Call | None]]:
+        """The micro-batches that wait for the visit's layer, each with the call that comes after its own."""
+        waiting = self._waiting_for(visit.unit)
         for forward, following in zip_longest(waiting, waiting[1:]):
-            yield forward, following.waiting if following else self._after(unit)
+            if following is None:
+                yield forward, self._after(visit)
+            else:
+                assert following.waiting is not None
+                following.waiting.visit = visit.index
+                yield forward, following.waiting
 
-    def _after(self, unit: Unit) -> Call | None:
-        """The first call after the visit of `unit`, as far as is known now."""
-        return next((f.waiting for f in self.forwards if f.waiting is not None and f.waiting.unit is not unit), None)
+    def _after(self, visit: Visit) -> Call | None:
+        """The first call of the next visit, as far as is known now."""
+        for forward in self.forwards:
+            if forward.waiting is not None and forward.waiting.unit is not visit.unit:
+                forward.waiting.visit = visit.index + 1
+                return forward.waiting
+        return None
 
     def _relay(self, call: Call, after: Call | None) -> None:
         """What `call` needs is on the device, and what comes `after` it begins to arrive."""
-        self.run.stash.fetch(call.awaited, call.k, call.unit.key)
+        self.run.stash.fetch(call.awaited, call.k, call.unit.key, call.visit)
         if after is not None:
-            self.run.stash.expect(after.awaited, after.k, after.unit.key)
+            self.run.stash.expect(after.awaited, after.k, after.unit.key, after.visit)
 
     def _advance(self, forward: Forward, visit: Visit, after: Call | None) -> None:
         assert forward.waiting is not None and forward.waiting.unit is visit.unit, f"{visit.unit.key} k={forward.k}"
-        self._relay(forward.waiting, after)
         forward.waiting.visit = visit.index
+        self._relay(forward.waiting, after)
         forward.waiting.buffers = self.run.buffers_of(visit.unit)
         forward.advance()
 
@@ -160,12 +171,12 @@ class TrainLoop(Loop):
         while (unit := self._next_unit()) is not None:  # [1]
             visit = self._open(unit)
             with self.prefetch.visit(unit):
-                for forward, after in self._in_turn(unit):
+                for forward, after in self._in_turn(visit):
                     forward.keep = self._is_last(visit)
                     self._advance(forward, visit, after)
                     visit.calls += [call for call in forward.calls[-1:] if call.visit == visit.index]
                     self._lose_in_order(visit)
-                    self.run.stash.park(forward.k)
+                    self.run.stash.park(forward.k, visit.index)
                 self._close(visit)
 
         rest = self._turn()
@@ -176,7 +187,7 @@ class TrainLoop(Loop):
                 for call in list(visit.calls):  # [2]
                     self._relay(call, next(coming, None))
                     self._backward(call, visit)
-                    self.run.stash.park(call.k)
+                    self.run.stash.park(call.k, call.visit)
                 self._push_gradient(visit)  # [3]
         shell.push(store, push)
         push.lane.flush()
@@ -193,12 +204,24 @@ class TrainLoop(Loop):
         if not self._learns:
             raise RuntimeError("no loss depends on a parameter that requires a gradient: is the whole model frozen?")
         rest = [visit for visit in reversed(self.visits) if visit.calls]
+        for visit in rest:
+            for call in visit.calls:
+                call.visit = self._number_of_backward(visit)
         self.prefetch.replan([visit.unit for visit in rest])
         return rest
 
-    def _after(self, unit: Unit) -> Call | None:
-        done = [visit.calls[0] for visit in reversed(self.visits[:-1]) if visit.calls]
-        return super()._after(unit) or next(iter(done), None)
+    def _number_of_backward(self, visit: Visit) -> int:
+        """Numbers of visits go on in backward: the last layer's is V, the first one's 2V - 1."""
+        return 2 * len(self.visits) - 1 - visit.index
+
+    def _after(self, visit: Visit) -> Call | None:
+        if (call := super()._after(visit)) is not None:
+            return call
+        for earlier in reversed(self.visits[: visit.index]):  # the turn
+            if earlier.calls:
+                earlier.calls[0].visit = self._number_of_backward(earlier)
+                return earlier.calls[0]
+        return None
 
     def _is_last(self, visit: Visit) -> bool:
         return visit.index == len(self._predicted) - 1
@@ -273,7 +296,7 @@ class TrainLoop(Loop):
     def _backward(self, call: Call, visit: Visit) -> None:
         if visit.gradient is None:
             visit.gradient = self._slots.take(visit.unit, self._is_apart)
-        call.visit = 2 * len(self.visits) - 1 - visit.index
+        call.visit = self._number_of_backward(visit)
         call.backward(self.run)
         call.release()
         visit.calls.remove(call)

@@ -215,8 +215,8 @@ class Stash:
 
     # -- moving --------------------------------------------------------------------------------------------------------
 
-    def park(self, k: int, layer: str = "") -> None:
-        """Micro-batch `k` gives way: with the stash on the host, its image leaves the device.
+    def park(self, k: int, visit: int = -1) -> None:
+        """Micro-batch `k` gives way after its turn in `visit`: with the stash on the host, its image leaves the device.
 
         What has not changed since it was last on the host is dropped at once; the rest when the next one is parked.
         """
@@ -229,7 +229,7 @@ class Stash:
         self._reserve(h for _, h in stale)
         for _, h in stale:
             h.host = self._host_buffer(h.nbytes) if h.host is None else h.host
-        self._transfer(self._d2h, "stash", [(h, h.host, _bytes_of(s)) for s, h in stale], k, layer)  # type: ignore[misc]
+        self._transfer(self._d2h, "stash", [(h, h.host, _bytes_of(s)) for s, h in stale], k, "", visit)  # type: ignore[misc]
         for storage, h in image:
             self._uncount(h)
             if h.dirty:
@@ -241,13 +241,13 @@ class Stash:
             self._drop_leaving()
         self._d2h.turn()
 
-    def fetch(self, tensors: Iterable[torch.Tensor], k: int, layer: str = "") -> None:
-        """Micro-batch `k` takes its turn: have the storages of `tensors` on the device."""
+    def fetch(self, tensors: Iterable[torch.Tensor], k: int, layer: str = "", visit: int = -1) -> None:
+        """Micro-batch `k` takes its turn in `visit`: have the storages of `tensors` on the device."""
         wanted = self._find(tensors)
         self._reserve(h for _, h in wanted)  # also if nothing has to move: the peak is the same for all micro-batches
-        self._restore(wanted, k, layer)
+        self._restore(wanted, k, layer, visit)
 
-    def expect(self, tensors: Iterable[torch.Tensor], k: int, layer: str = "") -> None:
+    def expect(self, tensors: Iterable[torch.Tensor], k: int, layer: str, visit: int) -> None:
         """Micro-batch `k` is next: let the storages of `tensors` arrive while another one computes."""
         if not self._overlap:
             return
@@ -260,7 +260,7 @@ class Stash:
         for storage, h in wanted:
             self._leaving.pop(h.key, None)
             self._arriving[h.key] = storage, h
-        self._bring(away, k, layer)
+        self._bring(away, k, layer, visit)
         self._h2d.turn()
 
     def touch(self, tensor: torch.Tensor) -> None:
@@ -271,7 +271,7 @@ class Stash:
         keys = dict.fromkeys(t.untyped_storage()._cdata for t in tensors)
         return [(s, h) for key in keys if (h := self._held.get(key)) is not None and (s := h.ref()) is not None]
 
-    def _restore(self, wanted: Sequence[_Moving], k: int, layer: str) -> None:
+    def _restore(self, wanted: Sequence[_Moving], k: int, layer: str, visit: int = -1) -> None:
         """Let a micro-batch at work have these storages: at once, or when they have arrived."""
         for _, h in wanted:
             self._leaving.pop(h.key, None)
@@ -280,18 +280,18 @@ class Stash:
             h.covered, h.exact = False, h.exact or h.host is not None
             self._count(h)
         away = [(s, h) for s, h in wanted if not h.resident]
-        self._bring(away, k, layer)
+        self._bring(away, k, layer, visit)
         coming += [h for _, h in away]
         if coming:
             with self._clock.stalled():
                 for h in coming:
                     h.ticket.wait()  # type: ignore[union-attr]
 
-    def _bring(self, away: Sequence[_Moving], k: int, layer: str) -> None:
+    def _bring(self, away: Sequence[_Moving], k: int, layer: str, visit: int) -> None:
         for storage, h in away:
             storage.resize_(h.nbytes)
             h.resident = True
-        self._transfer(self._h2d, "fetch", [(h, _bytes_of(s), h.host) for s, h in away], k, layer)  # type: ignore[misc]
+        self._transfer(self._h2d, "fetch", [(h, _bytes_of(s), h.host) for s, h in away], k, layer, visit)  # type: ignore[misc]
 
     def _transfer(
         self,
@@ -300,10 +300,11 @@ class Stash:
         moves: Sequence[tuple[_Held, torch.Tensor, torch.Tensor]],
         k: int,
         layer: str,
+        visit: int,
     ) -> None:
         if not moves:
             return
-        ticket = lane.send(kind, layer, [(target, source) for _, target, source in moves], k)
+        ticket = lane.send(kind, layer, [(target, source) for _, target, source in moves], k, visit)
         for held, _, _ in moves:
             held.ticket = ticket
 
