@@ -1,6 +1,7 @@
 """Layer relay: train a model one layer at a time, equal to plain training, in device memory that does not grow with depth."""
 
 from l2l_core.config import RelayConfig as RelayConfig
+from l2l_core.cuda import CudaDevice as CudaDevice
 from l2l_core.device import Device as Device
 from l2l_core.emulated import EmulatedDevice as EmulatedDevice
 from l2l_core.layers import find_layers as find_layers

@@ -26,7 +26,7 @@ _AUTOCAST_TYPES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The generators that a micro-batch draws from."""
+    """The generators that a micro-batch draws from: the CPU's, Python's, and the current CUDA device's."""
 
     torch_cpu: torch.Tensor
     torch_cuda: torch.Tensor | None
@@ -34,19 +34,18 @@ class RandomState:
 
     @staticmethod
     def take() -> RandomState:
-        """The generators as they stand now."""
+        """The generators as they stand now. CUDA's lives on the host too, so that nothing is waited for."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return RandomState(torch.get_rng_state(), cuda, random.getstate())
 
     @staticmethod
     def seeded(seed: int) -> RandomState:
-        """The state after ``torch.manual_seed(seed)``; the thread's own state is left alone."""
-        before = RandomState.take()
-        torch.manual_seed(seed)
-        random.seed(seed)
-        state = RandomState.take()
-        before.put()
-        return state
+        """The state after ``torch.manual_seed(seed)`` and ``random.seed(seed)``; every generator is left alone.
+
+        A device that is a GPU has initialised CUDA by now, so the state of CUDA's generator is there when it matters.
+        """
+        cuda = torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_initialized() else None
+        return RandomState(torch.Generator().manual_seed(seed).get_state(), cuda, random.Random(seed).getstate())
 
     def put(self) -> None:
         """Make this the thread's state."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from l2l_core.memory import Ledger
 
-Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source; same number of bytes
+Copy = tuple[torch.Tensor, torch.Tensor]  # destination, source; same number of elements
 Record = Callable[[float, float], None]  # start and stop in seconds of time.perf_counter
 
 
@@ -38,11 +39,18 @@ class Device(ABC):
         name: for people, in messages and traces.
         torch_device: where tensors of the device live.
         ledger: what fills its memory.
+        in_host_memory: whether it computes on host memory. Then buffers of the model can stay where they are, copies
+            cast on the way, and the same operation gives the same bits every time.
     """
 
     name: str
     torch_device: torch.device
     ledger: Ledger
+    in_host_memory: bool = False
+
+    def current(self) -> AbstractContextManager[object]:
+        """While entered, this is PyTorch's current device: its random generator, its streams."""
+        return nullcontext()
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A flat buffer on the device, shape (numel,). The caller books its bytes."""
@@ -56,15 +64,17 @@ class Device(ABC):
         """A flat buffer in host memory that copies can reach at full speed, shape (numel,)."""
 
     @abstractmethod
-    def issue(self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None) -> Ticket:
-        """Start copies on lane "h2d" or "d2h"; `record` gets their start and stop.
+    def issue(
+        self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None, label: str = ""
+    ) -> Ticket:
+        """Start copies on lane "h2d" or "d2h"; `record` gets their start and stop, profilers see `label`.
 
         The copies wait for all compute issued so far and, if given, for the ticket `after`.
         """
 
     @abstractmethod
-    def start(self, record: Record) -> Callable[[], None]:
-        """Begin to time compute; calling the result ends it, and `record` gets start and stop."""
+    def start(self, record: Record, label: str = "") -> Callable[[], None]:
+        """Begin to time compute; calling the result ends it, and `record` gets start and stop, now or in `settle`."""
 
     def settle(self) -> None:  # noqa: B027 - a device whose clocks are exact at once has nothing to do
         """Wait for all compute and deliver records that are still outstanding."""

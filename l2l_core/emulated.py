@@ -46,6 +46,8 @@ class EmulatedDevice(Device):
         ValueError: a figure that is not positive (latency may be 0).
     """
 
+    in_host_memory = True
+
     def __init__(
         self,
         memory_bytes: int | None = None,
@@ -91,7 +93,9 @@ class EmulatedDevice(Device):
     def host_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
 
-    def issue(self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None) -> Ticket:
+    def issue(
+        self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None, label: str = ""
+    ) -> Ticket:
         if lane not in self._lanes:
             self._lanes[lane] = serial_thread(lane)
         return _Pending(self._lanes[lane].submit(self._run, lane, copies, record, after))
@@ -109,7 +113,7 @@ class EmulatedDevice(Device):
         sleep_until(until_s)
         record(start_s, time.perf_counter())
 
-    def start(self, record: Record) -> Callable[[], None]:
+    def start(self, record: Record, label: str = "") -> Callable[[], None]:
         start_s = time.perf_counter()
         return lambda: record(start_s, time.perf_counter())
 
@@ -120,15 +124,15 @@ class EmulatedDevice(Device):
         self._arena.clear()
 
 
-def serial_thread(name: str) -> ThreadPoolExecutor:
-    """One worker thread that runs what is submitted in order, each operation of PyTorch on a single core.
+def serial_thread(name: str, cores: int = 1) -> ThreadPoolExecutor:
+    """One worker thread that runs what is submitted in order, each operation of PyTorch on `cores` cores.
 
     PyTorch counts its CPU threads per calling thread, but `set_num_threads` also changes the default for others, so the
     caller's number is put back.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"relay-{name}")
     threads = torch.get_num_threads()
-    executor.submit(torch.set_num_threads, 1).result()
+    executor.submit(torch.set_num_threads, cores).result()
     torch.set_num_threads(threads)
     return executor
 

@@ -38,7 +38,10 @@ class Lane:
         nbytes = sum(target.nbytes for target, _ in copies)
         t0, add, lane = self._trace.began_s, self._trace.add, self.name
         return self._device.issue(
-            lane, list(copies), lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit))
+            lane,
+            list(copies),
+            lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit)),
+            label=f"{kind} {layer}",
         )
 
     def trickle(self, kind: str, layer: str, copies: Sequence[Copy]) -> Ticket:

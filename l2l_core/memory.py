@@ -6,11 +6,15 @@ from here.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 CATEGORIES = ("weights", "gradients", "activations", "stash", "optimizer", "other")
+
+_TRIED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # PyTorch's words
+_BINARY_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class DeviceOutOfMemory(MemoryError):
@@ -18,7 +22,7 @@ class DeviceOutOfMemory(MemoryError):
 
     Attributes:
         requested_bytes: size of the allocation that failed.
-        limit_bytes: the budget.
+        limit_bytes: the budget; without one, what was booked when the allocator gave up.
         bytes_by_category: what filled the device at that moment.
     """
 
@@ -110,23 +114,40 @@ class Ledger:
             self.peak = self.total
             self.take_high()
 
+    def refused(self, error: BaseException) -> DeviceOutOfMemory:
+        """The device's own allocator had no memory left: what it said, with what is booked at this moment."""
+        found = _TRIED.search(str(error))
+        nbytes = int(float(found[1]) * _BINARY_UNITS[found[2]]) if found else 0
+        doing = self.doing()
+        first = (
+            f"{self.name} has no memory left"
+            + (f" during {doing}" if doing else "")
+            + f"; {format_bytes(self.total)} are booked. The allocator: {error}"
+        )
+        return self._error(first, nbytes, self.limit_bytes or self.total, nbytes)
+
     def _out_of_memory(self, category: str, owner: str, nbytes: int) -> DeviceOutOfMemory:
         assert self.limit_bytes is not None
         missing = self.total + nbytes - self.limit_bytes
         doing = self.doing()
-        lines = [
+        first = (
             f"{self.name} is full: {format_bytes(nbytes)} of {category} for {owner} were being allocated"
             + (f" during {doing}" if doing else "")
             + f", but {format_bytes(self.total)} of {format_bytes(self.limit_bytes)} are in use "
             f"({format_bytes(missing)} too little)."
-        ]
+        )
+        return self._error(first, nbytes, self.limit_bytes, missing)
+
+    def _error(self, first: str, nbytes: int, limit_bytes: int, missing: int) -> DeviceOutOfMemory:
+        """An error that begins with `first`, goes on with what fills the memory, and ends with a remedy."""
+        lines = [first]
         for kind in sorted(self.by_category(), key=lambda c: -self.by_category()[c]):
             owners = sorted(self.by_owner(kind).items(), key=lambda item: -item[1])
             shown = ", ".join(f"{name or 'micro-batches'} {format_bytes(n)}" for name, n in owners[:4])
             more = f", and {len(owners) - 4} more" if len(owners) > 4 else ""
             lines.append(f"  {kind:<12} {format_bytes(self.by_category()[kind]):>10}  ({shown}{more})")
         lines.append(self.advise(missing))
-        return DeviceOutOfMemory("\n".join(filter(None, lines)), nbytes, self.limit_bytes, self.by_category())
+        return DeviceOutOfMemory("\n".join(filter(None, lines)), nbytes, limit_bytes, self.by_category())
 
 
 def format_bytes(nbytes: int | float) -> str:

@@ -8,15 +8,15 @@ farthest away, so at the turn the last layers of forward are still there when ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from l2l_core.clock import Clock
 from l2l_core.device import Copy, Device, Ticket
-from l2l_core.units import Unit
+from l2l_core.units import Block, Unit
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +29,6 @@ class Slot:
     flat: torch.Tensor  # (numel of the largest layer,)
     unit: Unit | None = None
     ticket: Ticket | None = None
-    buffers: list[torch.Tensor] = field(default_factory=list)
 
 
 class Prefetch:
@@ -43,6 +42,8 @@ class Prefetch:
         clock: of compute, which may have to wait for a load.
         resident: parameters that stay on the device (the shell's) and where; a layer may share one.
         dtype: of the weights on the device; a load casts.
+        source: where a load of a block copies from.
+        visiting: entered for the length of a visit, when the weights are there; brings the layer's buffers.
     """
 
     def __init__(
@@ -54,7 +55,10 @@ class Prefetch:
         clock: Clock,
         resident: Mapping[nn.Parameter, torch.Tensor],
         dtype: torch.dtype = torch.float32,
+        source: Callable[[Block], torch.Tensor] = lambda block: block.master,
+        visiting: Callable[[Unit], AbstractContextManager[object]] = lambda unit: nullcontext(),
     ) -> None:
+        self._source, self._visiting = source, visiting
         self._device, self._ahead, self._load, self._clock, self._resident = device, ahead, load, clock, resident
         self._nbytes = dtype.itemsize * numel * (ahead + 1)
         device.ledger.book("weights", "slots", self._nbytes)
@@ -86,7 +90,8 @@ class Prefetch:
             slot.ticket.wait()
         unit.point(unit.views(slot.flat[: unit.numel]))
         try:
-            yield
+            with self._visiting(unit):
+                yield
         finally:
             homes = [view for block in unit.blocks for view in block.views]
             unit.point([self._resident.get(param, home) for param, home in zip(unit.params, homes, strict=True)])
@@ -124,7 +129,7 @@ class Prefetch:
             slot.ticket.abandon()  # perhaps a load that nobody came for
         slot.unit = unit
         pairs = zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True)
-        slot.ticket = self._load(unit.key, [(target, block.master) for target, block in pairs])
+        slot.ticket = self._load(unit.key, [(target, self._source(block)) for target, block in pairs])
 
     def _next_use(self, slot: Slot) -> int:
         rest = self._plan[self._position :]

@@ -51,7 +51,7 @@ def train_step(
 ) -> list[torch.Tensor]:
     """One step of plain training: accumulate, clip, update, clear. Returns the scaled losses; the random state is kept."""
     python_state = random.getstate()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # all, as `manual_seed` seeds all
         losses = accumulate(model, micro_batches, objective, divisors, seeds)
     random.setstate(python_state)
     if max_grad_norm is not None:

@@ -21,7 +21,7 @@ from l2l_core.ambient import RandomState
 from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, join, rows_of, shares, split
 from l2l_core.checks import check_model, refuse_checkpointing
 from l2l_core.config import RelayConfig
-from l2l_core.cuda import cuda_device
+from l2l_core.cuda import CudaDevice
 from l2l_core.device import Device
 from l2l_core.emulated import EmulatedDevice
 from l2l_core.interrupt import interrupts_wait
@@ -35,6 +35,7 @@ from l2l_core.store import LayerStore, TornStep
 from l2l_core.trace import Trace
 from l2l_core.units import Unit, build_units
 from l2l_core.verify import VerifyReport, compare_step
+from l2l_core.wire import Wires
 
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
@@ -69,7 +70,8 @@ class Relay:
             are views of the masters, so ``state_dict`` and evaluation work as ever.
         optimizer: a factory, called once with all parameters, or a ready torch Optimizer, whose groups and state are
             adopted. Default AdamW with a learning rate of 1e-4.
-        device: "auto" or "cpu" (emulated, without limits), or a Device.
+        device: "auto" (a GPU if PyTorch finds one, else "cpu"), "cpu" (emulated, without limits), "cuda", "cuda:n", or a
+            Device.
         layers: the layers, as modules or dotted names; default `find_layers(model)`.
         loss: ``loss(outputs, batch) -> scalar``; default ``outputs.loss``.
         objective: ``objective(model, micro_batch) -> scalar``, in place of both.
@@ -102,9 +104,10 @@ class Relay:
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
         made, order = make_optimizer(optimizer, model), list(model.parameters())
-        shell, units = build_units(model, {f"L{i:03d}": module for i, module in enumerate(found.values())})
-        self._parts = Parts(model, self.device, self.host, shell, units)
-        self._store = LayerStore(self._parts.units, made, order, self.host)
+        modules = {f"L{i:03d}": module for i, module in enumerate(found.values())}
+        shell, units = build_units(model, modules, self.device.host_empty)
+        self._parts = Parts(model, self.device, self.host, shell, units, Wires(self.device, self.host))
+        self._store = LayerStore(self._parts.units, made, order, self.host, self.device.host_empty)
         self._steps = 0
         self._predicted: Sequence[Unit] = units
         self._metered: tuple[Any, Metered] | None = None  # of the last metered step, and what it depends on
@@ -150,6 +153,7 @@ class Relay:
         if self._closed:
             return
         self._closed = True
+        self._parts.wires.close()
         self._store.close()
         self.device.close()
 
@@ -185,10 +189,12 @@ class Relay:
     def verify(self, batch: Batch) -> VerifyReport:
         """Train one step by relay and in core from the same state, compare, and put everything back as it was.
 
-        The in-core side is float32 in any case, so with ``precision="bf16"`` the report shows what the precision costs.
+        The in-core side runs on the device's kind of hardware: on a GPU, which must have room for the whole model, equal
+        bits are not to be expected, but losses and weights that agree to float32 rounding are. It is float32 in any case,
+        so with ``precision="bf16"`` the report shows what the precision costs.
         """
         micro_batches = self._split(batch)
-        with self._preserved():
+        with self.device.current(), self._preserved():
             return compare_step(
                 model=self.model,
                 store=self._store,
@@ -199,6 +205,7 @@ class Relay:
                 divisors=shares(micro_batches, self._weight),
                 seeds=[self.config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))],
                 max_grad_norm=self.config.max_grad_norm,
+                torch_device=self.device.torch_device,
             )
 
     def save(self, folder: str | Path) -> Path:
@@ -207,7 +214,7 @@ class Relay:
         A crash while saving keeps the previous save. A learning rate scheduler is the user's own: save its `state_dict`
         beside it.
         """
-        with self._exclusive():
+        with self._exclusive(), self.device.current():
             return files.save(Path(folder), self._saved_state())
 
     @classmethod
@@ -238,7 +245,8 @@ class Relay:
         options.setdefault("layers", state.layer_names)
         relay = cls(model, optimizer, **options)
         try:
-            state.restore_into(relay._saved_state())
+            with relay.device.current():
+                state.restore_into(relay._saved_state())
         except BaseException:
             relay.close()
             raise
@@ -269,7 +277,6 @@ class Relay:
         except BaseException as error:
             self._undo_step(put_buffers_back, error)
             raise
-        self.device.settle()
         self._steps += 1
         self._predicted = [visit.unit for visit in loop.visits]
         self._metered = (shape, stage.learned())
@@ -387,7 +394,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def resolve_device(device: str | Device) -> Device:
-    """A device from its name: "auto" and "cpu" (emulated, without limits), or "cuda[:n]".
+    """A device from its name: "auto" (a GPU if there is one), "cpu" (emulated, without limits), or "cuda[:n]".
 
     Raises:
         ValueError: no such device here.
@@ -396,9 +403,11 @@ def resolve_device(device: str | Device) -> Device:
     if isinstance(device, Device):
         return device
     if not isinstance(device, str):
-        raise TypeError(f"device={device!r}: give 'auto', 'cpu', 'cuda' or EmulatedDevice(...)")
-    if device in ("auto", "cpu"):
+        raise TypeError(f"device={device!r}: give 'auto', 'cpu', 'cuda', 'cuda:n' or a Device")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
         return EmulatedDevice()
     if device.split(":")[0] == "cuda":
-        return cuda_device(device)
-    raise ValueError(f"device={device!r} does not exist: give 'auto', 'cpu', 'cuda' or EmulatedDevice(...)")
+        return CudaDevice(device)
+    raise ValueError(f"device={device!r} does not exist: give 'auto', 'cpu', 'cuda', 'cuda:n' or a Device")

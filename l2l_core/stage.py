@@ -6,8 +6,8 @@ an exception anywhere leaves no shadow, no hook, no booked byte and no moved par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from l2l_core.readers import before_reads
 from l2l_core.stash import Stash
 from l2l_core.trace import Trace
 from l2l_core.units import Unit
+from l2l_core.wire import Wires
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -49,6 +50,7 @@ class Parts:
     host: Ledger
     shell: Unit
     layers: Sequence[Unit]
+    wires: Wires
 
     @property
     def units(self) -> list[Unit]:
@@ -107,19 +109,36 @@ class Stage:
 
     def __enter__(self) -> Stage:
         with self._stack:
-            self._set_up()
+            try:
+                self._set_up()
+            except torch.OutOfMemoryError as error:
+                raise self.parts.device.ledger.refused(error) from error
             self._stack = self._stack.pop_all()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        """Take the pass down.
+
+        Raises:
+            DeviceOutOfMemory: in place of the error of the device's own allocator; says what was booked.
+        """
+        ledger = self.parts.device.ledger
+        refused = ledger.refused(error) if isinstance(error, torch.OutOfMemoryError) else None  # while all is booked
         self._stack.close()
+        if refused is not None:
+            raise refused from error
 
     def _set_up(self) -> None:
         parts, enter, later = self.parts, self._stack.enter_context, self._stack.callback
         ledger = parts.device.ledger
         ledger.advise = partial(advise, ledger, self.config, self._dtype.itemsize * parts.slot_numel)
+        enter(parts.device.current())
+        later(parts.device.settle)  # last of all: then nothing is under way, and the trace has every event
+        parts.wires.begin(parts.units, self._dtype)
+        later(parts.wires.end)
         later(RandomState.take().put)
         on_host = self.config.stash == "host"
+        enter(parts.shell.buffers.on(parts.device, "shell buffers"))
         exempt = model_tensors(parts)
         self.stash = Stash(
             parts.device,
@@ -141,7 +160,15 @@ class Stage:
         later(self.meter.close)
         resident = self._load_shell()
         self.prefetch = Prefetch(
-            parts.device, parts.slot_numel, self.config.ahead, self.loads.trickle, self.clock, resident, self._dtype
+            parts.device,
+            parts.slot_numel,
+            self.config.ahead,
+            self.loads.trickle,
+            self.clock,
+            resident,
+            self._dtype,
+            parts.wires.source,
+            self._visiting,
         )
         later(self.prefetch.close)
         self.stash.exempt(slot.flat for slot in self.prefetch.slots)
@@ -162,11 +189,17 @@ class Stage:
         self.stash.exempt([flat])
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         with self.clock.stalled():
-            self.loads(shell.key, [(part, block.master) for part, block in pairs]).wait()
+            self.loads(shell.key, [(part, self.parts.wires.source(block)) for part, block in pairs]).wait()
         views = shell.views(flat)
         self._stack.callback(shell.point, [view for block in shell.blocks for view in block.views])
         shell.point(views)
         return dict(zip(shell.params, views, strict=True))
+
+    @contextmanager
+    def _visiting(self, unit: Unit) -> Iterator[None]:
+        """What a visit needs on the device besides weights: the layer's buffers, which are part of no image."""
+        with unit.buffers.on(self.parts.device, "buffers") as copies, self.stash.exempting(copies):
+            yield
 
     def learned(self) -> Metered:
         """What later passes of the same shape need not find out again."""

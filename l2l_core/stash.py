@@ -161,6 +161,16 @@ class Stash:
         """Storages of these are part of no image either."""
         self._exempt.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
+    @contextmanager
+    def exempting(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Storages of these are part of no image in the block."""
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors} - self._exempt
+        self._exempt |= keys
+        try:
+            yield
+        finally:
+            self._exempt -= keys
+
     def watch_shell_buffers(self, buffers: Iterable[torch.Tensor]) -> None:
         """Buffers of the shell, which micro-batches may only change one after another."""
         self._shell_buffers = {buffer.untyped_storage()._cdata for buffer in buffers}

@@ -70,14 +70,21 @@ class LayerStore:
         optimizer: over the model's parameters; from now on over the masters.
         order: the model's parameters in the model's own order.
         host: gets the bytes booked.
+        empty: makes a float32 host buffer of so many elements for a gradient; a device's `host_empty` copies fast.
     """
 
     def __init__(
-        self, units: Sequence[Unit], optimizer: Optimizer, order: Sequence[nn.Parameter], host: Ledger
+        self,
+        units: Sequence[Unit],
+        optimizer: Optimizer,
+        order: Sequence[nn.Parameter],
+        host: Ledger,
+        empty: Callable[[int], torch.Tensor] = torch.empty,
     ) -> None:
         self.units = list(units)
         self.optimizer = optimizer
         self.host = host
+        self._empty = empty
         self._blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         masters = {
             p: nn.Parameter(v, p.requires_grad) for b in self._blocks for p, v in zip(b.params, b.views, strict=True)
@@ -130,7 +137,7 @@ class LayerStore:
             return buffer
 
     def _new_buffer(self, numel: int) -> torch.Tensor:
-        buffer = torch.empty(numel)
+        buffer = self._empty(numel)
         self.host.book("gradients", "buffers", buffer.nbytes)
         weakref.finalize(buffer, self.host.release, "gradients", "buffers", buffer.nbytes)
         return buffer

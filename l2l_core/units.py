@@ -8,12 +8,13 @@ every one of them, and its gradient is complete only when all have pushed theirs
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from l2l_core.buffers import Buffers
 from l2l_core.flat import Layout
 
 SHELL = "shell"
@@ -34,44 +35,11 @@ class Block:
     shared: bool  # used by several units
     version: int = 0
     views: list[torch.Tensor] = field(default_factory=list)
+    wire: torch.Tensor | None = None  # the master in the type in which it travels; see wire.py
 
     @property
     def nbytes(self) -> int:
         return self.master.nbytes
-
-
-class Buffers:
-    """The buffers of some modules, by place: a module may write into a buffer or put another tensor in its place."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._places = [(module, name) for module in modules for name in module._buffers]
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
-
-    def now(self) -> list[torch.Tensor | None]:
-        """The tensors as they stand."""
-        return [module._buffers[name] for module, name in self._places]
-
-    def copy(self) -> list[torch.Tensor | None]:
-        """Copies of the values."""
-        return [None if buffer is None else buffer.clone() for buffer in self.now()]
-
-    def equal(self, values: Sequence[torch.Tensor | None]) -> bool:
-        """Compared by value: BatchNorm changes its statistics without counting a version."""
-        return all(
-            a is b if a is None or b is None else a.shape == b.shape and torch.equal(a, b)
-            for a, b in zip(self.now(), values, strict=True)
-        )
-
-    def restore(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Put values back, into the same tensors where they still fit."""
-        for (module, name), buffer, value in zip(self._places, self.now(), values, strict=True):
-            if buffer is None or value is None or buffer.shape != value.shape or 0 in buffer.stride():
-                module._buffers[name] = None if value is None else value.clone()
-            else:
-                with torch.no_grad():
-                    buffer.copy_(value)
 
 
 @dataclass(eq=False, slots=True)
@@ -129,12 +97,15 @@ class Unit:
             param.data = view
 
 
-def build_units(model: nn.Module, layers: Mapping[str, nn.Module]) -> tuple[Unit, list[Unit]]:
+def build_units(
+    model: nn.Module, layers: Mapping[str, nn.Module], empty: Callable[[int], torch.Tensor] = torch.empty
+) -> tuple[Unit, list[Unit]]:
     """Move the model's parameters into flat masters and return the shell and the layers.
 
     Args:
         model: any module; its parameters keep their identity, their data become views of the masters.
         layers: permanent key -> module, in stack order.
+        empty: makes a float32 host buffer of so many elements; a device's `host_empty` copies fast.
 
     Raises:
         ValueError: a parameter that is not a dense float32 tensor on the CPU.
@@ -152,13 +123,14 @@ def build_units(model: nn.Module, layers: Mapping[str, nn.Module]) -> tuple[Unit
         for _, _, param in held:
             if key not in users[param]:
                 users[param].append(key)
-    shared = {p: _make_block(f"shared:{names[p]}", [p], names, True) for p, keys in users.items() if len(keys) > 1}
+    several = [param for param, keys in users.items() if len(keys) > 1]
+    shared = {param: _make_block(f"shared:{names[param]}", [param], names, True, empty) for param in several}
 
     units = []
     for key, held in owners.items():
         params = list(dict.fromkeys(param for _, _, param in held))
         own = [param for param in params if param not in shared]
-        blocks = [_make_block(key, own, names, False)] if own else []
+        blocks = [_make_block(key, own, names, False, empty)] if own else []
         blocks += [shared[param] for param in params if param in shared]
         module = layers.get(key, model)
         name = module_names[module] if key != SHELL else SHELL
@@ -184,9 +156,15 @@ def _check_parameters(names: Mapping[nn.Parameter, str]) -> None:
             )
 
 
-def _make_block(key: str, params: list[nn.Parameter], names: Mapping[nn.Parameter, str], shared: bool) -> Block:
+def _make_block(
+    key: str,
+    params: list[nn.Parameter],
+    names: Mapping[nn.Parameter, str],
+    shared: bool,
+    empty: Callable[[int], torch.Tensor],
+) -> Block:
     layout = Layout.of(params)
-    master = torch.zeros(layout.numel)
+    master = empty(layout.numel).zero_()
     views = layout.views(master)
     for param, view in zip(params, views, strict=True):
         view.copy_(param.detach())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from l2l_core.reference import train_step
 from l2l_core.store import LayerStore
@@ -62,14 +63,22 @@ def compare_step(
     divisors: Sequence[float],
     seeds: Sequence[int],
     max_grad_norm: float | None,
+    torch_device: torch.device,
 ) -> VerifyReport:
-    """Run the step on a copy in core, then by relay, and compare losses and weights."""
+    """Run the step on a copy in core, on `torch_device`, then by relay, and compare losses and weights."""
     twin = copy.deepcopy(model)
     optimizer = store.plain_optimizer(list(twin.parameters()), model)
-    losses = train_step(twin, optimizer, micro_batches, objective, divisors, seeds, max_grad_norm)
-    reference_loss = float(sum(losses))
-    result = relay_step()
+    parts = micro_batches
     counterpart = dict(zip(model.parameters(), twin.parameters(), strict=True))
+    if torch_device.type != "cpu":
+        twin.to(torch_device)
+        optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
+        parts = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch_device), list(micro_batches))
+    losses = train_step(twin, optimizer, parts, objective, divisors, seeds, max_grad_norm)
+    reference_loss = float(sum(losses))
+    twin.cpu()  # before the relay needs the room
+    del optimizer, losses, parts
+    result = relay_step()
     rows = tuple(_row(unit, counterpart, _visits(result.trace)) for unit in units)
     return VerifyReport(
         equal=result.loss == reference_loss and all(row.equal for row in rows),
