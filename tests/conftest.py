@@ -23,3 +23,10 @@ def fixed_seed() -> None:
 def one_thread() -> None:
     """The models are so small that a second thread costs more than it does."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_unless_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that expect equal bits run on the emulated device, also where "auto" would find a GPU."""
+    if not request.node.get_closest_marker("cuda"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
