@@ -107,7 +107,8 @@ class Relay:
         modules = {f"L{i:03d}": module for i, module in enumerate(found.values())}
         shell, units = build_units(model, modules, self.device.host_empty)
         self._parts = Parts(model, self.device, self.host, shell, units, Wires(self.device, self.host))
-        self._store = LayerStore(self._parts.units, made, order, self.host, self.device.host_empty)
+        cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
+        self._store = LayerStore(self._parts.units, made, order, self.host, self.device.host_empty, cores)
         self._steps = 0
         self._predicted: Sequence[Unit] = units
         self._metered: tuple[Any, Metered] | None = None  # of the last metered step, and what it depends on

@@ -71,6 +71,7 @@ class LayerStore:
         order: the model's parameters in the model's own order.
         host: gets the bytes booked.
         empty: makes a float32 host buffer of so many elements for a gradient; a device's `host_empty` copies fast.
+        cores: for reducing and updating. One where compute is on the CPU too; most of them beside a GPU.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class LayerStore:
         order: Sequence[nn.Parameter],
         host: Ledger,
         empty: Callable[[int], torch.Tensor] = torch.empty,
+        cores: int = 1,
     ) -> None:
         self.units = list(units)
         self.optimizer = optimizer
@@ -95,7 +97,7 @@ class LayerStore:
             block: _Master(own := [masters[p] for p in block.params], slice_of(optimizer, own))
             for block in self._blocks
         }
-        self._thread = serial_thread("eps")
+        self._thread = serial_thread("eps", cores)
         self._room = threading.Condition()
         self._under_way: set[int] = set()
         self._order = {param: index for index, param in enumerate(order)}
