@@ -27,8 +27,12 @@ class Clock:
         """Open an event."""
         assert self._stop is None, f"{kind} of {layer} begins within {self._what}"
         self._what = kind, layer, k, visit
-        t0, add = self._trace.began_s, self._trace.add
-        self._stop = self._device.start(lambda a, b: add(Event("compute", kind, a - t0, b - t0, layer, k, visit=visit)))
+        t0, add, stalled_s = self._trace.began_s, self._trace.add, self._stalled_s
+        self._stalled_s = 0.0
+        self._stop = self._device.start(
+            lambda a, b: add(Event("compute", kind, a - t0, b - t0, layer, k, 0, visit, stalled_s)),
+            f"{kind} {layer} k={k}",
+        )
 
     def stop(self) -> None:
         """End the open event, if there is one."""

@@ -52,8 +52,8 @@ def test_a_slow_link_changes_no_bit(kind: Kind, stash: str, ahead: int, micro_ba
         assert_equal([pair.step(kind.make_batch(micro_batches + 3, seed)) for seed in range(3)])
 
 
-@pytest.mark.parametrize("lane", ["h2d", "d2h"])
-def test_a_missing_wait_would_be_noticed(lane: str) -> None:
+@pytest.mark.parametrize("hasty", ["h2d", "d2h"])
+def test_a_missing_wait_would_be_noticed(hasty: str) -> None:
     """The test above can fail: without the waits of one lane it does."""
 
     class Hasty:
@@ -68,9 +68,9 @@ def test_a_missing_wait_would_be_noticed(lane: str) -> None:
             pass
 
     class Careless(SlowLink):
-        def issue(self, name: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None) -> Ticket:
-            ticket = super().issue(name, copies, record, after)
-            return Hasty(ticket) if name == lane else ticket  # type: ignore[return-value]
+        def issue(self, lane: str, *args: Any, **options: Any) -> Ticket:
+            ticket = super().issue(lane, *args, **options)
+            return Hasty(ticket) if lane == hasty else ticket  # type: ignore[return-value]
 
     kind = BY_NAME["chain"]
     with both(kind, RelayConfig(micro_batches=3), device=Careless(5e-3)) as pair:
@@ -282,9 +282,9 @@ class Recorder(EmulatedDevice):
         super().__init__()
         self.issued: list[tuple[str, int]] = []
 
-    def issue(self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None) -> Ticket:
+    def issue(self, lane: str, copies: Sequence[Copy], *args: Any, **options: Any) -> Ticket:
         self.issued.append((lane, sum(target.nbytes for target, _ in copies)))
-        return super().issue(lane, copies, record, after)
+        return super().issue(lane, copies, *args, **options)
 
 
 @pytest.fixture
