@@ -82,14 +82,15 @@ class Gradient:
             handle.remove()
         self._handles = []
 
-    def flush(self, k: int, store: LayerStore, push: Link) -> None:
-        """Push what micro-batch `k` has just added to blocks whose micro-batches are kept apart."""
+    def flush(self, k: int, visit: int, store: LayerStore, push: Link) -> None:
+        """Push what micro-batch `k` has just added, in `visit`, to blocks whose micro-batches are kept apart."""
         for block, grad, covers, start in self._parts():
             if self.apart(block) and any(covers):
                 host = store.buffer(grad.numel())
                 pairs = zip(block.layout.views(host), block.layout.views(grad), covers, strict=True)
-                ticket = push(self.unit.key, [(target, source) for target, source, has in pairs if has], k)
-                store.reduce_part(self.unit, block, k, host, covers, ticket)
+                ticket = push(self.unit.key, [(target, source) for target, source, has in pairs if has], k, visit)
+                with self._buffer.clock.stalled():
+                    store.reduce_part(self.unit, block, k, host, covers, ticket)
                 self._buffer.leaving.append(ticket)
                 self.touched[start : start + len(covers)] = [False] * len(covers)
 
@@ -99,11 +100,11 @@ class Gradient:
         push.lane.flush()
         for block, grad, covers, _ in self._parts():
             if not self.apart(block) and any(covers):
-                with self._buffer.clock.stalled():
+                with self._buffer.clock.stalled():  # until there is room, and without overlap until all is done
                     host = store.buffer(grad.numel(), bounded=True)
-                ticket = push.trickle(self.unit.key, [(host, grad)])
-                self._buffer.leaving.append(ticket)
-                store.reduce(self.unit, block, host, covers, ticket)
+                    ticket = push.trickle(self.unit.key, [(host, grad)])
+                    self._buffer.leaving.append(ticket)
+                    store.reduce(self.unit, block, host, covers, ticket)
 
     def _parts(self) -> list[tuple[Block, torch.Tensor, tuple[bool, ...], int]]:
         parts, start = [], 0

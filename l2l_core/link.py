@@ -125,10 +125,10 @@ class Link:
         self.lane, self.kind = lane, kind
         self.nbytes = 0
 
-    def __call__(self, layer: str, copies: Sequence[Copy], k: int = -1) -> Ticket:
-        """Start copies that belong to `layer` and micro-batch `k`."""
+    def __call__(self, layer: str, copies: Sequence[Copy], k: int = -1, visit: int = -1) -> Ticket:
+        """Start copies that belong to `layer`, and to micro-batch `k` in `visit`."""
         self.nbytes += sum(target.nbytes for target, _ in copies)
-        return self.lane.send(self.kind, layer, copies, k)
+        return self.lane.send(self.kind, layer, copies, k, visit)
 
     def trickle(self, layer: str, copies: Sequence[Copy]) -> Ticket:
         """Start copies of flat tensors that belong to `layer` and may take a visit's time."""

@@ -93,16 +93,16 @@ class Loop:
         waiting = self._waiting_for(visit.unit)
         for forward, following in zip_longest(waiting, waiting[1:]):
             if following is None:
-                yield forward, self._after(visit)
+                yield forward, self._after(visit, forward)
             else:
                 assert following.waiting is not None
                 following.waiting.visit = visit.index
                 yield forward, following.waiting
 
-    def _after(self, visit: Visit) -> Call | None:
-        """The first call of the next visit, as far as is known now."""
+    def _after(self, visit: Visit, last: Forward) -> Call | None:
+        """The first call of the next visit, as far as is known before `last` has had its turn in this one."""
         for forward in self.forwards:
-            if forward.waiting is not None and forward.waiting.unit is not visit.unit:
+            if forward.waiting is not None and forward is not last:
                 forward.waiting.visit = visit.index + 1
                 return forward.waiting
         return None
@@ -214,13 +214,13 @@ class TrainLoop(Loop):
         """Numbers of visits go on in backward: the last layer's is V, the first one's 2V - 1."""
         return 2 * len(self.visits) - 1 - visit.index
 
-    def _after(self, visit: Visit) -> Call | None:
-        if (call := super()._after(visit)) is not None:
+    def _after(self, visit: Visit, last: Forward) -> Call | None:
+        if (call := super()._after(visit, last)) is not None or not self._is_last(visit):
             return call
-        for earlier in reversed(self.visits[: visit.index]):  # the turn
-            if earlier.calls:
-                earlier.calls[0].visit = self._number_of_backward(earlier)
-                return earlier.calls[0]
+        for turned in reversed(self.visits):
+            if turned.calls:
+                turned.calls[0].visit = self._number_of_backward(turned)
+                return turned.calls[0]
         return None
 
     def _is_last(self, visit: Visit) -> bool:
@@ -235,7 +235,7 @@ class TrainLoop(Loop):
             self._push_gradient(visit)
         else:  # it was not the last visit after all: what it gave so far comes before the rest, in order of k
             self._parted.add(visit.unit.key)
-            self._flush(-1, visit.gradient)
+            self._flush(-1, visit.index, visit.gradient)
             visit.gradient.stop()
             visit.gradient = None
 
@@ -268,7 +268,7 @@ class TrainLoop(Loop):
         self._losses.append(loss.detach().clone())
         del loss, tail, reached
         stop()
-        self._flush(k, None)
+        self._flush(k, visit.index if visit is not None else -1, None)
         last = forward.calls[-1] if forward.calls else None
         if visit is not None and last is not None and last.kept is not None:
             self._backward(last, visit)
@@ -300,7 +300,7 @@ class TrainLoop(Loop):
         call.backward(self.run)
         call.release()
         visit.calls.remove(call)
-        self._flush(call.k, visit.gradient)
+        self._flush(call.k, call.visit, visit.gradient)
 
     def _is_apart(self, block: Block) -> bool:
         """Whether several visits or segments contribute to a block, so that its micro-batches are kept apart."""
@@ -310,10 +310,10 @@ class TrainLoop(Loop):
             return self._shell_apart
         return self._visits_of[block.key] > 1 or block.key in self._parted
 
-    def _flush(self, k: int, gradient: Gradient | None) -> None:
+    def _flush(self, k: int, visit: int, gradient: Gradient | None) -> None:
         for each in (self._shell, gradient):
             if each is not None:
-                each.flush(k, self._store, self._push)
+                each.flush(k, visit, self._store, self._push)
 
     def _push_gradient(self, visit: Visit) -> None:
         if visit.gradient is None:

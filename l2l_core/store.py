@@ -30,7 +30,7 @@ from l2l_core.optimizers import fire_hooks, over, replace_params, slice_of, sync
 from l2l_core.trace import Event, Trace
 from l2l_core.units import Block, Unit
 
-_MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
+MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
 
 GradientPiece = tuple[torch.Tensor, tuple[bool, ...]]  # flat gradient (numel,), which parameters it covers
 
@@ -131,7 +131,7 @@ class LayerStore:
         """
         with self._room:
             if bounded and self._config.update == "eager":
-                self._room.wait_for(lambda: len(self._under_way) < _MAX_UNDER_WAY or self._failed)
+                self._room.wait_for(lambda: len(self._under_way) < MAX_UNDER_WAY or self._failed)
             free = self._pool.setdefault(numel, [])
             buffer = free.pop() if free else self._new_buffer(numel)
             if bounded:
@@ -150,8 +150,10 @@ class LayerStore:
 
         def work() -> None:
             pushed.join()
+            start_s = time.perf_counter()
             self._check_finite(unit, block, (grad, touched))
             self._whole[block] = (grad, touched)
+            self._record("reduce", block, start_s)
             if eager:
                 self._update(block)
 
@@ -164,8 +166,8 @@ class LayerStore:
 
         def work() -> None:
             pushed.join()
-            self._check_finite(unit, block, (grad, touched))
             start_s = time.perf_counter()
+            self._check_finite(unit, block, (grad, touched))
             parts = self._apart.setdefault(block, {})
             parts[k] = self._add(block, parts.get(k), (grad, touched))
             self._record("reduce", block, start_s, k)
@@ -309,12 +311,15 @@ class LayerStore:
         self._record("update", block, start_s)
 
     def _clip(self) -> None:
+        start_s = time.perf_counter()
         for block, (grad, touched) in self._whole.items():
             for param, view, has in zip(self._masters[block].params, block.layout.views(grad), touched, strict=True):
                 param.grad = view if has else None
         assert self._config.max_grad_norm is not None
         in_order = sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
         nn.utils.clip_grad_norm_(in_order, self._config.max_grad_norm)
+        t0, nbytes = self._trace.began_s, sum(grad.nbytes for grad, _ in self._whole.values())
+        self._trace.add(Event("eps", "clip", start_s - t0, time.perf_counter() - t0, nbytes=nbytes))
 
     def _give_back(self, grad: torch.Tensor) -> None:
         with self._room:

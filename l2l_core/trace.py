@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +96,14 @@ class Trace:
         self._samples: list[MemorySample] = []
         self._last_sample: dict[str, Mapping[str, int]] = {}
         self._sampling = threading.Lock()
+
+    @classmethod
+    def of(cls, events: Iterable[Event], memory: Iterable[MemorySample], **header: Any) -> Trace:
+        """A trace of what is known already, in order of arrival; `header` is the constructor's."""
+        trace = cls(**header)
+        trace._events.extend(events)
+        trace._samples.extend(memory)
+        return trace
 
     # ---- written while the step runs ---------------------------------------------------------------------------
 
