@@ -18,9 +18,10 @@ from itertools import pairwise
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.cost import COPY_LANES, SHELL, CopySpeed, Job, Memory, Profile, Stay, Turn
+from l2l_core.cost import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, Turn
 from l2l_core.device import Device
 from l2l_core.link import cuts
+from l2l_core.profile import Profile
 from l2l_core.store import MAX_UNDER_WAY
 from l2l_core.trace import Event, MemorySample, Trace
 

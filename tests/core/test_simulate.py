@@ -14,7 +14,7 @@ from oracle import both
 from test_memory import Chain, chain_batch, squared_error
 from zoo import BY_NAME, Kind
 
-from l2l_core import EmulatedDevice, Machine, Profile, Relay, RelayConfig, Trace, simulate
+from l2l_core import EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
 
 KINDS = (
     "chain", "gpt2", "gpt2_untied", "bert", "t5", "whisper", "qwen3_moe", "albert", "resnet", "unet", "lstm_stack",
@@ -163,8 +163,8 @@ MACHINE = Machine(flops_per_s=1e9, update_params_per_s=1e6, h2d_bytes_per_s=1e6,
 
 
 def formula(depth: int = 4, params: int = 1000, **options: Any) -> Profile:
-    settings = {"tokens": 500, "boundary_bytes": 100, "micro_batches": 2} | options
-    return Profile.of_shapes([params] * depth, 10, settings.pop("machine", MACHINE), **settings)
+    sizes = {"tokens": 500, "boundary_bytes": 100, "micro_batches": 2} | options
+    return Profile.of_shapes(Shapes(layer_params=[params] * depth, shell_params=10, **sizes), MACHINE)
 
 
 def test_compute_by_formula_is_eight_operations_per_token_and_parameter() -> None:
@@ -224,6 +224,8 @@ def test_beyond_20000_events_micro_batches_count_as_one(stash: str) -> None:
 def test_shapes_that_make_no_relay_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one layer"):
         formula(depth=0)
+    with pytest.raises(ValueError, match="tokens=0"):
+        formula(tokens=0)
     with pytest.raises(ValueError, match="flops_per_s=0"):
         Machine(0, 1, 1, 1)
 
