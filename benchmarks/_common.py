@@ -1,4 +1,4 @@
-"""What the benchmarks share: both sides in turn, medians and ratios, the hardware named, results as JSON."""
+"""What the benchmarks share: both sides in turn, medians and ratios, the model, the hardware named, a table and JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,52 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+VOCABULARY = 256
+
+
+def make_gpt2(layers: int, width: int, length: int, dropout: float = 0.1) -> GPT2LMHeadModel:
+    """A GPT-2 with heads of 64 and a byte vocabulary, so that the blocks are what is measured."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=width,
+        n_layer=layers,
+        n_head=max(1, width // 64),
+        n_positions=length,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what transformers falls back to anyway, with a warning
+    return model.train()
+
+
+def make_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Random bytes to predict: (rows, length)."""
+    tokens = torch.randint(VOCABULARY, (rows, length))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute on `count` cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def hardware() -> str:
@@ -28,6 +69,11 @@ def hardware() -> str:
     return f"{model}, {os.cpu_count()} cores, {memory_gb:.0f} GB{gpu}, torch {torch.__version__}"
 
 
+def load() -> float:
+    """Processes that wanted to run in the last minute: what is much above our own threads is other people's work."""
+    return os.getloadavg()[0]
+
+
 def alternate(sides: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
     """Seconds of each side, measured in turn so that drift of the machine meets all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -40,10 +86,15 @@ def alternate(sides: Mapping[str, Callable[[], Any]], rounds: int, warmup: int =
     return seconds
 
 
-def ratio(seconds: Mapping[str, list[float]], side: str, over: str) -> dict[str, float]:
+def ratio(values: Mapping[str, list[float]], side: str, over: str) -> dict[str, float]:
     """Pairwise ratio of two sides: median, smallest, largest."""
-    pairs = [a / b for a, b in zip(seconds[side], seconds[over], strict=True)]
-    return {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)}
+    return spread(a / b for a, b in zip(values[side], values[over], strict=True))
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, smallest, largest."""
+    kept = list(values)
+    return {"median": statistics.median(kept), "min": min(kept), "max": max(kept)}
 
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
@@ -51,10 +102,19 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def show(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table in Markdown; floats with four digits."""
+    cells = [list(header)] + [[f"{x:,.4g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    cells.insert(1, ["-" * width for width in widths])
+    print("\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells), end="\n\n", flush=True)
+
+
 def report(name: str, results: Mapping[str, Any]) -> None:
-    """Print results with the hardware, and keep them as JSON under out/benchmarks."""
+    """Keep results as JSON under out/benchmarks, with the hardware and the machine's load; say where."""
     out = Path("out/benchmarks")
     out.mkdir(parents=True, exist_ok=True)
-    record = {"benchmark": name, "hardware": hardware(), **results}
-    (out / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record, indent=2))
+    record = {"benchmark": name, "hardware": hardware(), "load": load(), **results}
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"{record['hardware']}, load {record['load']:.1f}; {path}")
