@@ -18,8 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 VOCABULARY = 256
 
 
-def make_gpt2(layers: int, width: int, length: int, dropout: float = 0.1) -> GPT2LMHeadModel:
-    """A GPT-2 with heads of 64 and a byte vocabulary, so that the blocks are what is measured."""
+def make_gpt2(layers: int, width: int, length: int, dropout: float = 0.1, **settings: Any) -> GPT2LMHeadModel:
+    """A GPT-2 with heads of 64 and a byte vocabulary, so that the blocks are what is measured; `settings` of its config."""
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=width,
@@ -31,6 +31,7 @@ def make_gpt2(layers: int, width: int, length: int, dropout: float = 0.1) -> GPT
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,
+        **settings,
     )
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)

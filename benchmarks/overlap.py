@@ -23,33 +23,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from _common import alternate, report
-from transformers import GPT2Config, GPT2LMHeadModel
+from _common import alternate, make_batch, make_gpt2, report, spread
+from _common import show as table
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, StepResult
 from l2l_core.roofline import PHASES, Roofline, roofline
 
-VOCABULARY = 256
 SHARES = (0.5, 0.9)  # of compute, taken by copies
 FREE = "free"
 GAIN = "gain / roofline's gain"
 LANES = ("h2d", "d2h")
-
-
-def make_model(layers: int, width: int, length: int) -> GPT2LMHeadModel:
-    """A GPT-2 whose blocks are nearly all of it. Tied embeddings would be pushed once per micro-batch."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=width,
-        n_layer=layers,
-        n_head=width // 64,
-        n_positions=length,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
-    return GPT2LMHeadModel(config).train()
 
 
 class Side:
@@ -77,12 +60,6 @@ def slowest_link(free: Iterable[StepResult], share: float) -> dict[str, float]:
         )
         figures[f"{lane}_bytes_per_s"] = max(rates)
     return figures
-
-
-def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, smallest, largest."""
-    values = list(values)
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def compare(ahead: Side, serial: Side, link: str, figures: Mapping[str, float]) -> dict[str, Any]:
@@ -160,35 +137,22 @@ def phases(steps: list[StepResult], lines: list[Roofline]) -> dict[str, dict[str
 
 def show(results: Mapping[str, Mapping[str, Any]]) -> None:
     """The results as a table and sentences."""
-    row = "{:<20} {:>9} {:>9} {:>9} {:>16} {:>16} {:>11} {:>8} {:>8} {:>8}"
-    print(
-        row.format(
-            "stash, link",
-            "ahead=1",
-            "ahead=0",
-            "roofline",
-            "step/roofline",
-            "gain/possible",
-            "own compute",
-            "overlap",
-            *LANES,
-        )
-    )
+    header = ["stash, link", "ahead=1 s", "ahead=0 s", "roofline s", "step/roofline", "gain/possible", "own compute"]
+    rows = []
     for name, one in results.items():
         ratio, gain, own = one["step / roofline"], one[GAIN], one["own compute"]
-        print(
-            row.format(
+        seconds = (one["step_s"]["ahead=1"], one["step_s"]["ahead=0"], one["roofline_s"])
+        rows.append(
+            [
                 name,
-                f"{one['step_s']['ahead=1']['median']:.3f} s",
-                f"{one['step_s']['ahead=0']['median']:.3f} s",
-                f"{one['roofline_s']['median']:.3f} s",
-                f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})",
-                f"{gain['median']:.2f} ({gain['min']:.2f}-{gain['max']:.2f})",
+                *(value["median"] for value in seconds),
+                *(f"{r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})" for r in (ratio, gain)),
                 f"{own['step / roofline']['median']:.2f}, {own[GAIN]['median']:.2f}",
                 f"{one['overlap']['ahead=1']:.1%}",
-                *(f"{one['exposed_s'][lane]:.3f} s" for lane in LANES),
-            )
+                *(one["exposed_s"][lane] for lane in LANES),
+            ]
         )
+    table([*header, "overlap", *(f"{lane} exposed s" for lane in LANES)], rows)
     for name, one in results.items():
         for side, sentences in one["bound_by"].items():
             print(f"\n{name}, {side}")
@@ -209,8 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    tokens = torch.randint(VOCABULARY, (args.rows * args.micro_batches, args.length))
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = make_batch(args.rows * args.micro_batches, args.length)
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     sides: dict[tuple[str, int], Side] = {}
     runs: dict[str, Callable[[], None]] = {}
@@ -220,7 +183,8 @@ def main() -> None:
             for ahead in (1, 0):
                 device = EmulatedDevice()
                 config = RelayConfig(micro_batches=args.micro_batches, stash=stash, ahead=ahead)
-                model = make_model(args.layers, args.width, args.length)
+                # tied embeddings would be pushed once per micro-batch
+                model = make_gpt2(args.layers, args.width, args.length, tie_word_embeddings=False)
                 relay = stack.enter_context(Relay(model, optimizer, device, config=config))
                 side = sides[stash, ahead] = Side(relay, device, batch)
                 for _ in range(4):  # the first one is metered, the second still warms up
