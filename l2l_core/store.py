@@ -201,8 +201,8 @@ class LayerStore:
 
     def wait(self) -> None:
         """Wait for the work submitted so far; the first error is raised, the rest of the work was skipped."""
-        jobs, self._jobs = self._jobs, []
-        errors = [error for job in jobs if (error := job.exception()) is not None]
+        errors = [error for job in self._jobs if (error := job.exception()) is not None]
+        self._jobs = []  # only now: whoever interrupts the wait finds them there, and waits for them before it undoes any
         if errors:
             raise errors[0]
 

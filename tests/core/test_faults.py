@@ -366,6 +366,25 @@ def test_a_second_ctrl_c_does_not_wait(make_relay: Any) -> None:
     check_clean(relay)
 
 
+def test_an_interrupt_during_deferred_updates_undoes_those_under_way_too(make_relay: Any) -> None:
+    relay = make_relay(update="deferred")
+    before, calls = state_of(relay), iter(range(1 << 30))
+
+    def press_twice() -> None:
+        if next(calls) == 1:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)  # the old step is being restored, and this update still to come
+
+    Optimizer.trap = staticmethod(press_twice)
+    with pytest.raises(KeyboardInterrupt):
+        relay.step(batch(1))
+    time.sleep(0.1)
+    Optimizer.trap = staticmethod(lambda: None)
+    assert not changed(before, state_of(relay))
+    check_clean(relay)
+
+
 def test_no_thread_outlives_close(make_relay: Any) -> None:
     before = set(threading.enumerate())
     relay = make_relay(stash="host")
