@@ -41,8 +41,9 @@ NOBODY = -1
 class _Held:
     """One storage.
 
-    Invariant: its bytes are on the device (`resident`) or its host copy is up to date. On the device they are booked by
-    themselves (`counted`), or covered by the ring, or are activations that a profile includes.
+    Invariant: its bytes are on the device (`resident`), all of them, or its host copy is up to date; so an exception may
+    come at any moment. On the device they are booked by themselves (`counted`), or covered by the ring, or are activations
+    that a profile includes.
     """
 
     key: int
@@ -285,22 +286,22 @@ class Stash:
         """Let a micro-batch at work have these storages: at once, or when they have arrived."""
         for _, h in wanted:
             self._leaving.pop(h.key, None)
-        coming = [h for _, h in wanted if self._arriving.pop(h.key, None) is not None and h.covered]
+        coming = [h for _, h in wanted if self._arriving.pop(h.key, None) is not None and not h.resident]
         for _, h in wanted:
             h.covered, h.exact = False, h.exact or h.host is not None
             self._count(h)
-        away = [(s, h) for s, h in wanted if not h.resident]
+        away = [(s, h) for s, h in wanted if not h.resident and h not in coming]
         self._bring(away, k, layer, visit)
         coming += [h for _, h in away]
         if coming:
             with self._clock.stalled():
                 for h in coming:
                     h.ticket.wait()  # type: ignore[union-attr]
+                    h.resident = True
 
     def _bring(self, away: Sequence[_Moving], k: int, layer: str, visit: int) -> None:
         for storage, h in away:
             storage.resize_(h.nbytes)
-            h.resident = True
         self._transfer(self._h2d, "fetch", [(h, _bytes_of(s), h.host) for s, h in away], k, layer, visit)  # type: ignore[misc]
 
     def _transfer(
@@ -322,8 +323,8 @@ class Stash:
         if held.ticket is not None:  # nothing is emptied while a copy still reads or writes it
             with self._clock.stalled():
                 held.ticket.wait()
-        storage.resize_(0)
         held.resident, held.covered, held.ticket = False, False, None
+        storage.resize_(0)
 
     def _drop_leaving(self) -> None:
         for storage, held in self._leaving.values():
@@ -361,13 +362,9 @@ class Stash:
         for held in list(self._held.values()):
             if held.ticket is not None:
                 held.ticket.abandon()
-                held.ticket = None
-            storage, stays = held.ref(), held.key in self._leaving
-            if storage is not None and not stays and (held.covered or not held.resident):
+            if not held.resident and (storage := held.ref()) is not None:
                 storage.resize_(held.nbytes)
                 _bytes_of(storage).copy_(held.host)  # type: ignore[arg-type]
-                held.resident = True
-            held.covered = False
             self._forget(held.key)
         self._leaving.clear()
         self._arriving.clear()

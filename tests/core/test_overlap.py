@@ -272,6 +272,65 @@ def test_a_copy_that_fails_ends_the_step_and_the_relay_goes_on(lane: str, stash:
     assert threading.active_count() <= threads
 
 
+class Interrupted(EmulatedDevice):
+    """Somebody presses Ctrl-C while compute waits for a copy: the n-th time, for whatever n."""
+
+    left = -1
+
+    def issue(self, lane: str, *args: Any, **options: Any) -> Ticket:
+        ticket = super().issue(lane, *args, **options)
+        wait = ticket.wait
+
+        def interrupted() -> None:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+            wait()
+
+        ticket.wait = interrupted  # type: ignore[method-assign]
+        return ticket
+
+
+class Frail(EmulatedDevice):
+    """The n-th load or fetch fails."""
+
+    left = -1
+
+    def _run(self, lane: str, *args: Any) -> None:
+        self.left -= lane == "h2d"
+        if self.left == 0:
+            raise OSError("the cable is loose")
+        super()._run(lane, *args)
+
+
+@pytest.mark.parametrize("make_device", [Interrupted, Frail])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_tensors_that_outlive_a_failed_step_keep_their_values(make_device: Callable[[], Any], ahead: int) -> None:
+    """Reading an emptied storage would crash the process."""
+    kind, device, kept = BY_NAME["chain"], make_device(), []
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        kept.append((output, output.detach().clone()))
+
+    with both(kind, RelayConfig(micro_batches=3, ahead=ahead, stash="host", update="deferred"), device=device) as pair:
+        for unit in pair.relay.stack:
+            unit.module.register_forward_hook(keep)
+        batch = kind.make_batch(6, 0)
+        pair.step(batch)
+        for nth in range(1, 200):
+            kept.clear()
+            device.left = nth
+            try:
+                pair.relay.step(batch)
+            except (KeyboardInterrupt, OSError):
+                pass
+            else:
+                break
+            assert all(output.untyped_storage().nbytes() == value.nbytes for output, value in kept), nth
+            assert all(torch.equal(output.detach(), value) for output, value in kept), nth
+        assert nth > 30
+
+
 # -- lanes -----------------------------------------------------------------------------------------------------------
 
 
