@@ -86,7 +86,8 @@ class _Trickle:
 
     def send_one(self) -> bool:
         """Send the next piece; whether it was the last one."""
-        self._tickets.append(self._lane.send(self._kind, self._layer, self._pieces.popleft()))
+        self._tickets.append(self._lane.send(self._kind, self._layer, self._pieces[0]))
+        self._pieces.popleft()  # only now: if it could not be sent, whoever waits is told so
         if not self._pieces:
             self._all_sent.set()
         return not self._pieces

@@ -426,3 +426,21 @@ def test_a_trickle_that_is_given_up_frees_who_waits_for_it(recorder: Recorder) -
     assert "given up" in str(errors[0])
     lane.flush()
     assert len(recorder.issued) == 1
+
+
+def test_a_piece_that_cannot_be_sent_is_missed(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may take a gradient for complete whose last piece was never sent."""
+
+    def refuse(*args: Any, **options: Any) -> Ticket:
+        raise OSError("no")
+
+    lane = Lane(recorder, Trace(), "d2h", 2)
+    ticket = lane.trickle("push", "L000", flat(100_000))
+    thread, errors = in_thread(ticket.join)
+    monkeypatch.setattr(recorder, "issue", refuse)
+    with pytest.raises(OSError, match="no"):
+        lane.flush()
+    ticket.abandon()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert "given up" in str(errors)
