@@ -101,11 +101,12 @@ class Loop:
 
     def _after(self, visit: Visit, last: Forward) -> Call | None:
         """The first call of the next visit, as far as is known before `last` has had its turn in this one."""
-        for forward in self.forwards:
-            if forward.waiting is not None and forward is not last:
-                forward.waiting.visit = visit.index + 1
-                return forward.waiting
-        return None
+        if (unit := self._next_unit(besides=last)) is None:
+            return None
+        call = next(forward.waiting for forward in self._waiting_for(unit) if forward is not last)
+        assert call is not None
+        call.visit = visit.index + 1
+        return call
 
     def _relay(self, call: Call, after: Call | None) -> None:
         """What `call` needs is on the device, and what comes `after` it begins to arrive."""
@@ -123,11 +124,11 @@ class Loop:
     def _waiting_for(self, unit: Unit) -> list[Forward]:
         return [f for f in self.forwards if f.waiting is not None and f.waiting.unit is unit]
 
-    def _next_unit(self) -> Unit | None:
+    def _next_unit(self, besides: Forward | None = None) -> Unit | None:
         """The layer that the least advanced micro-batches wait for, so that the others can gather."""
         waiting = {}
         for forward in self.forwards:
-            if forward.waiting is not None:
+            if forward.waiting is not None and forward is not besides:
                 unit = forward.waiting.unit
                 waiting[unit] = min(waiting.get(unit, (1 << 60, 0)), self._progress(forward, unit))
         return min(waiting, key=waiting.__getitem__, default=None)

@@ -145,6 +145,15 @@ def test_stash_leaves_and_arrives_while_another_micro_batch_computes() -> None:
     assert any(forward[0].stop_s <= event.start_s < forward[1].stop_s for event in left)
 
 
+def test_a_single_micro_batch_fetches_nothing_before_the_turn() -> None:
+    """And what it fetches then has the number of the visit that it is for."""
+    trace = trace_of(stash="host", micro_batches=1)
+    turn = events_of(trace, "forward", "L003")[0].start_s
+    fetched = [event for event in trace.events if event.kind == "fetch" and event.layer != "shell"]
+    assert {(event.layer, event.visit) for event in fetched} <= {("L002", 5), ("L001", 6), ("L000", 7)}
+    assert all(event.start_s >= turn for event in fetched)
+
+
 @stashes
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 def test_ahead_0_is_serial(stash: str, update: str) -> None:
