@@ -173,10 +173,10 @@ class TrainLoop(Loop):
             visit = self._open(unit)
             with self.prefetch.visit(unit):
                 for forward, after in self._in_turn(visit):
-                    forward.keep = self._is_last(visit)
+                    forward.keep, call = self._is_last(visit), forward.waiting
                     self._advance(forward, visit, after)
-                    visit.calls += [call for call in forward.calls[-1:] if call.visit == visit.index]
-                    self._lose_in_order(visit)
+                    visit.calls += [last for last in forward.calls[-1:] if last is call]
+                    self._lose_in_order(visit, forward)
                     self.run.stash.park(forward.k, visit.index)
                 self._close(visit)
 
@@ -242,10 +242,13 @@ class TrainLoop(Loop):
 
     # -- loss ----------------------------------------------------------------------------------------------------------
 
-    def _lose_in_order(self, visit: Visit | None = None) -> None:
+    def _lose_in_order(self, visit: Visit | None = None, at_work: Forward | None = None) -> None:
         """Run the loss backward of every finished micro-batch whose predecessors are done, in ascending k."""
         while len(self._losses) < len(self.forwards) and self.forwards[len(self._losses)].done:
-            self._lose(self.forwards[len(self._losses)], visit)
+            forward = self.forwards[len(self._losses)]
+            self._lose(forward, visit)
+            if forward is not at_work:  # it had finished and was parked before
+                self.run.stash.park(forward.k)
 
     def _lose(self, forward: Forward, visit: Visit | None) -> None:
         k = forward.k

@@ -102,6 +102,8 @@ class Forward:
 
     def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
+        for last in self.calls[-1:]:
+            last.kept = None  # it was not the last layer after all
         self.waiting = call = Call.of(unit, real, self.k, args, kwargs)
         for item in call.inputs:
             self._run.stash.hold(item.tensor, self.k, "stash", "")

@@ -279,8 +279,10 @@ class Relay:
             self._undo_step(put_buffers_back, error)
             raise
         self._steps += 1
-        self._predicted = [visit.unit for visit in loop.visits]
-        self._metered = (shape, stage.learned())
+        way, expected = [visit.unit for visit in loop.visits], self._predicted
+        if way == expected or expected is not self._parts.layers:  # otherwise no later step goes the way of this one
+            self._metered = (shape, stage.learned())
+        self._predicted = way
         return StepResult(
             loss=float(sum(losses)),
             seconds=time.perf_counter() - began_s,

@@ -95,6 +95,43 @@ def test_peaks_are_flat_from_1_to_32_micro_batches() -> None:
         assert spread(list(values)) <= 0.01
 
 
+class Recurring(Chain):
+    """One layer that runs three times: the first step expects it to run once."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for _ in range(3):
+            x = x + self.layers[0](x)
+        return self.head(x)
+
+
+class Early(Chain):
+    """Rows decide how deep it is; the first micro-batch is the last one to finish."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = self.layers if x[0, 0] > 5 else self.layers[:2]
+        x = self.stem(x)
+        for layer in layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_peaks_are_flat_where_micro_batches_finish_early_or_layers_recur() -> None:
+    def all_peaks(make_model: Any, micro_batches: int) -> list[int]:
+        inputs, targets = chain_batch(micro_batches)
+        inputs[0, 0] = 10.0
+        config = RelayConfig(micro_batches=micro_batches, stash="host")
+        with Relay(make_model(), loss=squared_error, config=config) as relay:
+            return [relay.step((inputs, targets)).peak_device_bytes for _ in range(3)]
+
+    for make_model in (Recurring, lambda: Early(5)):
+        for values in zip(*(all_peaks(make_model, k) for k in (2, 5, 32)), strict=True):
+            assert spread(list(values)) <= 0.01, values
+
+
 def test_the_stash_on_the_device_grows_with_depth() -> None:
     """The flatness above is not an artefact of counting nothing."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal, assert_state, both, copy_state
-from test_memory import Chain, chain_batch, gpt2, padded_batch, squared_error
+from test_memory import Chain, Recurring, chain_batch, gpt2, padded_batch, squared_error
 from torch import nn
 from zoo import BY_NAME, Kind
 
@@ -175,30 +175,32 @@ def test_events_of_a_lane_follow_one_another(stash: str, ahead: int) -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """At every event, over the storages themselves: activations, stash and batch, as they are and as they are booked."""
+    from l2l_core import stage
+
+    stashes_made: list[Any] = []
+    pairs: list[tuple[int, int]] = []
+    original, make = Meter.sample, stage.Stash
+
+    def sample(meter: Meter) -> None:
+        physical = sum(s.nbytes() for held in list(stashes_made[-1]._held.values()) if (s := held.ref()) is not None)
+        booked = meter._device.by_category()
+        pairs.append((physical, sum(n for name, n in booked.items() if name not in ("weights", "gradients"))))
+        original(meter)
+
+    monkeypatch.setattr(stage, "Stash", lambda *a, **o: stashes_made.append(make(*a, **o)) or stashes_made[-1])
+    monkeypatch.setattr(Meter, "sample", sample)
+    return pairs
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
 @pytest.mark.parametrize("ahead", [0, 1])
 @stashes
 def test_what_is_booked_is_never_less_than_what_is_there(
-    stash: str, ahead: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+    stash: str, ahead: int, micro_batches: int, seen: list[tuple[int, int]]
 ) -> None:
-    """At every event, over the storages themselves: activations, stash and batch against the ledger."""
-    seen = []
-
-    def sample(meter: Meter) -> None:
-        physical = sum(s.nbytes() for held in list(stage_stash()._held.values()) if (s := held.ref()) is not None)
-        booked = relay.device.ledger.by_category()
-        seen.append((physical, sum(n for name, n in booked.items() if name not in ("weights", "gradients"))))
-        original(meter)
-
-    def stage_stash() -> Any:
-        return stashes_made[-1]
-
-    from l2l_core import stage
-
-    stashes_made: list[Any] = []
-    original, make = Meter.sample, stage.Stash
-    monkeypatch.setattr(stage, "Stash", lambda *a, **o: stashes_made.append(make(*a, **o)) or stashes_made[-1])
-    monkeypatch.setattr(Meter, "sample", sample)
     config = RelayConfig(micro_batches=micro_batches, ahead=ahead, stash=stash, meter="always")
     with Relay(Chain(4), loss=squared_error, config=config, device=SlowLink()) as relay:
         for _ in range(2):
@@ -207,6 +209,24 @@ def test_what_is_booked_is_never_less_than_what_is_there(
     assert all(physical <= booked for physical, booked in seen), seen
     if stash == "device" or ahead == 0:
         assert all(physical == booked for physical, booked in seen), "without a ring, to the byte"
+
+
+def test_a_layer_that_runs_several_times_is_booked_in_full(seen: list[tuple[int, int]]) -> None:
+    """The first step does not know its last run; the others keep that one's graph, and do not replay the first."""
+    with Relay(Recurring(), loss=squared_error, config=RelayConfig(micro_batches=3, stash="host")) as relay:
+        for _ in range(4):
+            relay.step(chain_batch(3))
+    assert all(physical <= booked for physical, booked in seen), seen
+
+
+@stashes
+def test_outputs_are_booked_in_full(stash: str, seen: list[tuple[int, int]]) -> None:
+    """What an evaluation has counted says nothing of a forward, which keeps its outputs."""
+    kind = BY_NAME["bert"]
+    with Relay(kind.make_model(), config=RelayConfig(micro_batches=3, stash=stash)) as relay:
+        for run in (relay.evaluate, relay.forward, relay.forward):
+            run(kind.make_batch(12, 0))
+    assert all(physical <= booked for physical, booked in seen), seen
 
 
 @pytest.mark.parametrize("meter", ["on_change", "always"])
