@@ -314,19 +314,20 @@ class Relay:
         """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
         check_model(self.model, self._parts.units)
         modes = {module: module.training for module in self.model.modules()}
-        config, shape = replace(self.config, meter="on_change"), self._shape_of(micro_batches)
+        config, shape = replace(self.config, meter="on_change"), (self._shape_of(micro_batches), task)
         try:
             self.model.eval()
             with torch.no_grad(), Stage(self._parts, config, self._new_trace(), self._inferred.get(shape)) as stage:
                 forwards = stage.forwards(micro_batches, task, self._seeds(len(micro_batches)))
                 Loop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch).forward()
-                for forward in forwards:
-                    results = [
-                        tensor for tensor in pytree.tree_leaves(forward.result) if isinstance(tensor, torch.Tensor)
-                    ]
-                    stage.stash.fetch(results, forward.k)
+                outputs = []
+                for forward in forwards:  # one after another: together they need not fit on the device
+                    result, forward.result = forward.result, None
+                    stage.stash.fetch([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)], forward.k)
+                    outputs.append(pytree.tree_map_only(torch.Tensor, _to_host, result))
+                    del result
                 self._inferred[shape] = stage.learned()
-                return [pytree.tree_map_only(torch.Tensor, _to_host, forward.result) for forward in forwards]
+                return outputs
         finally:
             for module, training in modes.items():
                 module.training = training

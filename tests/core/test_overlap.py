@@ -251,14 +251,15 @@ def test_categories_add_up_to_the_total_at_every_event(meter: str, monkeypatch: 
             assert all(any(total == seen for seen in left) for total in changes), "every total is a sample, in order"
 
 
-def test_evaluation_parks_too() -> None:
-    """The peak of an inference does not grow with the number of micro-batches."""
+@pytest.mark.parametrize("what", [Relay.evaluate, Relay.forward])
+def test_inference_parks_too(what: Callable[..., Any]) -> None:
+    """The peak of an inference does not grow with the number of micro-batches, whatever it gives out."""
 
     def peak(micro_batches: int) -> int:
         config = RelayConfig(micro_batches=micro_batches, stash="host")
         with Relay(gpt2(3), config=config) as relay:
             relay.device.ledger.reset_peak()
-            relay.evaluate(padded_batch(micro_batches))
+            what(relay, padded_batch(micro_batches))
             return relay.device.ledger.peak
 
     assert peak(16) <= 1.01 * peak(2)
