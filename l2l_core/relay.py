@@ -169,7 +169,7 @@ class Relay:
             DeviceOutOfMemory: the device's byte budget does not suffice; says what fills it and what would help.
             KeyboardInterrupt: after the step has finished; a second interrupt ends it at once.
         """
-        with self._exclusive(), interrupts_wait(), torch.enable_grad():
+        with interrupts_wait(), self._exclusive(), torch.enable_grad():
             return self._step(batch)
 
     def forward(self, batch: Batch) -> Any:

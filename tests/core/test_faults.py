@@ -355,6 +355,26 @@ def test_ctrl_c_waits_for_the_step_to_finish(make_relay: Any) -> None:
     check_clean(relay)
 
 
+def test_ctrl_c_as_a_step_begins_leaves_no_lock_behind(make_relay: Any) -> None:
+    relay = make_relay()
+    lock = relay._busy
+
+    class Pressed:
+        release = lock.release
+
+        def acquire(self, blocking: bool) -> bool:
+            acquired = lock.acquire(blocking)
+            os.kill(os.getpid(), signal.SIGINT)
+            return acquired
+
+    relay._busy = Pressed()
+    with pytest.raises(KeyboardInterrupt):
+        relay.step(batch(1))
+    relay._busy = lock
+    assert not lock.locked()
+    check_clean(relay)
+
+
 def test_a_second_ctrl_c_does_not_wait(make_relay: Any) -> None:
     relay = make_relay(update="deferred")
     before = state_of(relay)
