@@ -126,7 +126,7 @@ class Loop:
 
     def _next_unit(self, besides: Forward | None = None) -> Unit | None:
         """The layer that the least advanced micro-batches wait for, so that the others can gather."""
-        waiting = {}
+        waiting: dict[Unit, tuple[int, int]] = {}
         for forward in self.forwards:
             if forward.waiting is not None and forward is not besides:
                 unit = forward.waiting.unit
