@@ -1,4 +1,4 @@
-"""Let an interrupt wait for the end of a step."""
+"""Let an interrupt wait for the end of a step or an inference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def interrupts_wait() -> Iterator[None]:
         if pressed:
             raise KeyboardInterrupt
         pressed = True
-        logger.warning("interrupt: the step finishes first; interrupt again to stop at once")
+        logger.warning("interrupt: what runs finishes first; interrupt again to stop at once")
 
     signal.signal(signal.SIGINT, handler)
     try:

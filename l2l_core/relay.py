@@ -174,14 +174,14 @@ class Relay:
 
     def forward(self, batch: Batch) -> Any:
         """The model's outputs for a batch in evaluation mode, concatenated over micro-batches; nothing changes."""
-        with self._exclusive():
+        with interrupts_wait(), self._exclusive():
             micro_batches = self._split(batch)
             outputs = self._infer(micro_batches, self._call.outputs)
             return join(outputs, [rows_of(m) for m in micro_batches], shares(micro_batches, self._weight))
 
     def evaluate(self, batch: Batch) -> float:
         """Mean loss of a batch in evaluation mode; no effect on weights, buffers or random state."""
-        with self._exclusive():
+        with interrupts_wait(), self._exclusive():
             micro_batches = self._split(batch)
             losses = self._infer(micro_batches, self._call.objective)
             divisors = shares(micro_batches, self._weight)

@@ -375,6 +375,27 @@ def test_ctrl_c_as_a_step_begins_leaves_no_lock_behind(make_relay: Any) -> None:
     check_clean(relay)
 
 
+@pytest.mark.parametrize("infer", [Relay.forward, Relay.evaluate])
+def test_ctrl_c_waits_for_an_inference_to_finish(make_relay: Any, infer: Any) -> None:
+    relay = make_relay(stash="host")
+    before, expected = state_of(relay), infer(relay, batch(1))
+    calls: list[int] = []
+
+    def press_once() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    relay.model.layers[1].trap = press_once
+    with pytest.raises(KeyboardInterrupt):
+        infer(relay, batch(1))
+    assert len(calls) == MICRO_BATCHES, "it went on to the end"
+    relay.model.layers[1].trap = lambda: None
+    assert torch.equal(torch.as_tensor(infer(relay, batch(1))), torch.as_tensor(expected))
+    assert not changed(before, state_of(relay))
+    check_clean(relay)
+
+
 def test_a_second_ctrl_c_does_not_wait(make_relay: Any) -> None:
     relay = make_relay(update="deferred")
     before = state_of(relay)
