@@ -49,6 +49,7 @@ class Ledger:
         self.advise: Callable[[int], str] = lambda missing_bytes: ""
         self.doing: Callable[[], str] = lambda: ""
         self._owned: Counter[tuple[str, str]] = Counter()
+        self._sums: Counter[str] = Counter()  # by category, kept along, so that a sample costs the same at any depth
         self._high: dict[str, int] = {}
         self._high_total = -1
         self._lock = threading.RLock()
@@ -63,6 +64,7 @@ class Ledger:
             if self.limit_bytes is not None and self.total + nbytes > self.limit_bytes:
                 raise self._out_of_memory(category, owner, nbytes)
             self._owned[category, owner] += nbytes
+            self._sums[category] += nbytes
             self.total += nbytes
             if self.total > self._high_total:
                 self._high_total, self._high = self.total, {}
@@ -78,6 +80,7 @@ class Ledger:
             self._owned[category, owner] = left
             if not left:
                 del self._owned[category, owner]
+            self._sums[category] -= nbytes
             self.total -= nbytes
 
     def move(self, category: str, owner: str, to_category: str, to_owner: str, nbytes: int) -> None:
@@ -87,14 +90,13 @@ class Ledger:
             if not self._owned[category, owner]:
                 del self._owned[category, owner]
             self._owned[to_category, to_owner] += nbytes
+            self._sums[category] -= nbytes
+            self._sums[to_category] += nbytes
 
     def by_category(self) -> dict[str, int]:
         """Bytes now, by category; categories without bytes are left out."""
         with self._lock:
-            sums: Counter[str] = Counter()
-            for (category, _), nbytes in self._owned.items():
-                sums[category] += nbytes
-            return dict(sums)
+            return {category: nbytes for category, nbytes in self._sums.items() if nbytes}
 
     def by_owner(self, category: str) -> dict[str, int]:
         """Bytes of one category now, by owner."""
