@@ -127,11 +127,13 @@ class EmulatedDevice(Device):
 def serial_thread(name: str, cores: int = 1) -> ThreadPoolExecutor:
     """One worker thread that runs what is submitted in order, each operation of PyTorch on `cores` cores.
 
-    PyTorch counts its CPU threads per calling thread, but `set_num_threads` also changes the default for others, so the
+    PyTorch counts its CPU threads per calling thread. A new thread takes the default at its first operation, whatever it
+    was told before, so it asks first and is told then. `set_num_threads` also changes the default for others, so the
     caller's number is put back.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"relay-{name}")
     threads = torch.get_num_threads()
+    executor.submit(torch.get_num_threads).result()
     executor.submit(torch.set_num_threads, cores).result()
     torch.set_num_threads(threads)
     return executor

@@ -5,13 +5,26 @@ from __future__ import annotations
 import threading
 from functools import partial
 
+import pytest
 import torch
 from test_memory import Chain, chain_batch, squared_error
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
+from l2l_core.emulated import serial_thread
 from l2l_core.flat import Layout
 
 LATENCY_S, DOWN, UP = 2e-3, 20e6, 5e6
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_serial_thread_computes_on_the_cores_it_was_given(cores: int) -> None:
+    """Also after its first operation, when PyTorch sets a thread up; the caller's own number stays."""
+    torch.set_num_threads(2)
+    thread = serial_thread("test", cores)
+    thread.submit(torch.randn(2000, 2000).mul_, 2).result()
+    assert thread.submit(torch.get_num_threads).result() == cores
+    assert torch.get_num_threads() == 2
+    thread.shutdown()
 
 
 def test_copies_take_at_least_latency_and_bytes_over_bandwidth() -> None:
