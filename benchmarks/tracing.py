@@ -24,8 +24,9 @@ from _common import alternate, make_batch, make_gpt2, medians, ratio, report, sh
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace, stage
 from l2l_core.call import Pass
+from l2l_core.clock import Clock
 from l2l_core.memory import Ledger
-from l2l_core.meter import Meter, Profile
+from l2l_core.meter import Meter, Metered
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
@@ -41,9 +42,9 @@ class SilentTrace(Trace):
 
 
 class SilentMeter:
-    """Samples nothing and books no activations; hands the profile on, so that the next step need not meter."""
+    """Samples nothing and books no activations; hands on what was metered, so that the next step need not meter."""
 
-    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Profile | None) -> None:
+    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None) -> None:
         self.latest = replay
 
     def sample(self) -> None:
@@ -166,8 +167,9 @@ def time_compute_event(relay: Relay, times: int = 2000) -> float:
         for (category, owner), nbytes in NosyMeter.fullest[ledger.place].items():
             ledger.book(category, owner, nbytes)
     trace = Trace()
-    profile = Profile([("forward L000", 1000 + i % 7, i % 5) for i in range(times)])  # changes: every sample is kept
-    run = Pass(relay.device, None, trace, None, None, Meter(*ledgers, trace, profile), None)  # type: ignore[arg-type]
+    known = Metered([("forward L000", 1000 + i % 7, i % 5) for i in range(times)])  # changes: every sample is kept
+    meter, clock = Meter(*ledgers, trace, known), Clock(relay.device, trace)
+    run = Pass(relay.device, None, trace, None, None, meter, clock, None)  # type: ignore[arg-type]
     return time_call(lambda: run.timed("forward", "L000", 0, 0)(), times)
 
 
