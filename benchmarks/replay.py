@@ -55,7 +55,7 @@ def speed() -> list[dict[str, Any]]:
     """Milliseconds of a simulation by number of events."""
     machine = Machine(flops_per_s=1e14, update_params_per_s=1e9, h2d_bytes_per_s=2e10, d2h_bytes_per_s=2e10)
     rows = []
-    for depth, micro_batches in ((24, 4), (96, 16), (290, 32), (1000, 32)):
+    for depth, micro_batches in ((24, 4), (96, 16), (250, 32), (1000, 32)):
         shapes = Shapes(
             layer_params=[7_000_000] * depth,
             shell_params=30_000_000,

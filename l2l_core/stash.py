@@ -30,7 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core.clock import Clock
-from l2l_core.device import Device, Ticket
+from l2l_core.device import Copy, Device, Ticket
 from l2l_core.link import Lane
 from l2l_core.memory import Ledger
 
@@ -240,7 +240,7 @@ class Stash:
         self._reserve(h for _, h in stale)
         for _, h in stale:
             h.host = self._host_buffer(h.nbytes) if h.host is None else h.host
-        self._transfer(self._d2h, "stash", [(h, h.host, _bytes_of(s)) for s, h in stale], k, "", visit)  # type: ignore[misc]
+        self._send(self._d2h, "stash", "", [(_copy_of(h), _bytes_of(s)) for s, h in stale], stale, k, visit)
         for storage, h in image:
             self._uncount(h)
             if h.dirty:
@@ -302,22 +302,15 @@ class Stash:
     def _bring(self, away: Sequence[_Moving], k: int, layer: str, visit: int) -> None:
         for storage, h in away:
             storage.resize_(h.nbytes)
-        self._transfer(self._h2d, "fetch", [(h, _bytes_of(s), h.host) for s, h in away], k, layer, visit)  # type: ignore[misc]
+        self._send(self._h2d, "fetch", layer, [(_bytes_of(s), _copy_of(h)) for s, h in away], away, k, visit)
 
-    def _transfer(
-        self,
-        lane: Lane,
-        kind: str,
-        moves: Sequence[tuple[_Held, torch.Tensor, torch.Tensor]],
-        k: int,
-        layer: str,
-        visit: int,
+    def _send(
+        self, lane: Lane, kind: str, layer: str, copies: list[Copy], moving: Sequence[_Moving], k: int, visit: int
     ) -> None:
-        if not moves:
-            return
-        ticket = lane.send(kind, layer, [(target, source) for _, target, source in moves], k, visit)
-        for held, _, _ in moves:
-            held.ticket = ticket
+        if copies:
+            ticket = lane.send(kind, layer, copies, k, visit)
+            for _, h in moving:
+                h.ticket = ticket
 
     def _drop(self, storage: torch.UntypedStorage, held: _Held) -> None:
         if held.ticket is not None:  # nothing is emptied while a copy still reads or writes it
@@ -364,7 +357,7 @@ class Stash:
                 held.ticket.abandon()
             if not held.resident and (storage := held.ref()) is not None:
                 storage.resize_(held.nbytes)
-                _bytes_of(storage).copy_(held.host)  # type: ignore[arg-type]
+                _bytes_of(storage).copy_(_copy_of(held))
             self._forget(held.key)
         self._leaving.clear()
         self._arriving.clear()
@@ -443,6 +436,11 @@ class Stash:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _copy_of(held: _Held) -> torch.Tensor:
+    assert held.host is not None, f"{held.category} of {held.owner} has no copy on the host"
+    return held.host
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
