@@ -6,21 +6,19 @@ Pure arithmetic on the events of a trace. The phases are those of `roofline.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from l2l_core.intervals import Interval, intersect, measure, merge
 from l2l_core.memory import format_bytes
-from l2l_core.roofline import OVERLAPPING, PHASES, Seconds, Work, turn_of, visits_of
+from l2l_core.phases import IDLE, Phase, cuts_of
+from l2l_core.roofline import OVERLAPPING, Seconds, Work
 
 if TYPE_CHECKING:
     from l2l_core.trace import Event, Trace
 
-IDLE = "idle"  # what binds a phase when compute waits and no lane works
-
 _SMALL = 0.05  # a share of a phase that is not worth a sentence
-_ONCE = ("load", "push", "reduce", "update")  # per visit, however many micro-batches, unless one is named
+_ONCE = ("load", "push", "reduce", "update", "clip")  # per visit, however many micro-batches, unless one is named
 _FAR = 16  # so many times the micro-batches are no practical advice on their own
 
 
@@ -70,7 +68,7 @@ def bounds(trace: Trace) -> tuple[Bound, ...]:
     (`Trace.settings`) are not advised on; the number of micro-batches is then read off the events.
     """
     lanes = trace.lanes
-    phases = {name: _Phase(name, start_s, stop_s, lanes) for name, start_s, stop_s in _cuts(lanes)}
+    phases = {name: Phase(name, start_s, stop_s, lanes) for name, start_s, stop_s in cuts_of(lanes)}
     adviser = _Adviser(phases, Work(lanes, trace.settings), trace.settings)
     return tuple(adviser.bound(phase) for phase in phases.values())
 
@@ -102,12 +100,12 @@ Advice = tuple[str, dict[str, Any]]
 class _Adviser:
     """What would help a phase, given the other phases and the settings."""
 
-    def __init__(self, phases: Mapping[str, _Phase], work: Work, settings: Mapping[str, Any]) -> None:
+    def __init__(self, phases: Mapping[str, Phase], work: Work, settings: Mapping[str, Any]) -> None:
         self.phases, self.work, self.settings = phases, work, settings
         ks = [event.k for group in work.groups for events in group.values() for event in events]
         self.micro_batches: int = settings.get("micro_batches") or 1 + max((0, *ks))
 
-    def bound(self, phase: _Phase) -> Bound:
+    def bound(self, phase: Phase) -> Bound:
         lane = self._binding(phase)
         advice, settings = self._advise(phase, lane)
         return Bound(
@@ -122,15 +120,15 @@ class _Adviser:
             settings=settings,
         )
 
-    def _binding(self, phase: _Phase) -> str:
+    def _binding(self, phase: Phase) -> str:
         lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
         return lane if phase.exposed_s[lane] > _SMALL * phase.span_s else "compute"
 
-    def _advise(self, phase: _Phase, lane: str) -> Advice:
+    def _advise(self, phase: Phase, lane: str) -> Advice:
         if lane == IDLE and phase.name in OVERLAPPING:
             return "overhead between operations, not the link; larger micro-batches make it count for less", {}
         if lane == IDLE:
-            return "work that no lane records, such as waking a thread or clipping gradients", {}
+            return "work that no lane records, such as waking a thread", {}
         if lane == "compute":
             if phase.idle_s <= _SMALL / 5 * phase.span_s:
                 return "nothing to gain from the link", {}
@@ -139,7 +137,7 @@ class _Adviser:
             return "no layer can compute before the first is loaded; a larger batch makes this count for less", {}
         return self._advise_tail(phase, lane) if phase.name == "tail" else self._advise_overlap(phase, lane)
 
-    def _advise_tail(self, phase: _Phase, lane: str) -> Advice:
+    def _advise_tail(self, phase: Phase, lane: str) -> Advice:
         late_s = phase.work_for_s(lane, self.work.early)
         backward = self.phases.get("backward")
         if lane == "eps" and backward is not None and self.settings.get("update") == "deferred":
@@ -154,7 +152,7 @@ class _Adviser:
             return f"{_time(late_s)} of it is left over from backward, and what helps there helps here", {}
         return "the first layer's gradient comes last, so nothing hides it; a larger batch makes it count for less", {}
 
-    def _advise_overlap(self, phase: _Phase, lane: str) -> Advice:
+    def _advise_overlap(self, phase: Phase, lane: str) -> Advice:
         saved_s = phase.span_s - phase.exposed_s[IDLE] - phase.floor_s
         if self.settings.get("ahead") == 0 and saved_s > _SMALL * phase.span_s:
             return f"ahead=1 would save up to {_time(saved_s)}", {"ahead": 1}
@@ -169,7 +167,7 @@ class _Adviser:
         times = f"{needed / self.micro_batches:.3g} times the batch"
         return f"{more}{faster} would hide it ({times})", {"micro_batches": needed}
 
-    def _load(self, phase: _Phase, lane: str) -> _Load:
+    def _load(self, phase: Phase, lane: str) -> _Load:
         """The lane's work of a phase, and the compute under which it can hide."""
         visits = self.work.in_phase(phase.name)
         # the EPS has nothing to do before the turn has given the first gradient; copies hide under their own visits
@@ -183,7 +181,7 @@ class _Adviser:
             copies=len(events),
         )
 
-    def _advise_bursts(self, phase: _Phase, lane: str, load: _Load) -> Advice:
+    def _advise_bursts(self, phase: Phase, lane: str, load: _Load) -> Advice:
         """The lane's work would fit under compute as a whole, but was exposed."""
         fits = f"its {_time(load.fixed_s + load.growing_s)} would fit under {_time(load.compute_s)} of compute"
         ahead, exposed = self.settings.get("ahead"), _time(phase.exposed_s[lane])
@@ -229,61 +227,6 @@ class _Load:
     growing_s: float  # with the number of micro-batches
     nbytes: int
     copies: int
-
-
-# ---- phases of a measured step ---------------------------------------------------------------------------------
-
-
-def _cuts(lanes: Mapping[str, Sequence[Event]]) -> Iterator[tuple[str, float, float]]:
-    """Name, start and stop of each phase that takes time."""
-    events = [event for lane in lanes.values() for event in lane]
-    if not events:
-        return
-    groups = visits_of(lanes["compute"])
-    turn = turn_of(groups)
-    times = [min(e.start_s for e in events)]
-    times += [groups[i][0].start_s for i in (1, turn) if i < len(groups)]
-    if turn < len(groups):  # otherwise nothing says that compute is over: a forward pass, or a step under way
-        times.append(max(e.stop_s for e in lanes["compute"]))
-    times.append(max(e.stop_s for e in events))
-    for name, start_s, stop_s in zip(PHASES, times, times[1:], strict=False):
-        if start_s < stop_s:
-            yield name, start_s, stop_s
-
-
-class _Phase:
-    """One phase of a measured step: the part of every event that lies in it."""
-
-    def __init__(self, name: str, start_s: float, stop_s: float, lanes: Mapping[str, Sequence[Event]]) -> None:
-        self.name, self.span_s = name, stop_s - start_s
-        self.parts = {
-            lane: [
-                (event, min(event.stop_s, stop_s) - max(event.start_s, start_s))
-                for event in events
-                if max(event.start_s, start_s) < min(event.stop_s, stop_s)
-            ]
-            for lane, events in lanes.items()
-        }
-        window = [(start_s, stop_s)]
-        self._union = {lane: intersect(_union(events), window) for lane, events in lanes.items()}
-        self.busy_s = {lane: measure(union) for lane, union in self._union.items()}
-        self.idle_s = max(0.0, self.span_s - self.busy_s["compute"])
-        self.exposed_s = {lane: self._exposed_s(union) for lane, union in self._union.items()}
-        worked_s = measure(merge(interval for union in self._union.values() for interval in union))
-        self.exposed_s[IDLE] = max(0.0, self.span_s - worked_s)
-        # a chain has nothing to overlap with, so at best some lane works all the time
-        self.floor_s = max(self.busy_s.values()) if name in OVERLAPPING else worked_s
-
-    def _exposed_s(self, union: list[Interval]) -> float:
-        return max(0.0, measure(union) - measure(intersect(union, self._union["compute"])))
-
-    def work_for_s(self, lane: str, layers: set[str]) -> float:
-        """Seconds of work for these layers."""
-        return math.fsum(seconds for event, seconds in self.parts[lane] if event.layer in layers)
-
-
-def _union(events: Iterable[Event]) -> list[Interval]:
-    return merge((event.start_s, event.stop_s) for event in events)
 
 
 def _sum_s(events: Iterable[Event]) -> float:

@@ -64,10 +64,10 @@ class Lane:
         while self._trickling is not None:
             self.turn()
 
-    def cancel(self, trickle: _Trickle | None = None) -> None:
-        """Give up what still waits: `trickle` if it does, or whatever it is."""
-        if self._trickling is not None and trickle in (None, self._trickling):
-            self._trickling.drop()
+    def cancel(self, trickle: _Trickle) -> None:
+        """Give up what of `trickle` still waits."""
+        if trickle is self._trickling:
+            trickle.drop()
             self._trickling = None
 
     @property

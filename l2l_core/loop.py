@@ -74,12 +74,11 @@ class Loop:
         self.prefetch.begin(self._predicted)
         self._start()
         while (unit := self._next_unit()) is not None:
+            visit = self._open(unit)
             with self.prefetch.visit(unit):
-                visit = Visit(unit, len(self.visits))
                 for forward, after in self._in_turn(visit):
                     self._advance(forward, visit, after)
                     self.run.stash.park(forward.k, visit.index)
-                self.visits.append(visit)
 
     # -- which layer is next -------------------------------------------------------------------------------------------
 
@@ -87,6 +86,12 @@ class Loop:
         for forward in self.forwards:
             forward.advance()
             self.run.stash.park(forward.k)
+
+    def _open(self, unit: Unit) -> Visit:
+        for forward in self._waiting_for(unit):
+            self._cursors[forward.k] = self._progress(forward, unit)[0] + 1
+        self.visits.append(Visit(unit, len(self.visits)))
+        return self.visits[-1]
 
     def _in_turn(self, visit: Visit) -> Iterator[tuple[Forward, Call | None]]:
         """The micro-batches that wait for the visit's layer, each with the call that comes after its own."""
@@ -138,10 +143,6 @@ class Loop:
         if unit in self._predicted[cursor:]:
             return self._predicted.index(unit, cursor), self._rank[unit]
         return cursor, self._rank[unit]
-
-    def _came_to(self, unit: Unit, forwards: Sequence[Forward]) -> None:
-        for forward in forwards:
-            self._cursors[forward.k] = self._progress(forward, unit)[0] + 1
 
 
 class TrainLoop(Loop):
@@ -195,10 +196,8 @@ class TrainLoop(Loop):
         return self._losses
 
     def _open(self, unit: Unit) -> Visit:
-        self._came_to(unit, self._waiting_for(unit))
-        self.visits.append(Visit(unit, len(self.visits)))
         self._visits_of[unit.key] += 1
-        return self.visits[-1]
+        return super()._open(unit)
 
     def _turn(self) -> list[Visit]:
         """Forward is over: the visits that backward makes, the last one first."""

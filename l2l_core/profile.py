@@ -136,13 +136,24 @@ def _together(turns: Sequence[Turn]) -> Turn:
     for op in (op for turn in turns for op in turn.ops):
         known = sums.get((op.kind, op.layer, op.visit))
         if known is None:
-            sums[op.kind, op.layer, op.visit] = op._replace(parts=())
+            sums[op.kind, op.layer, op.visit] = op._replace(parts=_parts_together(op.parts))
             continue
         sums[op.kind, op.layer, op.visit] = known._replace(
             seconds=known.seconds + op.seconds,
             overhead_s=known.overhead_s + op.overhead_s,
             demand_bytes=known.demand_bytes + op.demand_bytes,
+            parts=_parts_together(known.parts + op.parts),
             memory=op.memory,
         )
     totals = (sum(turn[field] for turn in turns) for field in range(2, 5))
     return Turn(-1, tuple(sums.values()), *totals)
+
+
+def _parts_together(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The gradients of several micro-batches of a block as one."""
+    sums: dict[tuple[str, str, int], Part] = {}
+    for part in parts:
+        known = sums.setdefault((part.layer, part.block, part.visit), part._replace(nbytes=0, reduce_s=0.0))
+        added = known._replace(nbytes=known.nbytes + part.nbytes, reduce_s=known.reduce_s + part.reduce_s)
+        sums[part.layer, part.block, part.visit] = added
+    return tuple(sums.values())

@@ -96,7 +96,7 @@ class Recording:
         for event in filter(self._follows_push, self._lanes["eps"]):
             seconds = {f"{event.kind}_s": event.stop_s - event.start_s}
             layers[event.layer] = layers[event.layer]._replace(block_bytes=event.nbytes, **seconds)
-        return dict(sorted(layers.items()))
+        return layers
 
     def _op(self, index: int, event: Event, memory: Memory) -> Op:
         ended_s = self._compute[index - 1].stop_s if index else self._first_s
@@ -126,13 +126,10 @@ class Recording:
 
     def _with_parts(self, visit: int, k: int, ops: list[Op]) -> list[Op]:
         """Let gradients that leave apart follow the loss, or the end of a backward and of the shell's before it."""
-        for number in {visit, *(op.visit for op in ops)}:
-            parts = tuple(self._parts.get((number, k), ()))
-            losses = [
-                i for i, op in enumerate(ops) if op.kind == "loss" and number == visit and ops[0].kind != "backward"
-            ]
-            for at in losses[-1:] or [-1]:
-                ops[at] = ops[at]._replace(parts=ops[at].parts + parts)
+        losses = [index for index, op in enumerate(ops) if op.kind == "loss"]
+        for number in {visit, *(op.visit for op in ops if op.kind == "backward")}:
+            at = losses[-1] if losses and number == visit else -1
+            ops[at] = ops[at]._replace(parts=ops[at].parts + tuple(self._parts.get((number, k), ())))
         return ops
 
     def _memory(self) -> list[Memory]:
@@ -146,9 +143,8 @@ class Recording:
     def _handover_s(self) -> float:
         """From the end of a copy to the start of the work that waits for it, as seen at the rows of the batch."""
         stops_s = {event.k: event.stop_s for event in self._lanes["h2d"] if event.kind == "batch"}
-        return min(
-            (e.start_s - stops_s[e.k] for e in self._visits[0] if e.start_s >= stops_s.get(e.k, 1e9)), default=0.0
-        )
+        waits_s = [e.start_s - stops_s[e.k] for e in self._visits[0] if e.k in stops_s]
+        return min((seconds for seconds in waits_s if seconds >= 0), default=0.0)
 
 
 def _moved(events: Sequence[Event], kind: str) -> dict[str, int]:

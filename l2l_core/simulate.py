@@ -175,7 +175,7 @@ class _Replay:
             self._samples,
             device="simulated",
             names=self._profile.names,
-            settings={**asdict(self._config), **self._figures, "micro_batches": self._profile.micro_batches},
+            settings={**asdict(self._config), **self._figures},
         )
 
     def _wait(self, until_s: float) -> None:

@@ -587,7 +587,8 @@ def test_damage_is_named(name: str, harm: Callable[[Path], None], relay: Relay, 
     with refused(re.escape(str(path)), fresh):
         load(tmp_path, fresh)
     relay.save(tmp_path)
-    load(tmp_path, fresh).close()
+    with load(tmp_path, fresh) as again:
+        assert again.steps == relay.steps, "the next save is whole"
 
 
 def test_every_bit_of_the_small_files_counts(relay: Relay, tmp_path: Path) -> None:
@@ -664,6 +665,8 @@ def test_another_model_or_optimizer(
     fresh = make_model()
     with refused(r"manifest.json was saved with.*" + match, fresh):
         load(tmp_path, fresh, optimizer, **options)
+    with load(tmp_path, chain()) as again:
+        assert again.steps == relay.steps, "the save itself is as good as before"
 
 
 def test_a_refused_load_leaves_a_ready_optimizer_alone(relay: Relay, tmp_path: Path) -> None:

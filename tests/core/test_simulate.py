@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import partial
 from itertools import pairwise
@@ -219,6 +220,34 @@ def test_beyond_20000_events_micro_batches_count_as_one(stash: str) -> None:
     assert replay.busy_s("compute") == pytest.approx(whole)
     moved = sum(turn.fetch_bytes for stay in profile.stays for turn in stay.turns)
     assert sum(e.nbytes for e in replay.events if e.kind == "fetch") == moved
+
+
+def test_taken_together_micro_batches_keep_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of gradients that leave apart, as those of tied embeddings do."""
+    config = RelayConfig(micro_batches=3, stash="host")
+    with both(BY_NAME["gpt2"], config) as pair:
+        trace = [pair.relay.step(BY_NAME["gpt2"].make_batch(7, seed)) for seed in range(2)][-1].trace
+    profile = Profile.of(trace)
+    whole = simulate(profile, config)
+    monkeypatch.setattr(importlib.import_module("l2l_core.simulate"), "MOST_EVENTS", 0)
+    together = simulate(profile, config)
+    assert {e.k for e in together.events} == {-1}
+    assert any(e.k >= 0 for e in whole.events if e.kind == "push")
+    for lane in ("h2d", "d2h"):
+        for kind in {e.kind for e in whole.lanes[lane]}:
+            sums = [sum(e.nbytes for e in t.lanes[lane] if e.kind == kind) for t in (whole, together)]
+            assert sums[0] == sums[1], kind
+    for lane in ("compute", "eps"):
+        assert together.busy_s(lane) == pytest.approx(whole.busy_s(lane))
+
+
+def test_advice_on_micro_batches_taken_together_counts_the_real_ones() -> None:
+    profile = formula(depth=400, micro_batches=32, boundary_bytes=1, tokens=10)
+    replay = simulate(profile, RelayConfig(micro_batches=32))
+    assert {e.k for e in replay.events} == {-1}
+    forward = next(bound for bound in replay.bound_by() if bound.phase == "forward")
+    assert forward.lane == "h2d" and "instead of 32" in str(forward)
+    assert forward.settings["micro_batches"] == 200, "4 ms of load under 0.02 ms of compute per micro-batch"
 
 
 def test_shapes_that_make_no_relay_are_refused() -> None:
