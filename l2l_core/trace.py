@@ -189,6 +189,11 @@ class Trace:
         """Samples of both places in order of time."""
         return tuple(self._samples)
 
+    def samples_since(self, i: int) -> list[MemorySample]:
+        """Memory samples from the `i`-th on, in order of time; their number moves the cursor on."""
+        assert i >= 0, f"cursor {i} into {len(self._samples)} samples"
+        return self._samples[i:]
+
     def peak_sample(self, place: str) -> MemorySample | None:
         """The first sample with the largest total at `place`, None if nothing was sampled there."""
         if place not in PLACES:

@@ -1,0 +1,46 @@
+"""From values to pixels: linear scales, round marks on an axis, numbers for people."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Scale(NamedTuple):
+    """A linear map from values to pixels."""
+
+    low: float  # value at `first`
+    high: float  # value at `last`
+    first: float  # px
+    last: float
+
+    def __call__(self, value: float) -> float:
+        """Where `value` lies, in pixels; values outside lie outside."""
+        return self.first + (self.last - self.first) * (value - self.low) / ((self.high - self.low) or 1.0)
+
+
+def ticks(low: float, high: float, at_most: int) -> list[float]:
+    """Round values from `low` to `high`, steps of 1, 2 or 5 times a power of ten, `at_most` of them (2 or more)."""
+    rough = (high - low) / (at_most - 1)
+    if not rough > 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def round_up(value: float) -> float:
+    """The next of 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8 times a power of ten: the end of an axis that should not jump."""
+    if not value > 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
+    return next((step * power for step in steps if step * power >= value * (1 - 1e-9)), 10 * power)
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` for people: three digits with s, ms or µs."""
+    size = abs(seconds)
+    if size >= 0.9995:
+        return f"{seconds:.3g} s" if size < 999.5 else f"{seconds:.0f} s"
+    return f"{seconds * 1e3:.3g} ms" if size >= 0.9995e-3 or size == 0 else f"{seconds * 1e6:.3g} µs"

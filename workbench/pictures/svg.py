@@ -1,0 +1,71 @@
+"""A few functions that write SVG: elements, text, and the document around them.
+
+Coordinates are in pixels of a picture that scales with its place. Ids are avoided, because several pictures share a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from workbench.pictures.theme import STYLE
+
+
+def document(width: float, height: float, title: str, description: str, parts: Iterable[str]) -> str:
+    """A whole picture, with a title and a description for those who do not see it."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="l2l" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
+        f'aria-label="{escape(title)}" style="display:block;height:auto">'
+        f"<title>{escape(title)}</title><desc>{escape(description)}</desc><style>{STYLE}</style>"
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def text(x: float, y: float, words: str, *, style: str = "", anchor: str = "start", fill: str = "") -> str:
+    """Words at a point on their baseline; `style` names classes of the theme, `anchor` is start, middle or end."""
+    named = f' class="{style}"' if style else ""
+    placed = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    filled = f' fill="{fill}"' if fill else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{named}{placed}{filled}>{escape(words)}</text>'
+
+
+def rect(
+    x: float, y: float, width: float, height: float, *, fill: str = "", style: str = "", r: float = 0, tip: str = ""
+) -> str:
+    """A rectangle; `tip` is shown under the pointer."""
+    named = f' class="{style}"' if style else ""
+    filled = f' fill="{fill}"' if fill else ""
+    rounded = f' rx="{r:g}"' if r else ""
+    start = f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{rounded}{named}{filled}'
+    return f"{start}><title>{escape(tip)}</title></rect>" if tip else f"{start}/>"
+
+
+def path(d: str, *, style: str = "", stroke: str = "", fill: str = "", width: float = 0, dash: str = "") -> str:
+    """A path from its commands."""
+    named = f' class="{style}"' if style else ""
+    stroked = f' stroke="{stroke}"' if stroke else ""
+    filled = f' fill="{fill}"' if fill else ""
+    wide = f' stroke-width="{width:g}"' if width else ""
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<path d="{d}"{named}{stroked}{filled}{wide}{dashed}/>'
+
+
+def group(parts: Iterable[str], *, style: str = "", transform: str = "") -> str:
+    """Parts that share a class or a place."""
+    named = f' class="{style}"' if style else ""
+    moved = f' transform="{transform}"' if transform else ""
+    return f"<g{named}{moved}>{''.join(parts)}</g>"
+
+
+def hatch(x: float, y: float, width: float, height: float, pitch: float = 5) -> str:
+    """Commands of a path that strokes a box with slanted lines, inside its edges; join several into one path."""
+    strokes = []
+    start = x - height
+    at = start + pitch * max(0, -(-(x - start - height) // pitch))
+    while at < x + width:
+        low, high = max(at, x), min(at + height, x + width)
+        if high > low:
+            strokes.append(f"M{low:.1f} {y + height - (low - at):.1f}L{high:.1f} {y + height - (high - at):.1f}")
+        at += pitch
+    return "".join(strokes)

@@ -1,0 +1,90 @@
+"""Colours, letters and the style sheet that every picture shares.
+
+A colour says what a thing is, in every picture alike: weights and the loads that bring them are blue, gradients and the
+pushes that take them away vermilion, and so on. The hues are those of Okabe and Ito
+(https://jfly.uni-koeln.de/color/), which people with colour-blindness tell apart; nothing is told by hue alone.
+
+Text and surfaces follow JupyterLab's variables where there are any, and the reader's system elsewhere, light or dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
+SKY, PURPLE, YELLOW, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#999999"
+
+KIND_COLOURS: Mapping[str, str] = {
+    "forward": GREEN,
+    "backward": ORANGE,
+    "loss": YELLOW,
+    "shell": GREY,
+    "load": BLUE,
+    "push": VERMILION,
+    "stash": PURPLE,
+    "fetch": PURPLE,
+    "batch": GREY,
+    "reduce": SKY,
+    "update": SKY,
+    "clip": SKY,
+}
+
+CATEGORY_COLOURS: Mapping[str, str] = {
+    "weights": BLUE,
+    "gradients": VERMILION,
+    "activations": GREEN,
+    "stash": PURPLE,
+    "optimizer": SKY,
+    "other": GREY,
+}
+
+KIND_LETTERS: Mapping[str, str] = {
+    "forward": "F",
+    "backward": "B",
+    "loss": "loss",
+    "shell": "S",
+    "load": "L",
+    "push": "P",
+    "stash": "out",
+    "fetch": "in",
+    "batch": "b",
+    "reduce": "R",
+    "update": "U",
+    "clip": "clip",
+}
+
+LANE_NAMES: Mapping[str, str] = {"compute": "compute", "h2d": "host → device", "d2h": "device → host", "eps": "EPS"}
+
+_DARK_TEXT = (ORANGE, SKY, YELLOW, PURPLE, GREY)
+
+# In a notebook the variables are JupyterLab's and follow its theme. By itself a picture has the system's colours.
+STYLE = """
+svg:root{color-scheme:light dark}
+.l2l{color:var(--jp-ui-font-color1,CanvasText);fill:currentColor;
+font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}
+.l2l .dim{fill-opacity:.62}
+.l2l .small{font-size:10.5px}
+.l2l .strong{font-weight:600}
+.l2l .rule{stroke:currentColor;stroke-opacity:.18;fill:none}
+.l2l .axis{stroke:currentColor;stroke-opacity:.55;fill:none}
+.l2l .well{fill:currentColor;fill-opacity:.05}
+.l2l .card{fill:var(--jp-layout-color1,Canvas);stroke:currentColor;stroke-opacity:.3}
+.l2l .hatch{stroke:var(--jp-layout-color1,Canvas);stroke-width:1.6;fill:none}
+.l2l .ghost{opacity:.28}
+.l2l .code{font-family:var(--jp-code-font-family,ui-monospace,monospace)}
+""".replace("\n", "")
+
+
+def kind_colour(kind: str) -> str:
+    """Colour of an event's kind, grey for one that is not known."""
+    return KIND_COLOURS.get(kind, GREY)
+
+
+def category_colour(category: str) -> str:
+    """Colour of a memory category, grey for one that is not known."""
+    return CATEGORY_COLOURS.get(category, GREY)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever reads on a colour of the palette."""
+    return "#000" if colour in _DARK_TEXT else "#fff"

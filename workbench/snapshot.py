@@ -1,0 +1,162 @@
+"""What a session looks like at one moment: immutable values that panels, tables, loggers and tests read.
+
+A snapshot in the middle of a step holds the trace under way with the numbers of events and samples that it had: a trace
+only grows, so what it says up to there stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from l2l_core import RelayConfig, Trace
+
+State = Literal["idle", "running", "paused", "failed", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One finished step.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean loss over the batch.
+        seconds: wall time.
+        samples: rows of the batch.
+        peak_device_bytes: highest device bytes.
+        bytes_loaded, bytes_pushed: weights to the device, gradients back.
+        overlap: share in [0, 1] of copy time hidden under compute.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    samples: int
+    peak_device_bytes: int
+    bytes_loaded: int
+    bytes_pushed: int
+    overlap: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """One layer of the stack; statistics are of the last step, None before the first.
+
+    Attributes:
+        key: permanent identity.
+        name: dotted name in the model.
+        num_params: weights.
+        nbytes: bytes of the float32 weights.
+        version: number of updates so far.
+        frozen: whether nothing in it is trained.
+        grad_norm: norm of its gradient.
+        update_ratio: norm of the update over norm of the weights.
+    """
+
+    key: str
+    name: str
+    num_params: int
+    nbytes: int
+    version: int
+    frozen: bool
+    grad_norm: float | None
+    update_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that changed between two steps: settings, or an edit.
+
+    Attributes:
+        step: number of steps that were finished.
+        what: a few words, as "micro_batches 4 → 8".
+    """
+
+    step: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the last command did not succeed.
+
+    Attributes:
+        step: the step that was tried, from 1.
+        during: "batch", "step", "edit", "scheduler" or "logger".
+        error: name of the exception's class.
+        message: its message; begins with what happened and ends with a remedy.
+        traceback: as Python prints it.
+        after: what holds now, as "Nothing was updated: Run tries the same batch again."
+    """
+
+    step: int
+    during: str
+    error: str
+    message: str
+    traceback: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A step under way, as far as it had come: the first `events` events and `samples` samples of `trace`."""
+
+    trace: Trace
+    events: int
+    samples: int
+    now_s: float  # seconds since the step began
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A session at one moment.
+
+    Attributes:
+        number: grows whenever something but `progress` changes.
+        state: "idle" (nothing asked for), "running", "paused" (steps are left), "failed", "closed".
+        pausing: whether it will pause or stop when the step under way is over.
+        model: name of the model's class.
+        num_params: weights of the model, shell included.
+        device: its name.
+        figures: what the device states about itself; see `Device.figures`.
+        config: settings of the next step.
+        queued: commands that wait for the step under way to end, in words.
+        step: number of finished steps of the relay.
+        done, target: steps finished and asked for in this run; None: until the batches end or someone stops it.
+        steps: finished steps of this session, in order.
+        changes: settings and edits between steps, in order.
+        layers: the stack, in order.
+        shell_params: weights that are in no layer.
+        last: trace of the last finished step.
+        progress: the step under way.
+        in_core_bytes: device bytes that in-core training of the same batch would need, an estimate; None before the
+            first step.
+        failure: why the last command failed, until the next one succeeds.
+    """
+
+    number: int
+    state: State
+    pausing: bool
+    model: str
+    num_params: int
+    device: str
+    figures: Mapping[str, Any]
+    config: RelayConfig
+    queued: Sequence[str]
+    step: int
+    done: int
+    target: int | None
+    steps: Sequence[StepRow]
+    changes: Sequence[Change]
+    layers: Sequence[LayerRow]
+    shell_params: int
+    last: Trace | None
+    progress: Progress | None
+    in_core_bytes: int | None
+    failure: Failure | None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Memory of the device, None if it has no limit."""
+        return self.figures.get("memory_bytes")
