@@ -83,6 +83,16 @@ class EmulatedDevice(Device):
             "latency_s": self.latency_s,
         }
 
+    def throttle(
+        self,
+        h2d_bytes_per_s: float | None = None,
+        d2h_bytes_per_s: float | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        """Give the link new figures, as in the constructor; copies that have begun keep the old ones."""
+        checked = EmulatedDevice(None, h2d_bytes_per_s, d2h_bytes_per_s, latency_s)
+        self.bytes_per_s, self.latency_s = checked.bytes_per_s, latency_s
+
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         free = self._arena[numel, dtype]
         return free.pop() if free else torch.empty(numel, dtype=dtype)

@@ -113,6 +113,7 @@ class Relay:
         self._predicted: Sequence[Unit] = units
         self._metered: tuple[Any, Metered] | None = None  # of the last metered step, and what it depends on
         self._inferred: dict[Any, Metered] = {}  # what was checked by a first inference
+        self._trace: Trace | None = None
         self._busy = threading.Lock()
         self._closed = False
 
@@ -142,6 +143,11 @@ class Relay:
     def steps(self) -> int:
         """Number of completed steps."""
         return self._steps
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace of the step under way, or of the last one; None before the first. `Trace.since` follows it live."""
+        return self._trace
 
     def __enter__(self) -> Relay:
         return self
@@ -262,7 +268,7 @@ class Relay:
         micro_batches = self._split(batch)
         divisors = shares(micro_batches, self._weight)
         shape = self._shape_of(micro_batches)
-        trace = self._new_trace()
+        trace = self._trace = self._new_trace()
         put_buffers_back = self._parts.copy_buffers()
         self.device.ledger.reset_peak()
         self._store.begin(self.config, trace)

@@ -9,6 +9,7 @@ piece per micro-batch: those are kept apart and added in ascending k when all ha
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ from l2l_core.optimizers import fire_hooks, over, replace_params, slice_of, sync
 from l2l_core.trace import Event, Trace
 from l2l_core.units import Block, Unit
 
+_SAMPLED = 4096
 MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
 
 GradientPiece = tuple[torch.Tensor, tuple[bool, ...]]  # flat gradient (numel,), which parameters it covers
@@ -93,6 +95,7 @@ class LayerStore:
         }
         self._model_params = {master: param for param, master in masters.items()}
         replace_params(optimizer, masters)
+        self._owner = {block: unit for unit in units for block in unit.blocks if not block.shared}
         self._masters = {
             block: _Master(own := [masters[p] for p in block.params], slice_of(optimizer, own))
             for block in self._blocks
@@ -151,7 +154,7 @@ class LayerStore:
         def work() -> None:
             pushed.join()
             start_s = time.perf_counter()
-            self._check_finite(unit, block, (grad, touched))
+            self._note(block, grad_norm=self._check_finite(unit, block, (grad, touched)))
             self._whole[block] = (grad, touched)
             self._record("reduce", block, start_s)
             if eager:
@@ -268,15 +271,14 @@ class LayerStore:
             total = self._add(block, total, parts[k])
         if total is not None:
             self._whole[block] = total
+            self._note(block, grad_norm=_norm(_covered(block, total)))
             self._record("reduce", block, start_s)
 
-    def _check_finite(self, unit: Unit, block: Block, piece: GradientPiece) -> None:
-        views = [v for v, has in zip(block.layout.views(piece[0]), piece[1], strict=True) if has]
-        if not views:
-            return
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(views)))
-        unit.stats["grad_norm"] = float(norm)
-        if not torch.isfinite(norm) and not all(bool(torch.isfinite(v).all()) for v in views):
+    def _check_finite(self, unit: Unit, block: Block, piece: GradientPiece) -> float:
+        """The norm of a gradient, which may be infinite by overflow alone."""
+        views = _covered(block, piece)
+        norm = _norm(views)
+        if not math.isfinite(norm) and not all(bool(torch.isfinite(v).all()) for v in views):
             names = [
                 n
                 for n, v, has in zip(block.names, block.layout.views(piece[0]), piece[1], strict=True)
@@ -287,6 +289,11 @@ class LayerStore:
                 f"not updated. Affected: {', '.join(names[:5])}. Lower the learning rate, clip with max_grad_norm and "
                 "update='deferred', or look at this layer's inputs"
             )
+        return norm
+
+    def _note(self, block: Block, **stats: float) -> None:
+        if block in self._owner:
+            self._owner[block].stats.update(stats)
 
     def _update(self, block: Block) -> None:
         piece = self._whole.pop(block, None)
@@ -300,12 +307,16 @@ class LayerStore:
         sync_settings(master.part, self.optimizer)
         for param, view, has in zip(master.params, block.layout.views(grad), touched, strict=True):
             param.grad = view if has else None
+        before = _sample(block.master).clone()
         try:
             self.updated.append(block)  # from here on the block may hold new weights
             master.part.step()
         finally:
             for param in master.params:
                 param.grad = None
+        size = float(torch.linalg.vector_norm(before))
+        moved = float(torch.linalg.vector_norm(_sample(block.master) - before))
+        self._note(block, update_ratio=moved / size if size else math.inf if moved else 0.0)
         block.version += 1
         self._give_back(grad)
         self._record("update", block, start_s)
@@ -387,6 +398,20 @@ class LayerStore:
             self.host.release("optimizer", "state", self._optimizer_bytes)
             self.host.book("optimizer", "state", nbytes)
             self._optimizer_bytes = nbytes
+
+
+def _covered(block: Block, piece: GradientPiece) -> list[torch.Tensor]:
+    """The gradient by parameter, without those that got none."""
+    return [view for view, has in zip(block.layout.views(piece[0]), piece[1], strict=True) if has]
+
+
+def _norm(views: list[torch.Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(views)))) if views else 0.0
+
+
+def _sample(master: torch.Tensor) -> torch.Tensor:
+    """Evenly spaced weights of a block, at most `_SAMPLED`: what the size of an update is told by, (samples,)."""
+    return master[:: -(-len(master) // _SAMPLED) or 1]
 
 
 def _clone(state: dict[str, Any]) -> dict[str, Any]:
