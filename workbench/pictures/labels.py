@@ -1,0 +1,186 @@
+"""Words on a timeline's bars: letters with a layer's number where they fit, separators, and tooltips.
+
+A visit on compute is one unit, whatever the number of its micro-batches; elsewhere events of one layer in a row are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from l2l_core.memory import format_bytes
+from workbench.pictures import svg
+from workbench.pictures.busy import visits_on
+from workbench.pictures.columns import Columns
+from workbench.pictures.scale import Scale, format_seconds
+from workbench.pictures.theme import KIND_LETTERS, ink_on, kind_colour
+
+SMALLEST = 7.0  # px, the narrowest bar that can carry a letter
+LETTER, SMALL_LETTER = 7.2, 6.2  # px, of wide fonts
+_FULL = 0.6  # a unit that was busy for a smaller share of its extent has no label: it would stand in the void
+_SURFACE = "var(--jp-layout-color1,Canvas)"
+
+
+class Unit(NamedTuple):
+    """Events that a reader sees as one bar."""
+
+    start_s: float
+    stop_s: float
+    kind: str
+    layer: str
+    count: int
+    nbytes: int
+    busy_s: float
+
+
+def draw_labels(columns: Columns, lane: str, axis: Scale, y: float) -> Iterator[str]:
+    """Letter and number in the middle of every unit that has room for them; `y` is the baseline."""
+    for unit in find_units(columns, lane, SMALLEST * axis.high / (axis.last - axis.first)):
+        low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
+        words = label(unit.kind, unit.layer)
+        if unit.busy_s < _FULL * (unit.stop_s - unit.start_s) or high - low < SMALL_LETTER * len(words) + 1:
+            continue
+        style = "small" if high - low < LETTER * len(words) + 3 else ""
+        colour = kind_colour(unit.kind)
+        yield svg.text((low + high) / 2, y, words, style=style, anchor="middle", fill=ink_on(colour)).replace(
+            "<text ",
+            f'<text stroke="{colour}" stroke-width="3" paint-order="stroke" ',  # keeps hatching off the letters
+            1,
+        )
+
+
+def label(kind: str, layer: str) -> str:
+    """ "F6" for a forward visit of layer "L006"; the letter alone for what is no layer's."""
+    digits = layer.lstrip("L")
+    number = str(int(digits)) if layer.startswith("L") and digits.isdecimal() else ""
+    return KIND_LETTERS.get(kind, kind) + number
+
+
+def draw_separators(columns: Columns, lane: str, axis: Scale, top: float, height: float) -> Iterator[str]:
+    """Thin lines between bars that touch: between units of 4 px or more, and between events of 6 px or more."""
+    on = columns.on(lane)
+    px_per_s = (axis.last - axis.first) / axis.high
+    start_s, stop_s = columns.start_s[on], columns.stop_s[on]
+    if len(on) < 2:
+        return
+    touching = np.append(False, (start_s[1:] - stop_s[:-1]) * px_per_s < 0.8) & (start_s < axis.high)
+    first = visits_on(columns, on) if lane == "compute" else _runs(columns, on)
+    wide = (stop_s - start_s) * px_per_s >= 6
+    inner = np.flatnonzero(touching & wide & np.append(False, wide[:-1]))
+    extent = np.diff(np.append(start_s[first], stop_s[-1])) * px_per_s
+    outer = first[1:][(extent[1:] >= 4) & (extent[:-1] >= 4)]
+    outer = outer[touching[outer]]
+    for at, width in ((np.setdiff1d(inner, outer), 0.7), (outer, 1.4)):
+        lines = "".join(f"M{axis(x):.1f} {top:g}v{height:g}" for x in start_s[at].tolist())
+        if lines:
+            yield svg.path(lines, stroke=_SURFACE, width=width)
+
+
+def draw_tips(
+    columns: Columns, axis: Scale, lanes: Sequence[tuple[str, float, float]], names: Mapping[str, str], room: int
+) -> list[str]:
+    """Invisible boxes with a tooltip over every unit of 2 px or more; none at all if they need more than `room` bytes.
+
+    Args:
+        lanes: name, y and height of each.
+        names: dotted names of layers by key.
+        room: in bytes.
+    """
+    tips: list[str] = []
+    for lane, y, height in lanes:
+        for unit in find_units(columns, lane, 2 * axis.high / (axis.last - axis.first), at_most=400 - len(tips)):
+            low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
+            tip = _tell(unit, names)
+            tips.append(svg.rect(low, y, max(0.0, high - low), height, fill="transparent", tip=tip))
+    return tips if len(tips) < 400 and sum(len(tip.encode()) for tip in tips) <= room else []
+
+
+def _tell(unit: Unit, names: Mapping[str, str]) -> str:
+    words = [label(unit.kind, unit.layer), unit.kind]
+    if unit.layer and unit.layer != unit.kind:
+        words.append(names.get(unit.layer, unit.layer))
+    facts = [format_seconds(unit.busy_s)]
+    facts += [format_bytes(unit.nbytes)] if unit.nbytes else []
+    facts += [f"{unit.count} events"] if unit.count > 1 else []
+    return f"{' '.join(words)}: {', '.join(facts)}"
+
+
+def find_units(columns: Columns, lane: str, at_least_s: float, at_most: int = 400) -> list[Unit]:
+    """Units of a lane that last `at_least_s` or longer, in order; the longest ones if there are too many."""
+    on = columns.on(lane)
+    if not len(on):
+        return []
+    units: list[Unit] = []
+    rest = on
+    if lane == "compute":
+        visits, taken = _visits(columns, on, at_least_s, at_most)
+        units += visits
+        rest = on[~taken]
+    first = _runs(columns, rest) if len(rest) else np.arange(0)
+    # whoever was taken lies between the runs of the rest, which therefore also end where it begins
+    if lane == "compute" and len(rest):
+        position = np.searchsorted(columns.start_s[on], columns.start_s[rest], side="left")
+        first = np.union1d(first, 1 + np.flatnonzero(np.diff(position) > 1))
+    units += _long(columns, rest, first, at_least_s, at_most)
+    units = sorted(sorted(units, key=lambda unit: unit.start_s - unit.stop_s)[:at_most])
+    return units
+
+
+def _runs(columns: Columns, on: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Positions in `on` where another kind, layer or visit begins."""
+    new = np.zeros(len(on), bool)
+    new[:1] = True
+    for column in (columns.kind, columns.layer, columns.visit):
+        values = column[on]
+        new[1:] |= values[1:] != values[:-1]
+    return np.flatnonzero(new)
+
+
+def _long(
+    columns: Columns, on: NDArray[np.intp], first: NDArray[np.intp], at_least_s: float, at_most: int
+) -> list[Unit]:
+    """Units made of the events from each position in `first` to the next."""
+    if not len(first):
+        return []
+    last = np.append(first[1:], len(on)) - 1
+    busy_s = np.add.reduceat(columns.stop_s[on] - columns.start_s[on], first)
+    nbytes = np.add.reduceat(columns.nbytes[on], first)
+    extent_s = columns.stop_s[on[last]] - columns.start_s[on[first]]
+    long = np.flatnonzero(extent_s >= max(at_least_s, 1e-300))
+    long = np.sort(long[np.argsort(-extent_s[long], kind="stable")[:at_most]])
+    return [
+        Unit(
+            float(columns.start_s[on[first[i]]]),
+            float(columns.stop_s[on[last[i]]]),
+            columns.kinds[columns.kind[on[first[i]]]],
+            columns.layers[columns.layer[on[first[i]]]],
+            int(last[i] - first[i]) + 1,
+            int(nbytes[i]),
+            float(busy_s[i]),
+        )
+        for i in long
+    ]
+
+
+def _visits(
+    columns: Columns, on: NDArray[np.intp], at_least_s: float, at_most: int
+) -> tuple[list[Unit], NDArray[np.bool_]]:
+    """Visits of one kind, forward or backward, and which events they take; not the visit in which both take turns."""
+    codes = [code for code, kind in enumerate(columns.kinds) if kind in ("forward", "backward")]
+    starts = visits_on(columns, on)
+    work = np.isin(columns.kind[on], codes)
+    visit = np.searchsorted(starts, np.arange(len(on)), side="right") - 1  # -1 before the first
+    taken = work & (visit >= 0)
+    if not taken.any():
+        return [], taken
+    kind = columns.kind[on]
+    least, most = (np.full(len(starts), fill, np.int64) for fill in (np.iinfo(np.int64).max, np.iinfo(np.int64).min))
+    np.minimum.at(least, visit[taken], kind[taken])
+    np.maximum.at(most, visit[taken], kind[taken])
+    taken &= (least == most)[visit]
+    chosen = on[taken]
+    first = np.flatnonzero(np.append(True, np.diff(visit[taken]) != 0)) if len(chosen) else np.arange(0)
+    return _long(columns, chosen, first, at_least_s, at_most), taken

@@ -1,0 +1,269 @@
+"""The timeline: four lanes over the time of a step, what was exposed, the figures of overlap, and what binds each phase.
+
+It draws what a trace says and computes no advice. How events become few bars is in `bars.py`, the numbers are from
+`busy.py`, the words on and under bars from `labels.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from l2l_core.memory import format_bytes
+from l2l_core.roofline import PHASES
+from l2l_core.trace import LANES, Trace
+from workbench.pictures import svg
+from workbench.pictures.bars import Bars, make_bars, make_hatched
+from workbench.pictures.busy import TimelineSummary, phases_of, timeline_summary
+from workbench.pictures.columns import Columns
+from workbench.pictures.labels import draw_labels, draw_separators, draw_tips
+from workbench.pictures.picture import Picture, Table
+from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
+from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour
+
+__all__ = ["draw_timeline", "show_timeline", "timeline_summary", "timeline_table"]
+
+WIDTH, LEFT, RIGHT = 960, 96, 944  # px; time lies between LEFT and RIGHT
+TOP, LANE, PITCH = 30, 34, 44  # px: of the first lane, height of a lane, from lane to lane
+AXIS = TOP + 3 * PITCH + LANE + 8
+LEGEND, FIGURES, HEIGHT = AXIS + 44, AXIS + 84, AXIS + 118
+LINE, SLOT = 15, 35  # px: from line to line and from phase to phase of what is said
+COLUMNS = 132  # characters that fit beside a phase's name
+MOST_BYTES = 55_000  # tooltips are left out rather than to exceed this
+
+
+def draw_timeline(
+    now: Columns,
+    *,
+    before: Columns | None = None,
+    now_s: float | None = None,
+    span_s: float | None = None,
+    names: Mapping[str, str] | None = None,
+    said: Sequence[str] = (),
+) -> str:
+    """The lanes of a step as SVG, below 60 kB whatever the number of events.
+
+    Args:
+        now: the events of the step.
+        before: of the step before; what lies right of `now_s` is shown pale.
+        now_s: seconds since a step under way began; None: the step is finished.
+        span_s: end of the time axis; default a round number from the last event on.
+        names: dotted names of layers by key, for tooltips (which only a finished step with few bars has).
+        said: sentences such as "forward: ...", one per phase, shown under the figures.
+    """
+    summary = timeline_summary(now)
+    reach_s = max([now.end_s, now_s or 0.0, *([before.end_s] if before is not None else [])])
+    axis = Scale(0.0, span_s or round_up(reach_s), LEFT, RIGHT)
+    height = HEIGHT + (len(PHASES) * SLOT + 10 if said else 0)
+    parts = [*_draw_wells(), *_draw_axis(axis)]
+    if before is not None and now_s is not None:
+        ghosts = (_draw_bars(_bars(before, lane, axis, now_s, 130), before, y) for lane, y in _lanes())
+        parts.append(svg.group(("".join(ghost) for ghost in ghosts), style="ghost"))
+    parts += _draw_phases(now, axis)
+    for lane, y in _lanes():
+        parts += _draw_lane(now, lane, y, axis, summary)
+    parts += _draw_lane_names(summary)
+    if now_s is not None:
+        parts.append(svg.path(f"M{axis(min(now_s, axis.high)):.1f} {TOP - 6}V{AXIS}", style="axis", width=1.5))
+    parts += [*_draw_legend(now, before), *_draw_figures(summary, now_s), *_draw_said(said)]
+    if now_s is None:
+        room = MOST_BYTES - sum(len(part.encode()) for part in parts)
+        parts += draw_tips(now, axis, [(lane, y, LANE) for lane, y in _lanes()], names or {}, room)
+    return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, said), parts)
+
+
+def show_timeline(trace: Trace) -> Picture:
+    """The timeline of a finished step with what binds each phase, and its table."""
+    said = [str(bound) for bound in trace.bound_by()]
+    return Picture(draw_timeline(Columns.of(trace), names=trace.names, said=said), timeline_table(trace))
+
+
+def timeline_table(trace: Trace) -> Table:
+    """Per lane: events, bytes, busy and exposed seconds; overlap and what binds each phase in the note."""
+    columns = Columns.of(trace)
+    summary = timeline_summary(columns)
+    rows = []
+    for lane in LANES:
+        on, busy_s = columns.on(lane), summary.busy_s[lane]
+        moved = format_bytes(int(columns.nbytes[on].sum())) if lane in ("h2d", "d2h") else "–"
+        exposed = format_seconds(summary.exposed_s[lane]) if lane != "compute" else "–"
+        share = _percent(busy_s / summary.span_s if summary.span_s else 0.0)
+        rows.append((LANE_NAMES[lane], f"{len(on):,}", moved, format_seconds(busy_s), share, exposed))
+    said = [f"{_percent(summary.overlap)} of copy time hidden under compute.", *(f"{b}." for b in trace.bound_by())]
+    return Table(
+        title=f"Timeline of step {trace.step}: {format_seconds(summary.span_s)}",
+        header=("lane", "events", "bytes", "busy", "share of step", "exposed"),
+        rows=rows,
+        note=" ".join(said),
+    )
+
+
+# ---- lanes -----------------------------------------------------------------------------------------------------
+
+
+def _lanes() -> Iterator[tuple[str, float]]:
+    """Every lane and the y of its upper edge."""
+    return ((lane, TOP + i * PITCH) for i, lane in enumerate(LANES))
+
+
+def _draw_wells() -> Iterator[str]:
+    for _, y in _lanes():
+        yield svg.rect(LEFT, y, RIGHT - LEFT, LANE, style="well")
+
+
+def _draw_lane(columns: Columns, lane: str, y: float, axis: Scale, summary: TimelineSummary) -> Iterator[str]:
+    yield from _draw_bars(_bars(columns, lane, axis), columns, y)
+    yield from draw_separators(columns, lane, axis, y, LANE)
+    exposed_s = summary.exposed[lane]
+    yield from _draw_hatch(make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis)), y)
+    yield from draw_labels(columns, lane, axis, y + LANE / 2 + 4)
+
+
+def _bars(columns: Columns, lane: str, axis: Scale, from_s: float = 0.0, at_most: int = 260) -> Bars:
+    """Bars of a lane from `from_s` to the end of the axis."""
+    on = columns.on(lane)
+    on = on[(columns.stop_s[on] > from_s) & (columns.start_s[on] < axis.high)]
+    start_s = np.maximum(columns.start_s[on], from_s)
+    return make_bars(_place(start_s, axis), _place(columns.stop_s[on], axis), columns.kind[on], at_most)
+
+
+def _place(times_s: NDArray[np.float64], axis: Scale) -> NDArray[np.float64]:
+    """Where times lie, in pixels, at most at the end of the axis."""
+    return np.clip(axis.first + (axis.last - axis.first) * times_s / axis.high, axis.first, axis.last)
+
+
+def _draw_bars(bars: Bars, columns: Columns, y: float) -> Iterator[str]:
+    """One path per kind: full bars reach over the whole lane, others over their share of it, from below.
+
+    A thin rail under the lane shows where something happened that is too short, or too rare, to be seen as a bar.
+    """
+    for code in np.unique(bars.kind):
+        of_kind = bars.kind == code
+        left, right, share = (column[of_kind].tolist() for column in bars[:3])
+        body = "".join(
+            f"M{x:.2f} {y + LANE:g}v-{LANE * part:.4g}h{to - x:.2f}v{LANE * part:.4g}z"
+            for x, to, part in zip(left, right, share, strict=True)
+        )
+        colour = kind_colour(columns.kinds[code])
+        yield svg.path(body, style="bars", fill=colour)
+        rail = "".join(
+            f"M{x:.1f} {y + LANE + 2:g}h{max(to - x, 0.6):.1f}"
+            for x, to, part in zip(left, right, share, strict=True)
+            if part < 0.2 or (to - x) * part < 0.6
+        )
+        if rail:
+            yield svg.path(rail, style="rail", stroke=colour, width=2)
+
+
+def _draw_hatch(exposed: Bars, y: float) -> Iterator[str]:
+    boxes = zip(exposed.left.tolist(), exposed.right.tolist(), (LANE * exposed.share).tolist(), strict=True)
+    lines = "".join(svg.hatch(x, y + LANE - high, to - x, high, 6) for x, to, high in boxes if high >= 2)
+    if lines:
+        yield svg.path(lines, style="hatch")
+
+
+def _draw_lane_names(summary: TimelineSummary) -> Iterator[str]:
+    for lane, y in _lanes():
+        share = summary.busy_s[lane] / summary.span_s if summary.span_s else 0.0
+        yield svg.text(LEFT - 8, y + 15, LANE_NAMES[lane], anchor="end")
+        yield svg.text(LEFT - 8, y + 29, f"busy {_percent(share)}", anchor="end", style="small dim")
+
+
+# ---- axis and phases -------------------------------------------------------------------------------------------
+
+
+def _draw_axis(axis: Scale) -> Iterator[str]:
+    marks = ticks(0.0, axis.high, 9)
+    yield svg.path("".join(f"M{axis(mark):.1f} {TOP}V{AXIS}" for mark in marks), style="rule")
+    yield svg.path(f"M{LEFT} {AXIS}H{RIGHT}" + "".join(f"M{axis(mark):.1f} {AXIS}v5" for mark in marks), style="axis")
+    for mark in marks:
+        anchor = "end" if axis(mark) > RIGHT - 20 else "middle"
+        yield svg.text(axis(mark), AXIS + 18, format_seconds(mark) if mark else "0", anchor=anchor)
+
+
+def _draw_phases(columns: Columns, axis: Scale) -> Iterator[str]:
+    """Brackets above compute; a phase that is too short for its name has a bracket only."""
+    brackets = []
+    for name, start_s, stop_s in phases_of(columns):
+        low, high = axis(min(start_s, axis.high)) + 0.75, axis(min(stop_s, axis.high)) - 0.75
+        if high - low < 2:
+            continue
+        brackets.append(f"M{low:.1f} {TOP - 4}v-5H{high:.1f}v5")
+        if high - low > 7 * len(name) + 8:
+            yield svg.text((low + high) / 2, TOP - 14, name, anchor="middle", style="dim")
+    if brackets:
+        yield svg.path("".join(brackets), style="axis")
+
+
+# ---- words -----------------------------------------------------------------------------------------------------
+
+
+def _draw_legend(*shown: Columns | None) -> Iterator[str]:
+    """The kinds that are there, in the order of the theme."""
+    present = {kind for columns in shown if columns is not None for kind in columns.kinds}
+    x = float(LEFT)
+    for kind in [kind for kind in KIND_COLOURS if kind in present] + sorted(present - {*KIND_COLOURS}):
+        letter = KIND_LETTERS.get(kind, "")
+        name = "" if letter == kind else kind
+        wide = 10 + 6.2 * len(letter)
+        if x + wide + 4 + 6.4 * len(name) > RIGHT:
+            return
+        yield svg.rect(x, LEGEND - 11, wide, 15, fill=kind_colour(kind))
+        yield svg.text(x + wide / 2, LEGEND, letter, anchor="middle", style="small", fill=ink_on(kind_colour(kind)))
+        if name:
+            yield svg.text(x + wide + 4, LEGEND, name)
+        x += wide + (4 + 6.4 * len(name) if name else 0) + 12
+
+
+def _draw_figures(summary: TimelineSummary, now_s: float | None) -> Iterator[str]:
+    """Five figures, each at its own place."""
+    whole_s = summary.span_s if now_s is None else now_s
+    figures = [
+        ("copies hidden under compute", _percent(summary.overlap)),
+        *((f"{LANE_NAMES[lane]}, exposed", format_seconds(summary.exposed_s[lane])) for lane in LANES[1:]),
+        ("step" if now_s is None else "step so far", format_seconds(whole_s)),
+    ]
+    yield svg.path(f"M{LEFT} {FIGURES - 18}H{RIGHT}", style="rule")
+    for i, (name, value) in enumerate(figures):
+        x = LEFT + (0, 210, 400, 590, 740)[i]
+        if 1 <= i <= 3:
+            yield svg.rect(x, FIGURES - 10, 16, 11, fill=kind_colour("shell"))
+            yield svg.path(svg.hatch(x, FIGURES - 10, 16, 11, 5), style="hatch")
+        yield svg.text(x + (22 if 1 <= i <= 3 else 0), FIGURES, name, style="dim")
+        yield f'<g font-size="19">{svg.text(x, FIGURES + 23, value, style="strong")}</g>'
+
+
+def _draw_said(said: Sequence[str]) -> Iterator[str]:
+    """One sentence per phase, each phase at its own place, two lines at most."""
+    taken: set[int] = set()
+    for sentence in said:
+        name, _, rest = sentence.partition(": ")
+        free = (i for i in range(len(PHASES)) if i not in taken)
+        slot = PHASES.index(name) if name in PHASES else next(free, len(PHASES))
+        if slot in taken or slot == len(PHASES):
+            continue
+        taken.add(slot)
+        y = HEIGHT + slot * SLOT + 22
+        if name in PHASES:
+            yield svg.text(LEFT - 8, y, name, anchor="end", style="strong")
+        for i, line in enumerate(wrap(rest if name in PHASES else sentence, COLUMNS, max_lines=2, placeholder=" …")):
+            yield svg.text(LEFT, y + i * LINE, line)
+
+
+def _describe(summary: TimelineSummary, now_s: float | None, said: Sequence[str]) -> str:
+    exposed = ", ".join(f"{lane} {format_seconds(summary.exposed_s[lane])}" for lane in LANES[1:])
+    busy = ", ".join(f"{lane} {format_seconds(summary.busy_s[lane])}" for lane in LANES)
+    begin = (
+        f"A step of {format_seconds(summary.span_s)}" if now_s is None else f"A step, {format_seconds(now_s)} so far"
+    )
+    return (
+        f"{begin}. Busy: {busy}. Exposed, hatched: {exposed}. {_percent(summary.overlap)} of copy time hidden under "
+        "compute. Bars lower than their lane were busy for that share of the time. " + " ".join(said)
+    ).strip()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.0995 or not share else f"{100 * share:.1f} %"
