@@ -69,7 +69,7 @@ class Moment:
         arrived: layers whose gradient waits in the EPS for their update.
         eps_layer, eps_kind: what the EPS works on: "reduce", "update" or "clip".
         updated: layers updated so far in this step, in order.
-        stashed: layer inputs that wait for their recompute.
+        stashed, stash: layer inputs that wait for their recompute, and at which place.
         device, host: bytes in use by category.
         device_peak_bytes: the most bytes on the device so far known.
         stash_peak_bytes: the most stash at either place so far known.
@@ -95,6 +95,7 @@ class Moment:
     eps_kind: str = ""
     updated: tuple[str, ...] = ()
     stashed: int = 0
+    stash: str = "device"
     device: Mapping[str, int] = None  # type: ignore[assignment]
     host: Mapping[str, int] = None  # type: ignore[assignment]
     device_peak_bytes: int = 0
@@ -191,6 +192,8 @@ class Moments:
         busy = np.zeros(len(times), np.int64)
         for spans in (self._loads, self._pushes):
             busy += 2 * _covers(spans.start_s, spans.stop_s, times)
+            margin_s = (spans.stop_s - spans.start_s) / 4  # well under way shows best
+            busy += _covers(spans.start_s + margin_s, spans.stop_s - margin_s, times)
         for lane in ("compute", "eps"):
             rows = self._lanes[lane]
             busy += _covers(self._start[rows], self._stop[rows], times)
@@ -327,6 +330,7 @@ class Moments:
             eps_kind=eps.kind if eps is not None else "",
             updated=updated,
             stashed=_so_far(self._put_s, self._put_sum, t_s) - _so_far(self._taken_s, self._taken_sum, t_s),
+            stash=self.stash,
             device=bytes_at["device"],
             host=bytes_at["host"],
             device_peak_bytes=self._peaks[0],
