@@ -1,0 +1,163 @@
+"""A prediction is locked once and compared; an exercise judges, hints one level more each time, and never raises."""
+
+import math
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from workbench.lesson import WIDGET_VIEW, Exercise, Prediction, predict
+from workbench.pictures.picture import Picture
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(picture: Picture) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(picture.svg).iter(f"{SVG}text")]
+
+
+def bar_widths(picture: Picture) -> list[float]:
+    """Of the formula and the measurement."""
+    return [float(rect.attrib["width"]) for rect in ElementTree.fromstring(picture.svg).iter(f"{SVG}rect")]
+
+
+def type_and_lock(prediction: Prediction, typed: str) -> Any:
+    prediction._repr_mimebundle_()
+    box = prediction._box
+    assert box is not None
+    box.number.value = typed
+    box.button.click()
+    return box
+
+
+# Prediction ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_shows_with_and_without_widgets() -> None:
+    shown = predict("How many <loads>?", "loads")._repr_mimebundle_()
+    assert WIDGET_VIEW in shown
+    assert "How many &lt;loads&gt;?" in shown["text/html"] and "not answered yet" in shown["text/html"]
+    assert shown["text/plain"] == "Predict first. How many <loads>?\n(not answered yet)"
+
+
+@pytest.mark.parametrize("typed, answer", [("10", 10), (" 1,500 ", 1500), ("3.5e6", 3.5e6), ("-1", -1)])
+def test_the_button_locks_what_was_typed(typed: str, answer: float) -> None:
+    prediction = predict("How many?")
+    box = type_and_lock(prediction, typed)
+    assert prediction.answer == answer
+    assert box.number.disabled and box.button.disabled and box.said.value.startswith("locked")
+
+
+@pytest.mark.parametrize("typed", ["", "ten", "nan", "inf"])
+def test_what_is_no_number_is_not_locked(typed: str) -> None:
+    prediction = predict("How many?")
+    box = type_and_lock(prediction, typed)
+    assert prediction.answer is None and not box.button.disabled
+    assert box.said.value == "Please type a number, such as 12 or 3.5e6."
+
+
+def test_a_locked_answer_stays() -> None:
+    prediction = Prediction("How many?", answer=12)
+    prediction.lock(12)
+    with pytest.raises(ValueError, match="12 is locked already: run the cell"):
+        prediction.lock(10)
+    assert prediction.answer == 12
+
+
+def test_an_answer_given_from_the_start_is_shown_locked() -> None:
+    prediction = Prediction("How many?", answer=12, unit="loads")
+    assert prediction._repr_mimebundle_()["text/plain"].endswith("(locked: 12 loads)")
+    assert prediction._box is not None and prediction._box.button.disabled
+
+
+def test_comparing_shows_the_three_numbers_and_their_errors() -> None:
+    picture = Prediction("How many loads?", answer=12, unit="loads").compare(10, 10)
+    assert list(picture.table.rows) == [
+        ("your prediction", "12 loads", "+20.0%"),
+        ("formula", "10 loads", "exact"),
+        ("measured", "10 loads", ""),
+    ]
+    for words in ("How many loads?", "12 loads", "10 loads", "+20.0%", "exact"):
+        assert words in texts(picture)
+    assert bar_widths(picture)[0] == bar_widths(picture)[1]
+    assert "How many loads?" in picture._repr_mimebundle_()["text/plain"]
+
+
+def test_bars_are_in_proportion() -> None:
+    formula, measured = bar_widths(Prediction("q", answer=0).compare(50, 200))
+    assert measured == pytest.approx(4 * formula)
+
+
+def test_without_an_answer_the_comparison_says_so() -> None:
+    picture = predict("How many?").compare(10, 8)
+    assert picture.table.rows[0] == ("your prediction", "not answered", "")
+    assert picture.table.rows[1] == ("formula", "10", "+25.0%")
+    assert "Lock a number" in picture.table.note and "not answered" in texts(picture)
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 0), (1, 2, 0), (-3, -3, -2), (1, math.nan, 1), (1, 1, math.inf)])
+def test_odd_numbers_are_drawn(numbers: tuple[float, float, float]) -> None:
+    answer, formula, measured = numbers
+    picture = Prediction("q", answer=answer).compare(formula, measured)
+    for rect in ElementTree.fromstring(picture.svg).iter(f"{SVG}rect"):
+        assert all(math.isfinite(float(rect.attrib[name])) for name in ("x", "y", "width", "height"))
+
+
+def test_what_the_author_writes_is_escaped() -> None:
+    picture = Prediction("a < b & c", answer=1, unit="<b>").compare(1, 1)
+    assert "a < b & c" in texts(picture) and "1 <b>" in texts(picture)
+    assert "<b>" not in picture._repr_mimebundle_()["text/html"]
+
+
+# Exercises -----------------------------------------------------------------------------------------------------------
+
+
+def exercise() -> Exercise:
+    return Exercise("doubling", lambda f: f(3) == 6, ["think of a sum", "x + x"], code="def f(x): return 2 * x  # <")
+
+
+def test_a_right_answer() -> None:
+    assert exercise().judge(lambda x: 2 * x) == "right: doubling"
+
+
+def test_hints_grow_with_every_wrong_try(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = exercise()
+    for expected in ("hint 1 of 2: think", "hint 2 of 2 (the last one; the solution is below): x + x", "hint 2 of 2"):
+        asked.check(lambda x: x)
+        said = capsys.readouterr().out
+        assert said.startswith("wrong: ") and expected in said
+    assert asked.judge(lambda x: x + x) == "right: doubling"
+
+
+def test_dots_are_not_a_try() -> None:
+    def not_written(x: int) -> Any: ...
+
+    def dots(x: int) -> Any:
+        return ...
+
+    asked = exercise()
+    for answer in (..., dots):
+        assert asked.judge(answer).startswith("not yet: put your answer to doubling")
+    assert asked.tries == 0
+    assert asked.judge(not_written).startswith("wrong")  # it returns None, which is an answer
+
+
+def test_what_the_learners_code_raises_is_told() -> None:
+    assert "your code raised ZeroDivisionError: division by zero" in exercise().judge(lambda x: x / 0)
+
+
+def test_a_failing_assertion_tells_what_it_says() -> None:
+    def test(answer: int) -> None:
+        if answer != 4:
+            raise AssertionError(f"{answer} is not 4")  # pytest would add to the message of an `assert`
+
+    asked = Exercise("four", test)
+    assert asked.judge(5) == "wrong: 5 is not 4"
+    assert asked.judge(4) == "right: four"
+
+
+def test_the_solution_is_folded() -> None:
+    shown = exercise().solution._repr_mimebundle_()
+    assert shown["text/html"].startswith("<details") and "2 * x  # &lt;" in shown["text/html"]
+    assert "open" not in shown["text/html"].partition(">")[0]
+    assert "def f(x)" in shown["text/plain"]

@@ -1,0 +1,262 @@
+"""What a lesson needs besides its subject: a prediction before the numbers, and exercises that check and hint.
+
+Everything here also works where nobody answers, so that a notebook runs from top to bottom and reads well without a
+kernel. It knows nothing of relays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+
+from workbench.pictures import svg
+from workbench.pictures.picture import Picture, Table
+from workbench.pictures.scale import Scale
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+# Prediction ----------------------------------------------------------------------------------------------------------
+
+
+class Prediction:
+    """A number that the learner commits to before it is computed.
+
+    At the end of a cell it shows a box with a Lock button. Invariant: an answer, once locked, stays.
+
+    Args:
+        question: what is asked.
+        answer: locked from the start; None: not answered yet.
+        unit: of the answer, as "loads"; for people.
+    """
+
+    def __init__(self, question: str, answer: float | None = None, unit: str = "") -> None:
+        self.question, self.unit = question, unit
+        self._answer: float | None = None
+        self._box: _Box | None = None
+        if answer is not None:
+            self.lock(answer)
+
+    @property
+    def answer(self) -> float | None:
+        """What was locked, None before."""
+        return self._answer
+
+    def lock(self, answer: float) -> None:
+        """Commit to a number.
+
+        Raises:
+            ValueError: it is not finite, or another one is locked already.
+        """
+        value = float(answer)
+        if not math.isfinite(value):
+            raise ValueError(f"answer={answer!r}: give a finite number")
+        if self._answer not in (None, value):
+            raise ValueError(
+                f"{_show(self._answer)} is locked already: run the cell of the question again to start anew"
+            )
+        self._answer = value
+
+    def compare(self, formula: float, measured: float) -> Picture:
+        """The learner's number, the formula's and the measured one side by side, each with how far it is off."""
+        return _compare(self, float(formula), float(measured))
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        if self._box is None:
+            self._box = _Box(self)
+        locked = "not answered yet" if self._answer is None else f"locked: {_with_unit(self._answer, self.unit)}"
+        return {
+            **self._box.view(),
+            "text/html": f"<p><strong>Predict first.</strong> {escape(self.question)}<br><em>{escape(locked)}</em></p>",
+            "text/plain": f"Predict first. {self.question}\n({locked})",
+        }
+
+
+def predict(question: str, unit: str = "") -> Prediction:
+    """Ask for a number; end the cell with what this returns, or with its name."""
+    return Prediction(question, unit=unit)
+
+
+class _Box:
+    """The widgets of one prediction."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        self._prediction = prediction
+        self.number = widgets.Text(placeholder="your number", layout=widgets.Layout(width="12em"))
+        self.button = widgets.Button(description="Lock", tooltip="Commit to this number", icon="lock")
+        self.said = widgets.Label()
+        question = widgets.HTML(f"<strong>Predict first.</strong> {escape(prediction.question)}")
+        line = widgets.HBox([self.number, widgets.Label(prediction.unit), self.button, self.said])
+        self.box = widgets.VBox([question, line])
+        self.button.on_click(self._lock)
+        if prediction.answer is not None:
+            self._close()
+
+    def view(self) -> dict[str, Any]:
+        """What shows the box where there is a kernel."""
+        return {WIDGET_VIEW: self.box._repr_mimebundle_()[WIDGET_VIEW]}
+
+    def _lock(self, button: widgets.Button) -> None:
+        try:
+            self._prediction.lock(float(self.number.value.replace(",", "")))
+        except ValueError:
+            self.said.value = "Please type a number, such as 12 or 3.5e6."
+            return
+        self._close()
+
+    def _close(self) -> None:
+        assert self._prediction.answer is not None
+        self.number.value = _show(self._prediction.answer)
+        self.number.disabled = self.button.disabled = True
+        self.said.value = "locked; now run the next cells"
+
+
+def _compare(prediction: Prediction, formula: float, measured: float) -> Picture:
+    rows = [("your prediction", prediction.answer), ("formula", formula), ("measured", measured)]
+    cells = [(name, _with_unit(value, prediction.unit), _error(value, measured)) for name, value in rows]
+    cells[2] = (*cells[2][:2], "")
+    note = "" if prediction.answer is not None else "Lock a number in the box above, then run this cell again."
+    table = Table(prediction.question, ("", "value", "off by"), cells, note)
+    return Picture(_draw(table, [value for _, value in rows]), table)
+
+
+def _draw(table: Table, values: Sequence[float | None]) -> str:
+    """Three bars on one scale: the prediction outlined and hatched, the formula light, the measurement dark."""
+    sizes = [abs(value) for value in values if value is not None and math.isfinite(value)]
+    x = Scale(0.0, max(sizes, default=0.0), 152.0, 600.0)
+    parts = [svg.text(16, 22, table.title, style="strong")]
+    for i, (cells, value) in enumerate(zip(table.rows, values, strict=True)):
+        y = 36 + 26 * i
+        name, shown, error = cells
+        width = x(abs(value)) - x(0.0) if value is not None and math.isfinite(value) else 0.0
+        parts.append(svg.text(144, y + 14, name, anchor="end"))
+        parts.append(_bar(i, x(0.0), y, width))
+        parts.append(svg.text(x(0.0) + width + 8, y + 14, shown, style="strong" if value is not None else "dim"))
+        off = f"off by {error}" if error.startswith(("+", "-")) else error
+        parts.append(svg.text(780, y + 14, off, style="dim"))
+    said = ". ".join(", ".join(filter(None, row)) for row in table.rows)
+    return svg.document(960, 122, table.title, said, parts)
+
+
+def _bar(i: int, x: float, y: float, width: float) -> str:
+    if width <= 0:
+        return svg.path(f"M{x:.1f} {y}V{y + 20}", style="axis")
+    if i == 0:
+        strokes = svg.hatch(x, y, width, 20)
+        return svg.path(strokes, style="rule") + svg.path(f"M{x:.1f} {y}h{width:.1f}v20h-{width:.1f}z", style="axis")
+    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="20" fill-opacity="{0.3 if i == 1 else 0.6}"/>'
+
+
+def _show(value: float | None) -> str:
+    """Whole numbers in full, others to four digits."""
+    if value is None:
+        return "not answered"
+    return f"{value:,.0f}" if value == round(value, 0) and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def _with_unit(value: float | None, unit: str) -> str:
+    return f"{_show(value)} {unit}" if value is not None and unit else _show(value)
+
+
+def _error(value: float | None, measured: float) -> str:
+    """How far `value` is off, relative to what was measured; nothing without a value."""
+    if value is None:
+        return ""
+    if value == measured:
+        return "exact"
+    if not measured or not math.isfinite(value - measured):
+        return f"{value - measured:+.4g}"
+    return f"{(value - measured) / abs(measured):+.1%}"
+
+
+# Exercises -----------------------------------------------------------------------------------------------------------
+
+
+class NotYet(Exception):
+    """The learner's code is not written yet: somewhere there is still a `...`."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A solution, folded away where there is HTML."""
+
+    name: str
+    code: str
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        summary = f"<summary>Solution of {escape(self.name)}</summary>"
+        return {
+            "text/html": f'<details class="l2l-fold">{summary}<pre>{escape(self.code)}</pre></details>',
+            "text/plain": f"Solution of {self.name}:\n{self.code}",
+        }
+
+
+@dataclass
+class Exercise:
+    """A question that is checked. A wrong answer gets a hint, the next one with every try, and never an exception.
+
+    Attributes:
+        name: of the exercise.
+        test: takes the answer; wrong is False, an AssertionError (its message is shown) or any other exception.
+        hints: from the gentlest to the plainest.
+        code: of the solution.
+    """
+
+    name: str
+    test: Callable[[Any], bool | None]
+    hints: Sequence[str] = ()
+    code: str = ""
+    tries: int = field(default=0, init=False)  # wrong ones
+
+    def check(self, answer: Any) -> None:
+        """Print whether the answer is right, and a hint if not. `...` as answer, or in it, is not a try."""
+        print(self.judge(answer))
+
+    def judge(self, answer: Any) -> str:
+        """What `check` prints."""
+        try:
+            if answer is ...:
+                raise NotYet
+            wrong = "" if self.test(_watch(answer)) is not False else "not what was asked for"
+        except (NotYet, NotImplementedError):
+            return f"not yet: put your answer to {self.name} in place of the `...`, then run this cell again"
+        except AssertionError as error:
+            wrong = str(error) or "not what was asked for"
+        except Exception as error:
+            wrong = f"your code raised {type(error).__name__}: {error}"
+        if not wrong:
+            return f"right: {self.name}"
+        self.tries += 1
+        return f"wrong: {wrong}{self._hint()}"
+
+    @property
+    def solution(self) -> Solution:
+        """The solution; shows itself folded at the end of a cell."""
+        return Solution(self.name, self.code)
+
+    def _hint(self) -> str:
+        if not self.hints:
+            return ""
+        level = min(self.tries, len(self.hints))
+        last = " (the last one; the solution is below)" if level == len(self.hints) and self.code else ""
+        return f"\nhint {level} of {len(self.hints)}{last}: {self.hints[level - 1]}"
+
+
+def _watch(answer: Any) -> Any:
+    """The answer; a function that still returns `...` says so when it is called."""
+    if not callable(answer):
+        return answer
+
+    @wraps(answer)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = answer(*args, **kwargs)
+        if result is ...:
+            raise NotYet
+        return result
+
+    return call
