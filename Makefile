@@ -5,20 +5,20 @@ PYTHON ?= python3.11
 PORT   ?= 8888
 BIN    := .venv/bin
 
-.PHONY: help setup demo lab test bench doctor clean
+.PHONY: help setup demo lab test bench notebooks doctor clean
 .DEFAULT_GOAL := help
 
-# Tests, demo and benchmarks use what is in the repository and in the environment, never the network.
-demo test bench: export HF_HUB_OFFLINE = 1
-demo test bench: export TRANSFORMERS_OFFLINE = 1
-demo test bench: export HF_DATASETS_OFFLINE = 1
-demo test bench lab: export HF_HUB_DISABLE_TELEMETRY = 1
+# Tests, demo, benchmarks and notebooks use what is in the repository and in the environment, never the network.
+demo test bench notebooks: export HF_HUB_OFFLINE = 1
+demo test bench notebooks: export TRANSFORMERS_OFFLINE = 1
+demo test bench notebooks: export HF_DATASETS_OFFLINE = 1
+demo test bench notebooks lab: export HF_HUB_DISABLE_TELEMETRY = 1
 # Tokenizers warn when a process that used their threads forks, as data loaders do.
-demo test bench lab: export TOKENIZERS_PARALLELISM = false
+demo test bench notebooks lab: export TOKENIZERS_PARALLELISM = false
 
 help: ## list the targets (default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
-	@echo "  settings: PYTHON=$(PYTHON) (3.11 or 3.12, for setup), PORT=$(PORT) (for lab), ARGS= (for demo and test)"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo "  settings: PYTHON=$(PYTHON) (3.11 or 3.12, for setup), PORT=$(PORT) (for lab), ARGS= (for demo, test, notebooks)"
 
 setup: .venv/.stamp ## make .venv and install everything into it, in the tested versions
 
@@ -45,6 +45,9 @@ bench: .venv/.stamp ## run every benchmark in turn
 	  [ -e "$$file" ] || { echo "no benchmarks yet"; break; }; \
 	  echo "== $$file"; $(BIN)/python "$$file" || [ $$? -eq 2 ] || exit 1; \
 	done
+
+notebooks: .venv/.stamp ## execute the notebooks and store them with their outputs (ARGS=--check only judges them)
+	$(BIN)/python -m workbench notebooks $(ARGS)
 
 doctor: .venv/.stamp ## check versions, widgets, devices and room, with advice
 	$(BIN)/python -m workbench doctor

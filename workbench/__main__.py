@@ -1,4 +1,4 @@
-"""The command line: `python -m workbench demo | lab | doctor`.
+"""The command line: `python -m workbench demo | lab | notebooks | doctor`.
 
 Each command imports what it needs when it is chosen, so that `doctor` still runs where the rest is not installed.
 """
@@ -6,6 +6,7 @@ Each command imports what it needs when it is chosen, so that `doctor` still run
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 OUR_PACKAGES = ("workbench", "l2l_core")
 
@@ -22,6 +23,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     lab = commands.add_parser("lab", help="open JupyterLab on 127.0.0.1 at the first notebook")
     lab.add_argument("--port", type=int, default=8888, help="first port to try (default: %(default)s)")
     lab.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
+    notebooks = commands.add_parser("notebooks", help="execute notebooks and store them with their outputs")
+    notebooks.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all of the repository)")
+    notebooks.add_argument("--check", action="store_true", help="execute nothing, only judge what is stored")
     commands.add_parser("doctor", help="check versions, widgets, devices and room; status 1 if something is missing")
     return parser
 
@@ -36,6 +40,10 @@ def run(args: argparse.Namespace) -> int | None:
         from workbench import lab
 
         return lab.main(args.port, args.no_browser)
+    if args.command == "notebooks":
+        from workbench import notebooks
+
+        return notebooks.main(args.paths, args.check)
     from workbench import doctor
 
     return doctor.main()

@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
+from nbformat.sign import NotebookNotary
+
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_NOTEBOOK = "00_start_here.ipynb"
 
@@ -33,6 +36,24 @@ def lab_command(root: Path, page: str, port: int, *, no_browser: bool = False, a
     return command
 
 
+def trust_notebooks(root: Path) -> list[Path]:
+    """Sign the notebooks directly in `root`/notebooks, as `jupyter trust` does; returns them.
+
+    JupyterLab hides HTML and SVG of notebooks that nobody has vouched for until they are run again.
+
+    Raises:
+        OSError, ValueError: a file that cannot be read, or is no notebook; or no place for signatures.
+    """
+    paths = sorted((root / "notebooks").glob("*.ipynb"))
+    notary = NotebookNotary()
+    try:
+        for path in paths:
+            notary.sign(nbformat.read(path, as_version=4))
+    finally:
+        notary.store.close()
+    return paths
+
+
 def main(port: int, no_browser: bool) -> int:
     """Run JupyterLab until it is stopped; its exit status."""
     try:
@@ -40,6 +61,10 @@ def main(port: int, no_browser: bool) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    try:
+        trust_notebooks(ROOT)
+    except (OSError, ValueError) as error:  # no reason not to start
+        print(f"the notebooks' stored pictures will show only after they are run: {error}", file=sys.stderr)
     as_root = hasattr(os, "geteuid") and os.geteuid() == 0
     process = subprocess.Popen(lab_command(ROOT, page, port, no_browser=no_browser, as_root=as_root))
     while True:

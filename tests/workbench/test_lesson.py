@@ -77,7 +77,7 @@ def test_comparing_shows_the_three_numbers_and_their_errors() -> None:
         ("formula", "10 loads", "exact"),
         ("measured", "10 loads", ""),
     ]
-    for words in ("How many loads?", "12 loads", "10 loads", "+20.0%", "exact"):
+    for words in ("How many loads?", "12 loads", "10 loads", "off by +20.0%", "exact"):
         assert words in texts(picture)
     assert bar_widths(picture)[0] == bar_widths(picture)[1]
     assert "How many loads?" in picture._repr_mimebundle_()["text/plain"]
