@@ -135,6 +135,11 @@ class Trace:
         new = self._events[i:]
         return new, i + len(new)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of events and memory samples so far: the state of both cursors."""
+        return len(self._events), len(self._samples)
+
     # ---- events and overlap ------------------------------------------------------------------------------------
 
     @property

@@ -1,1 +1,24 @@
 """The notebook workbench around `l2l_core`: sessions, pictures, panels, command line. The engine never imports it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.app import Workbench as Workbench
+    from workbench.session import Session as Session
+    from workbench.snapshot import Snapshot as Snapshot
+
+_WHERE = {"Workbench": "workbench.app", "Session": "workbench.session", "Snapshot": "workbench.snapshot"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that `python -m workbench doctor` runs where torch or ipywidgets are missing."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_WHERE]

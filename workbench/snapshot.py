@@ -13,6 +13,7 @@ from typing import Any, Literal
 from l2l_core import RelayConfig, Trace
 
 State = Literal["idle", "running", "paused", "failed", "closed"]
+During = Literal["batch", "step", "edit", "scheduler", "logger"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Failure:
 
     Attributes:
         step: the step that was tried, from 1.
-        during: "batch", "step", "edit", "scheduler" or "logger".
+        during: what was being done.
         error: name of the exception's class.
         message: its message; begins with what happened and ends with a remedy.
         traceback: as Python prints it.
@@ -91,7 +92,7 @@ class Failure:
     """
 
     step: int
-    during: str
+    during: During
     error: str
     message: str
     traceback: str
@@ -132,7 +133,7 @@ class Snapshot:
         progress: the step under way.
         in_core_bytes: device bytes that in-core training of the same batch would need, an estimate; None before the
             first step.
-        failure: why the last command failed, until the next one succeeds.
+        failure: why the last command failed, until something runs again.
     """
 
     number: int

@@ -1,0 +1,533 @@
+"""A session: what is asked for happens in order on its thread, and is seen from outside at any time."""
+
+from __future__ import annotations
+
+import _thread
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
+from workbench.session import Session
+from workbench.snapshot import Change, Snapshot, StepRow
+
+WIDTH = 8
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """A residual block that can be told to wait for a signal, or to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gate: threading.Event | None = None
+        self.entered = threading.Event()
+        self.error: Exception | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.entered.set()
+        if self.gate is not None:
+            assert self.gate.wait(20)
+        if self.error is not None:
+            raise self.error
+        return x + torch.tanh(self.linear(x))
+
+
+def make_relay(config: RelayConfig | None = None, **device: Any) -> Relay:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, WIDTH), *(Layer() for _ in range(4)), nn.Linear(WIDTH, 1))
+    return Relay(
+        model,
+        partial(torch.optim.AdamW, lr=1e-2),
+        EmulatedDevice(**device),
+        list(model)[1:5],
+        mse,
+        config=config or RelayConfig(micro_batches=2),
+    )
+
+
+def mse(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, batch[1])
+
+
+def make_batches(count: int = 5) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)) for _ in range(count)]
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    before = set(threading.enumerate())
+    with make_relay() as made:
+        yield made
+    left = [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]
+    assert not left, f"threads that nobody ended: {left}"
+
+
+def weights_of(relay: Relay) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in relay.model.parameters()]
+
+
+def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_trains_as_a_plain_loop_does(relay: Relay) -> None:
+    batches = make_batches()
+    with make_relay() as plain:
+        losses = [plain.step(batch).loss for batch in (batches * 2)[:7]]
+        expected = weights_of(plain)
+    with Session(relay, batches) as session:
+        session.run(7)
+        now = session.wait(20)
+    assert [row.loss for row in now.steps] == losses
+    assert [row.step for row in now.steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert_equal(weights_of(relay), expected)
+    assert (now.state, now.step, now.done, now.target) == ("idle", 7, 7, 7)
+    assert now.last is not None and now.last.step == 6 and now.progress is None
+    assert all(row.version == 7 and row.grad_norm and row.update_ratio for row in now.layers)
+
+
+def test_pause_keeps_what_is_left_and_stop_drops_it(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.run(3)
+        assert first.entered.wait(20)
+        session.pause()  # in the middle of the first step
+        assert session.snapshot().pausing and session.snapshot().state == "running"
+        first.gate.set()
+        now = session.wait(20)
+        assert (now.state, now.done, now.target) == ("paused", 1, 3)
+        session.run()
+        now = session.wait(20)
+        assert (now.state, now.done, now.step) == ("idle", 3, 3)
+        session.run(50)
+        session.stop()
+        now = session.wait(20)
+        assert now.state == "idle" and now.done == now.target and now.step == 4, "one step, then the queue"
+
+
+def test_a_step_out_of_a_paused_run_counts_as_its_own(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.step()
+        assert session.wait(20).done == 1
+        session.run(5)
+        session.pause()
+        assert session.wait(20).state == "paused"
+        session.step()
+        now = session.wait(20)
+        assert (now.state, now.done, now.target) == ("paused", 2, 5)
+
+
+def test_steps_are_added_to_a_run_under_way(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.run(2)
+        session.run(3)
+        assert session.wait(20).done == 5
+
+
+def test_a_run_without_a_number_goes_on_until_it_is_stopped(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.run()
+        while len(session.snapshot().steps) < 3:
+            time.sleep(0.005)
+        assert session.snapshot().target is None
+        session.stop()
+        now = session.wait(20)
+    assert now.state == "idle" and now.done >= 3
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "3"])
+def test_a_number_of_steps_is_positive(relay: Relay, steps: Any) -> None:
+    with Session(relay, make_batches()) as session, pytest.raises(ValueError, match="positive integer"):
+        session.run(steps)
+
+
+def test_waiting_gives_up_after_its_time(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.step()
+        with pytest.raises(TimeoutError, match="still running after step 0"):
+            session.wait(0.05)
+        first.gate.set()
+        session.wait(20)
+
+
+def test_an_interrupt_while_waiting_pauses_the_run(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.run()
+        threading.Timer(0.2, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            session.wait(20)
+        assert session.wait(20).state == "paused"
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_data_loader_begins_again_and_a_generator_ends(relay: Relay) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=4)
+    with Session(relay, loader) as session:
+        session.run(5)
+        assert session.wait(20).done == 5
+    with Session(relay, iter(make_batches(2))) as session:
+        session.run()
+        now = session.wait(20)
+        assert (now.state, now.done, now.failure) == ("idle", 2, None)
+
+
+def test_a_function_makes_every_batch(relay: Relay) -> None:
+    made: list[int] = []
+
+    def batch() -> Batch:
+        made.append(len(made))
+        return make_batches(1)[0]
+
+    with Session(relay, batch) as session:
+        session.run(3)
+        session.wait(20)
+    assert made == [0, 1, 2]
+
+
+@pytest.mark.parametrize("source", [3, {"input_ids": torch.zeros(2, 2)}])
+def test_what_is_no_source_of_batches_is_refused(relay: Relay, source: Any) -> None:
+    with pytest.raises(TypeError, match="an iterable of batches"):
+        Session(relay, source)
+
+
+def test_only_a_relay_has_a_session() -> None:
+    with pytest.raises(TypeError, match="l2l_core.Relay over your model"):
+        Session(nn.Linear(2, 2), [])  # type: ignore[arg-type]
+
+
+# Changes between steps ------------------------------------------------------------------------------------------------
+
+
+def test_commands_happen_in_the_order_in_which_they_were_given(relay: Relay) -> None:
+    seen: list[int] = []
+    with Session(relay, make_batches()) as session:
+        session.step()
+        session.edit(lambda relay: seen.append(relay.steps), "look")
+        session.step()
+        session.edit(lambda relay: seen.append(relay.steps))
+        now = session.wait(20)
+    assert seen == [1, 2]
+    assert now.changes == (Change(1, "look"),), "a call without a name is not recorded"
+
+
+def test_an_edit_returns_its_result_and_its_error(relay: Relay) -> None:
+    batches = make_batches()
+    with Session(relay, batches) as session:
+        assert session.edit(lambda relay: relay.evaluate(batches[0])).result(20) > 0
+        future = session.edit(lambda relay: 1 / 0, "divide")
+        assert isinstance(future.exception(20), ZeroDivisionError)
+        now = session.wait(20)
+        assert now.state == "failed" and now.failure is not None and now.failure.during == "edit"
+        assert now.changes == ()
+        session.run(2)
+        now = session.wait(20)
+        assert now.state == "idle" and now.failure is None and now.step == 2
+    with pytest.raises(TypeError, match="a function of the relay"):
+        session.edit("drop layer 3")  # type: ignore[arg-type]
+
+
+def test_settings_act_on_the_next_step(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.step()
+        session.reconfigure(micro_batches=3, stash="host", h2d_bytes_per_s=2e6)
+        planned = session.snapshot()
+        session.step()
+        now = session.wait(20)
+    assert planned.config.micro_batches == 3 and planned.figures["h2d_bytes_per_s"] == 2e6, "shown at once"
+    assert now.last is not None
+    used = {name: now.last.settings[name] for name in ("micro_batches", "stash", "h2d_bytes_per_s", "ahead")}
+    assert used == {"micro_batches": 3, "stash": "host", "h2d_bytes_per_s": 2e6, "ahead": 1}
+    what = "micro_batches 2 → 3, stash device → host, h2d_bytes_per_s unlimited → 2 MB/s"
+    assert now.changes == (Change(1, what),)
+
+
+def test_settings_that_are_as_they_were_are_no_change(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.reconfigure(micro_batches=2, h2d_bytes_per_s=None)
+        assert session.wait(20).changes == ()
+
+
+def test_a_setting_that_an_edit_makes_is_seen(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.edit(lambda relay: setattr(relay, "config", RelayConfig(micro_batches=6)), "by hand").result(20)
+        assert session.snapshot().config.micro_batches == 6
+        session.reconfigure(ahead=2)
+        session.wait(20)
+    assert relay.config == RelayConfig(micro_batches=6, ahead=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"micro_batch": 2}, "no setting 'micro_batch'; there are micro_batches, ahead"),
+        ({"h2d_bytes_per_s": -1.0}, "h2d_bytes_per_s=-1.0"),
+        ({"max_grad_norm": 1.0}, "update='deferred'"),
+    ],
+)
+def test_settings_out_of_range_are_refused_at_once(relay: Relay, settings: dict[str, Any], message: str) -> None:
+    with Session(relay, make_batches()) as session:
+        with pytest.raises(ValueError, match=message):
+            session.reconfigure(**settings)
+        session.step()
+        assert session.wait(20).state == "idle"
+
+
+# Looking --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_in_mid_step_shows_how_far_it_is_and_stays_as_it_is(relay: Relay) -> None:
+    last = relay.model[4]
+    last.gate = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.step()
+        assert last.entered.wait(20)
+        now = session.snapshot()
+        assert now.progress is not None and now.state == "running" and now.steps == ()
+        events = now.progress.events
+        part = now.progress.trace.since(0)[0][:events]
+        assert {event.layer for event in part if event.kind == "forward"} == {"L000", "L001", "L002"}
+        last.gate.set()
+        session.wait(20)
+    assert now.progress.events == events < len(now.progress.trace.events)
+    assert now.progress.trace.since(0)[0][:events] == part
+
+
+def test_snapshots_tell_what_waits(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.step()
+        assert first.entered.wait(20)
+        session.reconfigure(ahead=2)
+        assert session.snapshot().queued == ("ahead 1 → 2",)
+        first.gate.set()
+        session.wait(20)
+
+
+def test_what_in_core_training_would_need_is_known_after_the_first_step(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        assert session.snapshot().in_core_bytes is None
+        session.step()
+        now = session.wait(20)
+    assert now.in_core_bytes is not None and now.in_core_bytes > 16 * now.num_params
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_step_is_shown_and_the_same_batch_is_tried_again(relay: Relay) -> None:
+    batches = make_batches()
+    with make_relay() as plain:
+        expected = [plain.step(batch).loss for batch in batches[:2]]
+    with Session(relay, batches) as session:
+        session.step()
+        before = session.wait(20)
+        weights = weights_of(relay)
+        relay.model[2].error = RuntimeError("no luck in this layer")
+        session.run(3)
+        now = session.wait(20)
+        assert now.state == "failed" and now.step == before.step == 1
+        assert now.failure is not None and (now.failure.step, now.failure.during) == (2, "step")
+        assert "no luck in this layer" in now.failure.message and "in forward" in now.failure.traceback
+        assert "tries the same batch again" in now.failure.after
+        assert_equal(weights_of(relay), weights)
+        relay.model[2].error = None
+        session.run()
+        now = session.wait(20)
+    assert [row.loss for row in now.steps[:2]] == expected
+    assert (now.state, now.done, now.failure) == ("idle", 3, None)
+
+
+def test_a_batch_that_cannot_be_used_can_be_skipped(relay: Relay) -> None:
+    bad = (torch.full((6, 4), float("nan")), torch.zeros(6, 1))
+    with Session(relay, [bad, *make_batches(2)]) as session:
+        session.run(2)
+        assert session.wait(20).state == "failed"
+        session.run()
+        assert session.wait(20).state == "failed"
+        session.skip()
+        session.run()
+        now = session.wait(20)
+    assert (now.state, now.done) == ("idle", 2)
+
+
+def test_a_torn_step_says_so_and_goes_on_with_the_next_batch(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = make_batches(3)
+    taken: list[int] = []
+
+    def step(batch: Batch) -> Any:
+        taken.append(next(i for i, one in enumerate(batches) if one is batch))
+        if len(taken) == 1:
+            raise TornStep("torn after the update of layer 3", ["L003"])
+        return original(batch)
+
+    original = relay.step
+    monkeypatch.setattr(relay, "step", step)
+    with Session(relay, batches) as session:
+        session.run(2)
+        now = session.wait(20)
+        assert now.failure is not None and "counts as used" in now.failure.after
+        session.run()
+        session.wait(20)
+    assert taken == [0, 1, 2]
+
+
+def test_a_source_of_batches_that_fails_is_asked_again(relay: Relay) -> None:
+    calls: list[int] = []
+
+    def batch() -> Batch:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("disk asleep")
+        return make_batches(1)[0]
+
+    with Session(relay, batch) as session:
+        session.run(2)
+        now = session.wait(20)
+        assert now.failure is not None and (now.failure.during, now.failure.error) == ("batch", "OSError")
+        session.run()
+        assert session.wait(20).done == 2
+
+
+# Loggers and schedulers -----------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self, fails: bool = False) -> None:
+        self.steps: list[StepRow] = []
+        self.changes: list[Change] = []
+        self.closed = 0
+        self.fails = fails
+
+    def log_step(self, row: StepRow) -> None:
+        if self.fails:
+            raise OSError("disk full")
+        self.steps.append(row)
+
+    def log_change(self, change: Change) -> None:
+        self.changes.append(change)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_loggers_get_every_step_and_change(relay: Relay) -> None:
+    logger = Recorder()
+    with Session(relay, make_batches(), loggers=[logger]) as session:
+        session.run(2)
+        session.reconfigure(ahead=2)
+        now = session.wait(20)
+    assert tuple(logger.steps) == now.steps and tuple(logger.changes) == now.changes
+    assert logger.closed == 1
+
+
+def test_a_failing_logger_loses_no_step(relay: Relay) -> None:
+    with Session(relay, make_batches(), loggers=[Recorder(fails=True)]) as session:
+        session.run(2)
+        now = session.wait(20)
+        assert now.failure is not None and now.failure.during == "logger" and "done and counted" in now.failure.after
+        assert now.step == now.done == 1
+        session.run()
+        assert session.wait(20).step == 2
+
+
+def test_the_learning_rate_follows_its_schedule(relay: Relay) -> None:
+    plain = make_relay()
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each.optimizer, 0.5) for each in (plain, relay)]
+    batches = make_batches()
+    losses = []
+    for batch in batches:
+        losses.append(plain.step(batch).loss)
+        schedules[0].step()
+    plain.close()
+    with Session(relay, batches, scheduler=schedules[1]) as session:
+        session.run(5)
+        now = session.wait(20)
+    assert [row.loss for row in now.steps] == losses
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_session_takes_no_commands(relay: Relay) -> None:
+    session = Session(relay, make_batches())
+    session.close()
+    session.close()
+    assert session.snapshot().state == "closed"
+    assert session.wait(1).state == "closed"
+    with pytest.raises(RuntimeError, match="make a new one"):
+        session.run(1)
+
+
+def test_closing_waits_for_the_step_and_drops_the_rest(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    session = Session(relay, make_batches())
+    session.run(5)
+    assert first.entered.wait(20)
+    dropped = session.edit(lambda relay: None, "never")
+    session.close(wait=False)
+    assert dropped.cancelled()
+    first.gate.set()
+    session.close()
+    assert session.snapshot().step == 1
+    relay.step(make_batches(1)[0])  # the relay is free again
+
+
+def test_another_session_takes_the_relay_over(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    old = Session(relay, make_batches())
+    old.run()
+    assert first.entered.wait(20)
+    with Session(relay, make_batches()) as new:
+        new.step()
+        first.gate.set()
+        now = new.wait(20)
+        assert (now.state, now.step) == ("idle", 2), "the old one's step, then the new one's"
+        assert old.snapshot().state == "closed"
+
+
+def test_snapshots_are_of_one_moment_while_others_steer(relay: Relay) -> None:
+    seen: list[Snapshot] = []
+    with Session(relay, make_batches()) as session:
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.is_set():
+                seen.append(session.snapshot())
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        session.run(30)
+        for ahead in (2, 0, 1):
+            session.reconfigure(ahead=ahead)
+        session.wait(30)
+        over.set()
+        looker.join()
+    for one in seen:
+        assert one.done <= len(one.steps) <= 30 and len(one.changes) <= 3
+        assert one.target in (0, 30)
+    numbers = [one.number for one in seen]
+    assert numbers == sorted(numbers)
+    assert copy.copy(seen[-1]).steps == seen[-1].steps

@@ -1,0 +1,117 @@
+"""The workbench: a session and its panels, as one widget at the end of a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ipywidgets
+
+from l2l_core import Relay
+from workbench.batches import BatchSource
+from workbench.loggers import Logger
+from workbench.panels.cells import belongs_to_cell
+from workbench.panels.display import Bundle, Display
+from workbench.panels.header import HeaderPanel
+from workbench.panels.layers import LayersPanel
+from workbench.panels.loss import LossPanel
+from workbench.panels.memory import MemoryPanel
+from workbench.panels.relay import RelayPanel
+from workbench.panels.style import STYLE
+from workbench.panels.timeline import TimelinePanel
+from workbench.pictures.page import bundle_of
+from workbench.session import Scheduler, Session
+from workbench.snapshot import Snapshot
+
+
+class Workbench:
+    """See a relay train, and steer it.
+
+    ``Workbench(relay, batches)`` at the end of a cell shows header, relay picture, timeline, memory, loss and layers.
+    Running the cell again replaces it; another workbench on the same relay takes it over. Training goes on in a thread of
+    its own, so cells stay free.
+
+    Args:
+        relay, batches, loggers, scheduler: as of `Session`.
+
+    Raises:
+        TypeError: not a relay, or batches of no known kind.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        batches: BatchSource,
+        *,
+        loggers: Sequence[Logger] = (),
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler)
+        kinds = (HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel, LayersPanel)
+        self.panels = tuple(kind(self.session) for kind in kinds)
+        *rows, loss, layers = (panel.widget for panel in self.panels)
+        below = ipywidgets.HBox([loss, layers])
+        below.add_class("l2l-below")
+        self.widget = ipywidgets.VBox([ipywidgets.HTML(f"<style>{STYLE}</style>"), *rows, below])
+        self.widget.add_class("l2l-workbench")
+        belongs_to_cell(self)
+        self._display = Display(self.session, self.widget, self._show, self._still)
+
+    # -- steering: see `Session` ---------------------------------------------------------------------------------------
+
+    def run(self, steps: int | None = None) -> None:
+        """Train for so many steps; see `Session.run`."""
+        self.session.run(steps)
+
+    def step(self) -> None:
+        """Train one step."""
+        self.session.step()
+
+    def pause(self) -> None:
+        """Pause when the step under way is over."""
+        self.session.pause()
+
+    def stop(self) -> None:
+        """End the run when the step under way is over."""
+        self.session.stop()
+
+    def reconfigure(self, **settings: Any) -> None:
+        """Give the next step other settings; see `Session.reconfigure`."""
+        self.session.reconfigure(**settings)
+
+    def edit(self, change: Any, what: str = "") -> Future[Any]:
+        """Do something with the relay between two steps; see `Session.edit`."""
+        return self.session.edit(change, what)
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
+        """Wait until nothing runs; see `Session.wait`."""
+        return self.session.wait(timeout_s, progress=progress)
+
+    def snapshot(self) -> Snapshot:
+        """The session as it is now."""
+        return self.session.snapshot()
+
+    def close(self, wait: bool = True) -> None:
+        """End the session when its step is over, and leave a still picture in the notebook. The relay stays open.
+
+        Args:
+            wait: for the step under way.
+        """
+        self.session.close(wait)
+        self._display.close()
+
+    # -- on a page -----------------------------------------------------------------------------------------------------
+
+    def _show(self, now: Snapshot) -> None:
+        for panel in self.panels:
+            panel.show(now)
+
+    def _still(self, now: Snapshot) -> Bundle:
+        return bundle_of([picture for panel in self.panels for picture in panel.still(now)])
+
+    def _ipython_display_(self) -> None:
+        self._display.open()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
+        return self._display.bundle()

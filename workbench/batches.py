@@ -1,0 +1,54 @@
+"""Where batches come from: an iterable, which begins again when it ends, or a function that makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from l2l_core.batch import Batch
+
+BatchSource = Iterable[Batch] | Callable[[], Batch]
+
+
+class Batches:
+    """Batches one by one, and the one that was not used yet again.
+
+    A `DataLoader`, a list or any other iterable begins anew when it ends, epoch after epoch. An iterator or generator
+    ends for good. A function is called for every batch.
+
+    Raises:
+        TypeError: the source is none of these, or is a batch itself.
+    """
+
+    def __init__(self, source: BatchSource) -> None:
+        if isinstance(source, dict) or not (callable(source) or isinstance(source, Iterable)):
+            raise TypeError(
+                f"batches is a {type(source).__name__}: give an iterable of batches (a DataLoader, a list) or a function "
+                "that returns one; for the same batch in every step, [batch]"
+            )
+        self._source = source
+        self._iterator: Iterator[Any] = iter(()) if callable(source) else iter(source)
+        self._waiting: list[Any] = []  # the batch that was taken and not used
+
+    def take(self) -> Any:
+        """The next batch, or again the last one if it was not used.
+
+        Raises:
+            StopIteration: there are no more.
+        """
+        if not self._waiting:
+            self._waiting.append(self._next())
+        return self._waiting[0]
+
+    def used(self) -> None:
+        """The batch that was taken is done with: the next `take` gives another."""
+        self._waiting.clear()
+
+    def _next(self) -> Any:
+        if callable(self._source):
+            return self._source()
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self._source)  # an iterator gives itself, and ends again
+            return next(self._iterator)

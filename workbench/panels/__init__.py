@@ -1,0 +1,1 @@
+"""Panels of ipywidgets over a session: each shows one thing, alone or inside a `Workbench`."""

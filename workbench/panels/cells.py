@@ -1,0 +1,47 @@
+"""Which cell of a notebook runs now, and what the run before of the same cell has left behind.
+
+Running a cell again replaces its output, but nothing tells the kernel that the widgets of the old output are gone. So
+whatever is made in a cell is closed when that cell runs again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from IPython import get_ipython
+
+
+class Closable(Protocol):
+    def close(self, wait: bool = True) -> None: ...
+
+
+class _Cell:
+    """What one run of a cell has made."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.made: WeakSet[Any] = WeakSet()
+
+
+_cells: dict[str, _Cell] = defaultdict(lambda: _Cell(""))
+
+
+def current_cell() -> tuple[str, str]:
+    """Identity of the cell that runs and of this run of it; empty strings outside of a notebook."""
+    shell = get_ipython()
+    parent = shell.get_parent() if hasattr(shell, "get_parent") else {}
+    return parent.get("metadata", {}).get("cellId", ""), parent.get("header", {}).get("msg_id", "")
+
+
+def belongs_to_cell(made: Closable) -> None:
+    """Note that `made` was made in this run of this cell, and close what an earlier run has made."""
+    cell, run = current_cell()
+    if not cell:
+        return
+    if _cells[cell].run != run:
+        for old in list(_cells[cell].made):
+            old.close(wait=False)
+        _cells[cell] = _Cell(run)
+    _cells[cell].made.add(made)

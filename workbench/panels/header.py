@@ -1,0 +1,171 @@
+"""The top of the workbench: what trains and where, the buttons, the settings of the next step, and what went wrong."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets
+
+from l2l_core import EmulatedDevice
+from l2l_core.memory import format_bytes
+from workbench.panels.panel import Panel, failure_html
+from workbench.pictures.header import header_html, header_picture
+from workbench.pictures.picture import Picture
+from workbench.snapshot import Snapshot
+
+MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+AHEAD = (0, 1, 2, 3, 4)
+LINKS = tuple(n * 10.0**power for power in range(6, 11) for n in (1, 2, 5))  # bytes per second
+_LINK_OPTIONS = (*((f"{format_bytes(value)}/s", value) for value in LINKS), ("unlimited", None))
+_STEPS = 100
+
+
+class HeaderPanel(Panel):
+    """State, buttons and settings.
+
+    Sliders act on the next step. All controls are ordinary buttons and sliders: Tab reaches them, Space and Enter press
+    buttons, arrow keys move sliders.
+    """
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._following = self._refused = False
+        self._shown: dict[Any, Any] = {}  # by widget, the setting that it was last made to show
+        self._title = ipywidgets.HTML()
+        self._trouble = ipywidgets.HTML()
+        self._skip = _button("Skip this batch", "forward", "Let go of the batch that failed; the next step takes another one")
+        self._run = _button("Run", "play", "Train for the number of steps on the right; after a pause, go on")
+        self._pause = _button("Pause", "pause", "Pause when the step under way is over")
+        self._step = _button("Step", "step-forward", "Train one step")
+        self._stop = _button("Stop", "stop", "End the run when the step under way is over")
+        self._steps = ipywidgets.BoundedIntText(
+            _STEPS, min=1, max=10**9, description="steps", layout={"width": "150px"}, style={"description_width": "42px"}
+        )
+        for button, action in (
+            (self._run, self._press_run),
+            (self._pause, self.session.pause),
+            (self._step, self.session.step),
+            (self._stop, self.session.stop),
+            (self._skip, self.session.skip),
+        ):
+            button.on_click(self._guarded(action))
+        buttons = ipywidgets.HBox([self._run, self._pause, self._step, self._stop, self._steps])
+        settings = ipywidgets.HBox(self._build_settings(), layout={"flex_flow": "row wrap"})
+        self._trouble_box = ipywidgets.VBox([self._trouble, self._skip], layout={"display": "none"})
+        for box, name in ((buttons, "l2l-buttons"), (settings, "l2l-settings")):
+            box.add_class(name)
+        return ipywidgets.VBox([self._title, buttons, settings, self._trouble_box])
+
+    def _build_settings(self) -> list[ipywidgets.DOMWidget]:
+        config = self.session.snapshot().config
+        self._micro_batches = _slider("micro-batches", MICRO_BATCHES, config.micro_batches, "110px")
+        self._ahead = _slider("layers ahead", AHEAD, config.ahead, "90px")
+        self._stash = ipywidgets.ToggleButtons(
+            options=["device", "host"],
+            value=config.stash,
+            description="stash on",
+            tooltips=["Layer inputs wait on the device", "Layer inputs wait in host memory: device memory stays flat"],
+            style={"description_width": "58px", "button_width": "62px"},
+        )
+        watched = {"micro_batches": self._micro_batches, "ahead": self._ahead, "stash": self._stash}
+        widgets = [*watched.values()]
+        self._link: ipywidgets.SelectionSlider | None = None
+        if isinstance(self.session.relay.device, EmulatedDevice):
+            self._link = _slider("emulated link", _LINK_OPTIONS, None, "120px")
+            self._link.observe(self._guarded(self._change_link), "value")
+            widgets.append(self._link)
+        for name, widget in watched.items():
+            change = self._guarded(lambda name=name, widget=widget: self.session.reconfigure(**{name: widget.value}))
+            widget.observe(change, "value")
+        return widgets
+
+    def draw(self, now: Snapshot) -> None:
+        self._title.value = header_html(now)
+        self._run.button_style = "success" if now.state == "running" else "primary"
+        self._pause.button_style = "warning" if now.state == "paused" or now.pausing else ""
+        self._follow(now)
+        if now.failure is not None:
+            step = f"Step {now.failure.step}, {now.failure.during}: {now.failure.error}"
+            self._say(f"{step}: {now.failure.message}", now.failure.traceback, now.failure.after)
+        elif self._trouble_box.layout.display != "none" and not self._refused:
+            self._trouble_box.layout.display = "none"
+
+    def still(self, now: Snapshot) -> Sequence[Picture]:
+        return [header_picture(now)]
+
+    def _follow(self, now: Snapshot) -> None:
+        """Let the sliders show settings that were changed elsewhere, and only those: a hand may be on another one."""
+        values = {
+            self._micro_batches: now.config.micro_batches,
+            self._ahead: now.config.ahead,
+            self._stash: now.config.stash,
+            **({self._link: now.figures["h2d_bytes_per_s"]} if self._link is not None else {}),
+        }
+        self._following = True
+        try:
+            for widget, value in values.items():
+                if value != self._shown.get(widget, widget.value):
+                    _move(widget, value)
+                self._shown[widget] = value
+        finally:
+            self._following = False
+
+    def _press_run(self) -> None:
+        now = self.session.snapshot()
+        if now.state == "running":
+            return  # pressing twice must not train twice as long
+        self.session.run(None if now.state in ("paused", "failed") and now.target != now.done else self._steps.value)
+
+    def _change_link(self) -> None:
+        assert self._link is not None
+        now = self.session.snapshot().figures
+        if self._link.value != now.get("h2d_bytes_per_s"):
+            self.session.reconfigure(h2d_bytes_per_s=self._link.value, d2h_bytes_per_s=self._link.value)
+
+    def _guarded(self, action: Callable[[], Any]) -> Callable[..., None]:
+        """A widget's callback: an error is shown below the buttons, where whoever pressed one looks."""
+
+        def callback(*_: object) -> None:
+            if self._following:
+                return
+            try:
+                self._refused = False
+                action()
+            except Exception as error:
+                self._refused = True
+                self._say(str(error), traceback.format_exc(), "")
+
+        return callback
+
+    def _say(self, message: str, details: str, after: str) -> None:
+        self._trouble.value = failure_html(message, details, after)
+        self._skip.layout.display = "" if after else "none"
+        self._trouble_box.layout.display = ""
+
+
+def _button(words: str, icon: str, tip: str) -> ipywidgets.Button:
+    return ipywidgets.Button(description=words, icon=icon, tooltip=tip, layout={"width": "auto"})
+
+
+def _slider(words: str, options: Sequence[Any], value: Any, label: str) -> ipywidgets.SelectionSlider:
+    pairs = [option if isinstance(option, tuple) else (str(option), option) for option in options]
+    if value not in [v for _, v in pairs]:
+        pairs = sorted([*pairs, (str(value), value)], key=lambda pair: pair[1])
+    return ipywidgets.SelectionSlider(
+        options=pairs,
+        value=value,
+        description=words,
+        continuous_update=False,
+        style={"description_width": label},
+        layout={"width": "300px"},
+    )
+
+
+def _move(widget: Any, value: Any) -> None:
+    """Let a slider or a choice show a value, which its options need not have yet."""
+    options = [option if isinstance(option, tuple) else (option, option) for option in widget.options]
+    if value not in [v for _, v in options]:
+        name = f"{format_bytes(value)}/s" if isinstance(value, float) else str(value)
+        widget.options = sorted([*options, (name, value)], key=lambda pair: (pair[1] is None, pair[1]))
+    widget.value = value

@@ -1,0 +1,36 @@
+"""The loss over the steps of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ipywidgets
+
+from workbench.panels.fold import Fold
+from workbench.panels.panel import Panel
+from workbench.pictures.loss import draw_loss, loss_table, show_loss
+from workbench.pictures.picture import Picture
+from workbench.snapshot import Snapshot
+
+
+class LossPanel(Panel):
+    """The loss of every step, with the changes that were made in between."""
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._drawn = (-1, -1)
+        self._picture, self._fold = ipywidgets.HTML(), Fold("Losses as a table")
+        return ipywidgets.VBox([self._picture, self._fold.widget])
+
+    def draw(self, now: Snapshot) -> None:
+        known = len(now.steps), len(now.changes)
+        if known == self._drawn:
+            return
+        self._drawn = known
+        if not now.steps:
+            self._picture.value = '<p class="l2l-empty">The loss appears with the first step.</p>'
+            return
+        self._picture.value = draw_loss(now.steps, now.changes)
+        self._fold.show(lambda: loss_table(now.steps, now.changes))
+
+    def still(self, now: Snapshot) -> Sequence[Picture]:
+        return [show_loss(now.steps, now.changes)] if now.steps else []

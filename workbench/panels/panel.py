@@ -1,0 +1,94 @@
+"""What every panel is: a widget over a session that can be shown a snapshot, and a still of it."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets
+
+from workbench.panels.cells import belongs_to_cell
+from workbench.panels.display import Bundle, Display
+from workbench.pictures.page import bundle_of
+from workbench.pictures.picture import Picture
+from workbench.session import Session
+from workbench.snapshot import Snapshot
+
+
+class Panel(ABC):
+    """One view of a session.
+
+    At the end of a cell it shows itself and follows the session. Inside a `Workbench`, that does so for all its panels.
+
+    Args:
+        session: or anything that has one, as a `Workbench`.
+
+    Raises:
+        TypeError: neither.
+    """
+
+    def __init__(self, session: Session | Any) -> None:
+        found = getattr(session, "session", session)
+        if not isinstance(found, Session):
+            raise TypeError(f"{type(self).__name__} takes a Session or a Workbench, not a {type(session).__name__}")
+        self.session = found
+        self._drawing = threading.RLock()  # the pump draws, and so do callbacks of widgets
+        self.widget = self.build()
+        self._display: Display | None = None
+
+    @abstractmethod
+    def build(self) -> ipywidgets.DOMWidget:
+        """The panel's widget, made once."""
+
+    @abstractmethod
+    def draw(self, now: Snapshot) -> None:
+        """Bring the widget up to date."""
+
+    @abstractmethod
+    def still(self, now: Snapshot) -> Sequence[Picture]:
+        """The same as pictures with their tables."""
+
+    def show(self, now: Snapshot) -> None:
+        """Bring the widget up to date; an error in a picture is shown in its place."""
+        with self._drawing:
+            try:
+                self.draw(now)
+            except Exception as error:
+                self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Say in the panel that drawing it has failed."""
+        box = self.widget.children[0] if isinstance(self.widget, ipywidgets.Box) else self.widget
+        box.value = failure_html(f"{type(self).__name__} could not be drawn: {error!r}", traceback.format_exc())
+
+    def close(self, wait: bool = True) -> None:
+        """Take the panel off the page; the session goes on."""
+        self._shown().close()
+
+    def _shown(self) -> Display:
+        if self._display is None:
+            self._display = Display(self.session, self.widget, self.show, self._bundle)
+            belongs_to_cell(self)
+        return self._display
+
+    def _bundle(self, now: Snapshot) -> Bundle:
+        return bundle_of(self.still(now))
+
+    def _ipython_display_(self) -> None:
+        self._shown().open()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
+        return self._shown().bundle()
+
+
+def failure_html(message: str, details: str, after: str = "") -> str:
+    """A message, what holds now, and a folded traceback."""
+    first, _, rest = message.partition("\n")
+    more = f"<pre>{escape(rest)}</pre>" if rest else ""
+    then = f"<p>{escape(after)}</p>" if after else ""
+    folded = f"<details><summary>traceback</summary><pre>{escape(details)}</pre></details>"
+    return f'<div class="l2l-failure" role="alert"><strong>{escape(first)}</strong>{more}{then}{folded}</div>'

@@ -1,0 +1,89 @@
+"""Brings snapshots to those who look at a session: a thread that is always late rather than ever in the way.
+
+Training must not notice that somebody looks. So the newest snapshot is taken and older ones are forgotten, at most so
+many times a second, and the thread works for at most a small share of the time: the longer a frame takes to draw, the
+fewer there are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+from workbench.session import Session
+from workbench.snapshot import Snapshot
+
+View = Callable[[Snapshot], None]
+
+HZ = 10.0
+SHARE = 0.02  # of a core
+_QUIET_S = 0.5  # between two looks at a session where nothing happens
+
+
+class Pump:
+    """Calls views with snapshots of one session, on a thread that lives as long as there are views.
+
+    Invariant: a view is called by one thread at a time, and never after `remove` has returned, unless it is being called
+    by the thread that removes it.
+    """
+
+    def __init__(self, session: Session, hz: float = HZ, share: float = SHARE) -> None:
+        self._session, self._hz, self._share = session, hz, share
+        self._views: list[View] = []
+        self._drawing = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self.frames = 0
+        self.busy_s = 0.0  # processor seconds spent on them
+
+    @staticmethod
+    def of(session: Session) -> Pump:
+        """The pump that all panels of a session share."""
+        with _making:
+            return _pumps.setdefault(session, Pump(session))
+
+    def add(self, view: View) -> None:
+        """Show the session to `view` from now on, at once for a start."""
+        with self._drawing:
+            view(self._session.snapshot())
+            self._views.append(view)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="pump", daemon=True)
+                self._thread.start()
+
+    def remove(self, view: View) -> None:
+        """Show it no more; without views the thread ends."""
+        with self._drawing:
+            if view in self._views:
+                self._views.remove(view)
+
+    def join(self) -> None:
+        """Wait for the end of the thread, once no views are left."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        shown: Snapshot | None = None
+        while True:
+            began_s = time.thread_time()
+            now = self._session.snapshot()
+            with self._drawing:
+                if not self._views:
+                    self._thread = None
+                    return
+                if shown is None or now.number != shown.number or now.progress is not None:
+                    for view in list(self._views):
+                        view(now)
+                    self.frames += 1
+                shown = now
+            cost_s = time.thread_time() - began_s
+            self.busy_s += cost_s
+            time.sleep(max(1 / self._hz, cost_s / self._share - cost_s))
+            if now.progress is None and now.state != "running":
+                self._session.wait_for_change(now.number, _QUIET_S)
+
+
+_pumps: WeakKeyDictionary[Session, Pump] = WeakKeyDictionary()
+_making = threading.Lock()

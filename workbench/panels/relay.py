@@ -1,0 +1,156 @@
+"""The relay picture: live, or one event after another through the last step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+import ipywidgets
+
+from l2l_core import Trace
+from workbench.panels.fold import Fold
+from workbench.panels.panel import Panel
+from workbench.pictures.columns import Columns
+from workbench.pictures.moments import Moment, Moments
+from workbench.pictures.picture import Picture
+from workbench.pictures.relay import draw_relay, relay_table, show_relay
+from workbench.pictures.sweep import SHORT_S
+from workbench.snapshot import Snapshot
+
+_PACES = {"slow": 600, "normal": 200, "fast": 50}  # milliseconds per event
+
+
+class RelayPanel(Panel):
+    """Where every layer is and what every lane does, with the line of the algorithm.
+
+    Live, it follows the session. The player goes through the last finished step: event by event, visit by visit, or
+    playing; the picture then stays with that step, whatever the session does, until Live is pressed.
+    """
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._now: Snapshot | None = None
+        self._step: Moments | None = None  # that the player goes through
+        self._trace: Trace | None = None  # of that step
+        self._visits: Sequence[int] = ()  # events with which a visit begins
+        self._placing = False
+        self._picture = ipywidgets.HTML()
+        self._live = ipywidgets.ToggleButton(
+            value=True, description="Live", icon="circle", tooltip="Follow the session", layout={"width": "auto"}
+        )
+        self._play = ipywidgets.Play(interval=_PACES["normal"], show_repeat=False, layout={"width": "auto"})
+        self._at = ipywidgets.IntSlider(
+            description="event", readout=False, continuous_update=True, layout={"width": "320px"}
+        )
+        self._pace = ipywidgets.Dropdown(options=list(_PACES), value="normal", layout={"width": "90px"})
+        self._fold = Fold("The moment in words")
+        ipywidgets.jslink((self._play, "value"), (self._at, "value"))  # in the page, so that playing does not stutter
+        moves = [
+            _button("fast-backward", "Visit before", lambda: self._visit(-1)),
+            _button("step-backward", "Event before", lambda: self._move(-1)),
+            self._play,
+            _button("step-forward", "Next event", lambda: self._move(1)),
+            _button("fast-forward", "Next visit", lambda: self._visit(1)),
+        ]
+        self._live.observe(lambda _: self._turn_live(), "value")
+        self._at.observe(lambda _: self._scrub(), "value")
+        self._pace.observe(lambda _: setattr(self._play, "interval", _PACES[self._pace.value]), "value")
+        player = ipywidgets.HBox([self._live, *moves, self._at, self._pace])
+        player.add_class("l2l-player")
+        return ipywidgets.VBox([self._picture, player, self._fold.widget])
+
+    def draw(self, now: Snapshot) -> None:
+        self._now = now
+        if self._live.value:
+            self._take(now.last)
+            self._put(_live_moment(now))
+
+    def still(self, now: Snapshot) -> Sequence[Picture]:
+        return [show_relay(now.last)] if now.last is not None else []
+
+    # -- the player ----------------------------------------------------------------------------------------------------
+
+    def _take(self, trace: Trace | None) -> None:
+        """Let the player go through this step."""
+        if trace is None or trace is self._trace:
+            return
+        self._trace, self._step = trace, None
+        self._placing = True
+        try:
+            last = max(0, trace.counts[0] - 1)
+            for widget in (self._play, self._at):
+                widget.max = last
+        finally:
+            self._placing = False
+
+    def _moments(self) -> Moments | None:
+        """The step of the player; what it needs is made when it is first used."""
+        if self._step is None and self._trace is not None and self._now is not None:
+            self._step = Moments.of(self._trace, [layer.key for layer in self._now.layers])
+            self._visits = self._step.visits()
+        return self._step
+
+    def _scrub(self) -> None:
+        with self._drawing:
+            if self._placing or (step := self._moments()) is None:
+                return
+            self._live.value = False
+            self._put(step.at(min(self._at.value, step.count - 1)))
+
+    def _move(self, by: int) -> None:
+        with self._drawing:
+            self._live.value = False
+            self._at.value = min(max(self._at.value + by, 0), self._at.max)
+
+    def _visit(self, by: int) -> None:
+        with self._drawing:
+            if self._moments() is None:
+                return
+            index = bisect_left(self._visits, self._at.value) - 1 if by < 0 else bisect_right(self._visits, self._at.value)
+            self._move(self._visits[min(max(index, 0), len(self._visits) - 1)] - self._at.value)
+
+    def _turn_live(self) -> None:
+        with self._drawing:
+            if self._live.value and self._now is not None:
+                self.draw(self._now)
+
+    def _put(self, moment: Moment | None) -> None:
+        now = self._now
+        if now is None:
+            return
+        keys, names = [layer.key for layer in now.layers], {layer.key: layer.name for layer in now.layers}
+        self._picture.value = draw_relay(
+            moment or Moment(),
+            keys,
+            names=names,
+            versions={layer.key: layer.version for layer in now.layers},
+            frozen=[layer.key for layer in now.layers if layer.frozen],
+            device=now.device,
+            budget_bytes=now.budget_bytes,
+            idle=moment is None,
+        )
+        if moment is not None:
+            self._fold.show(lambda: relay_table(moment, keys, names))
+
+
+def _live_moment(now: Snapshot) -> Moment | None:
+    """The step under way at this moment; between steps that are over in a few frames, the end of the last one."""
+    if now.progress is None or (now.last is not None and now.last.span_s < SHORT_S):
+        return None
+    progress, config = now.progress, now.config
+    part = Columns.of(progress.trace, progress.events, progress.samples)
+    moments = Moments(
+        part,
+        [layer.key for layer in now.layers],
+        micro_batches=config.micro_batches,
+        ahead=config.ahead,
+        stash=config.stash,
+        before=Columns.of(now.last) if now.last is not None else None,
+        live=True,
+    )
+    return moments.when(progress.now_s)
+
+
+def _button(icon: str, tip: str, action: object) -> ipywidgets.Button:
+    button = ipywidgets.Button(icon=icon, tooltip=tip, layout={"width": "38px"})
+    button.on_click(lambda _: action())  # type: ignore[operator]
+    return button

@@ -1,0 +1,95 @@
+"""The header in HTML: what trains on what, how far it is, and what waits to be done."""
+
+from __future__ import annotations
+
+from html import escape
+
+from l2l_core.memory import format_bytes
+from workbench.pictures import svg
+from workbench.pictures.picture import Picture, Table
+from workbench.pictures.scale import format_seconds
+from workbench.pictures.theme import GREEN, GREY, ORANGE, SKY, VERMILION
+from workbench.snapshot import Snapshot
+
+STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
+STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "⏸", "failed": "✕", "closed": "○"}
+_RECENT = 10  # steps that the pace is taken from
+
+
+def header_html(now: Snapshot) -> str:
+    """Two lines: the facts with the state, and how far the run is."""
+    colour = STATE_COLOURS[now.state]
+    state = f'<span class="l2l-state" style="border-color:{colour}">{STATE_SIGNS[now.state]} {_state(now)}</span>'
+    facts = " · ".join(escape(fact) for fact in _facts(now))
+    queued = f'<span class="l2l-queued">next: {escape("; ".join(now.queued))}</span>' if now.queued else ""
+    return f'<div class="l2l-title">{state}<span>{facts}</span></div>{_bar(now)}{queued}'
+
+
+def header_picture(now: Snapshot) -> Picture:
+    """The same facts as a picture of one line with a table of what is set."""
+    words = f"{_state(now)}: {' · '.join(_facts(now))}"
+    line = svg.document(960, 26, words, words, [svg.text(0, 17, words, style="strong")])
+    rows = [(name, str(value)) for name, value in _settings(now).items()]
+    return Picture(line, Table("Settings of the next step", ("setting", "value"), rows))
+
+
+def _state(now: Snapshot) -> str:
+    return "pausing after this step" if now.pausing else now.state
+
+
+def _facts(now: Snapshot) -> list[str]:
+    weights = format_bytes(4 * now.num_params)
+    facts = [
+        f"{now.model}, {len(now.layers)} layers, {_count(now.num_params)} weights ({weights})",
+        now.device,
+        f"step {now.step}",
+    ]
+    if now.steps:
+        last = now.steps[-1]
+        facts += [f"loss {last.loss:.4g}", f"{format_seconds(_pace_s(now))} per step"]
+    return facts
+
+
+def _pace_s(now: Snapshot) -> float:
+    recent = sorted(row.seconds for row in now.steps[-_RECENT:])
+    return recent[len(recent) // 2]
+
+
+def _bar(now: Snapshot) -> str:
+    if now.target is None:
+        return f'<div class="l2l-progress"><span>{now.done} steps, until stopped</span></div>'
+    share = now.done / now.target if now.target else 0.0
+    left = ""
+    if now.steps and now.state == "running" and now.target > now.done:
+        left = f", about {format_seconds((now.target - now.done) * _pace_s(now))} left"
+    return (
+        f'<div class="l2l-progress"><div class="l2l-bar" role="progressbar" aria-label="steps of this run" '
+        f'aria-valuemin="0" aria-valuemax="{now.target}" aria-valuenow="{now.done}">'
+        f'<div style="width:{100 * share:.1f}%;background:{SKY}"></div></div>'
+        f"<span>{now.done} of {now.target} steps{left}</span></div>"
+    )
+
+
+def _settings(now: Snapshot) -> dict[str, object]:
+    config, figures = now.config, now.figures
+    links = {
+        words: "unlimited" if figures.get(name) is None else f"{format_bytes(figures[name])}/s"
+        for name, words in (("h2d_bytes_per_s", "link to the device"), ("d2h_bytes_per_s", "link from the device"))
+        if name in figures
+    }
+    return {
+        "micro-batches": config.micro_batches,
+        "layers ahead": config.ahead,
+        "stash on": config.stash,
+        "update": config.update,
+        "precision": config.precision,
+        **links,
+        "device memory": "no limit" if now.budget_bytes is None else format_bytes(now.budget_bytes),
+    }
+
+
+def _count(number: int) -> str:
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number)

@@ -1,0 +1,70 @@
+"""From what the engine gives (units, results, errors) to the rows of a snapshot."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from l2l_core import Relay, StepResult, TornStep
+from l2l_core.memory import format_bytes
+from workbench.pictures.columns import Columns
+from workbench.pictures.timeline import timeline_summary
+from workbench.snapshot import During, Failure, LayerRow, StepRow
+
+
+def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
+    """The stack of a relay, in order."""
+    return tuple(
+        LayerRow(
+            key=unit.key,
+            name=unit.name,
+            num_params=unit.num_params,
+            nbytes=unit.nbytes,
+            version=unit.version,
+            frozen=unit.frozen,
+            grad_norm=unit.stats.get("grad_norm"),
+            update_ratio=unit.stats.get("update_ratio"),
+        )
+        for unit in relay.stack
+    )
+
+
+def step_row(step: int, result: StepResult) -> StepRow:
+    """A finished step; `step` counts from 1."""
+    return StepRow(
+        step=step,
+        loss=result.loss,
+        seconds=result.seconds,
+        samples=result.samples,
+        peak_device_bytes=result.peak_device_bytes,
+        bytes_loaded=result.bytes_loaded,
+        bytes_pushed=result.bytes_pushed,
+        overlap=timeline_summary(Columns.of(result.trace)).overlap,
+    )
+
+
+def explain(error: BaseException, during: During, steps: int) -> Failure:
+    """What a person has to know of an error, after `steps` finished steps."""
+    number = steps + (during in ("batch", "step"))
+    printed = "".join(traceback.format_exception(error))
+    message = str(error) or "no message"
+    return Failure(number, during, type(error).__name__, message, printed, _what_holds(error, during))
+
+
+def _what_holds(error: BaseException, during: During) -> str:
+    if isinstance(error, TornStep):
+        return "Some layers hold new weights and the batch counts as used: Run goes on with the next one."
+    return {
+        "batch": "The source of batches failed before anything was computed: Run asks it again.",
+        "step": "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip lets it go.",
+        "edit": "What the change did before its error stays: Run goes on from here.",
+        "scheduler": "The step itself is done and counted: Run goes on.",
+        "logger": "The step itself is done and counted, but may not be logged: Run goes on.",
+    }[during]
+
+
+def show_setting(name: str, value: Any) -> str:
+    """The value of a setting for people."""
+    if name.endswith("_bytes_per_s"):
+        return "unlimited" if value is None else f"{format_bytes(value)}/s"
+    return f"{value:g}" if isinstance(value, float) else str(value)
