@@ -18,7 +18,8 @@ from workbench.pictures.columns import Columns
 from workbench.pictures.scale import Scale, format_seconds
 from workbench.pictures.theme import KIND_LETTERS, ink_on, kind_colour
 
-SMALLEST = 7.0  # px, the narrowest bar that can carry a letter
+NARROWEST = 7.0  # px, the narrowest bar that can carry a letter
+NARROWEST_TIP = 2.0  # px
 LETTER, SMALL_LETTER = 7.2, 6.2  # px, of wide fonts
 _FULL = 0.6  # a unit that was busy for a smaller share of its extent has no label: it would stand in the void
 _SURFACE = "var(--jp-layout-color1,Canvas)"
@@ -36,20 +37,20 @@ class Unit(NamedTuple):
     busy_s: float
 
 
-def draw_labels(columns: Columns, lane: str, axis: Scale, y: float) -> Iterator[str]:
-    """Letter and number in the middle of every unit that has room for them; `y` is the baseline."""
-    for unit in find_units(columns, lane, SMALLEST * axis.high / (axis.last - axis.first)):
+def draw_labels(units: Sequence[Unit], axis: Scale, y: float) -> Iterator[str]:
+    """Letter and number in the middle of every unit that has room for them, all in one size; `y` is the baseline."""
+    fitting, small = [], False
+    for unit in units:
         low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
         words = label(unit.kind, unit.layer)
-        if unit.busy_s < _FULL * (unit.stop_s - unit.start_s) or high - low < SMALL_LETTER * len(words) + 1:
-            continue
-        style = "small" if high - low < LETTER * len(words) + 3 else ""
-        colour = kind_colour(unit.kind)
-        yield svg.text((low + high) / 2, y, words, style=style, anchor="middle", fill=ink_on(colour)).replace(
-            "<text ",
-            f'<text stroke="{colour}" stroke-width="3" paint-order="stroke" ',  # keeps hatching off the letters
-            1,
-        )
+        full = unit.busy_s >= _FULL * (unit.stop_s - unit.start_s)
+        if high - low >= max(NARROWEST, SMALL_LETTER * len(words) + 1) and full:
+            fitting.append(((low + high) / 2, words, kind_colour(unit.kind)))
+            small |= high - low < LETTER * len(words) + 3
+    for x, words, colour in fitting:
+        halo = f'stroke="{colour}" stroke-width="3" paint-order="stroke"'  # keeps hatching off the letters
+        style = "small" if small else ""
+        yield f"<g {halo}>{svg.text(x, y, words, style=style, anchor='middle', fill=ink_on(colour))}</g>"
 
 
 def label(kind: str, layer: str) -> str:
@@ -59,9 +60,10 @@ def label(kind: str, layer: str) -> str:
     return KIND_LETTERS.get(kind, kind) + number
 
 
-def draw_separators(columns: Columns, lane: str, axis: Scale, top: float, height: float) -> Iterator[str]:
+def draw_separators(
+    columns: Columns, lane: str, on: NDArray[np.intp], axis: Scale, top: float, height: float
+) -> Iterator[str]:
     """Thin lines between bars that touch: between units of 4 px or more, and between events of 6 px or more."""
-    on = columns.on(lane)
     px_per_s = (axis.last - axis.first) / axis.high
     start_s, stop_s = columns.start_s[on], columns.stop_s[on]
     if len(on) < 2:
@@ -80,22 +82,25 @@ def draw_separators(columns: Columns, lane: str, axis: Scale, top: float, height
 
 
 def draw_tips(
-    columns: Columns, axis: Scale, lanes: Sequence[tuple[str, float, float]], names: Mapping[str, str], room: int
+    lanes: Sequence[tuple[Sequence[Unit], float]], height: float, axis: Scale, names: Mapping[str, str], room: int
 ) -> list[str]:
     """Invisible boxes with a tooltip over every unit of 2 px or more; none at all if they need more than `room` bytes.
 
     Args:
-        lanes: name, y and height of each.
+        lanes: units and y of each.
+        height: of a lane.
         names: dotted names of layers by key.
         room: in bytes.
     """
     tips: list[str] = []
-    for lane, y, height in lanes:
-        for unit in find_units(columns, lane, 2 * axis.high / (axis.last - axis.first), at_most=400 - len(tips)):
+    if sum(len(units) for units, _ in lanes) >= 400:
+        return tips
+    for units, y in lanes:
+        for unit in units:
             low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
             tip = _tell(unit, names)
             tips.append(svg.rect(low, y, max(0.0, high - low), height, fill="transparent", tip=tip))
-    return tips if len(tips) < 400 and sum(len(tip.encode()) for tip in tips) <= room else []
+    return tips if sum(len(tip.encode()) for tip in tips) <= room else []
 
 
 def _tell(unit: Unit, names: Mapping[str, str]) -> str:
@@ -108,23 +113,24 @@ def _tell(unit: Unit, names: Mapping[str, str]) -> str:
     return f"{' '.join(words)}: {', '.join(facts)}"
 
 
-def find_units(columns: Columns, lane: str, at_least_s: float, at_most: int = 400) -> list[Unit]:
-    """Units of a lane that last `at_least_s` or longer, in order; the longest ones if there are too many."""
-    on = columns.on(lane)
+def find_units(columns: Columns, lane: str, on: NDArray[np.intp], at_least_s: float, at_most: int = 400) -> list[Unit]:
+    """Units of a lane that last `at_least_s` or longer, in order; the longest ones if there are too many.
+
+    Args:
+        on: the events of the lane, by start.
+    """
     if not len(on):
         return []
     units: list[Unit] = []
-    rest = on
+    first = _runs(columns, on)
     if lane == "compute":
-        visits, taken = _visits(columns, on, at_least_s, at_most)
-        units += visits
-        rest = on[~taken]
-    first = _runs(columns, rest) if len(rest) else np.arange(0)
-    # whoever was taken lies between the runs of the rest, which therefore also end where it begins
-    if lane == "compute" and len(rest):
-        position = np.searchsorted(columns.start_s[on], columns.start_s[rest], side="left")
-        first = np.union1d(first, 1 + np.flatnonzero(np.diff(position) > 1))
-    units += _long(columns, rest, first, at_least_s, at_most)
+        units, taken = _visits(columns, on, at_least_s, at_most)
+        # what no visit takes lies between those that do, which therefore end a run
+        gaps = np.flatnonzero(taken[:-1] & ~taken[1:]) + 1
+        rest = np.flatnonzero(~taken)
+        first = np.searchsorted(rest, np.unique(np.concatenate([first[~taken[first]], gaps])))
+        on = on[rest]
+    units += _long(columns, on, first, at_least_s, at_most)
     units = sorted(sorted(units, key=lambda unit: unit.start_s - unit.stop_s)[:at_most])
     return units
 

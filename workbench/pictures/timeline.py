@@ -19,7 +19,7 @@ from workbench.pictures import svg
 from workbench.pictures.bars import Bars, make_bars, make_hatched
 from workbench.pictures.busy import TimelineSummary, phases_of, timeline_summary
 from workbench.pictures.columns import Columns
-from workbench.pictures.labels import draw_labels, draw_separators, draw_tips
+from workbench.pictures.labels import NARROWEST, NARROWEST_TIP, draw_labels, draw_separators, draw_tips, find_units
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour
@@ -60,18 +60,26 @@ def draw_timeline(
     height = HEIGHT + (len(PHASES) * SLOT + 10 if said else 0)
     parts = [*_draw_wells(), *_draw_axis(axis)]
     if before is not None and now_s is not None:
-        ghosts = (_draw_bars(_bars(before, lane, axis, now_s, 130), before, y) for lane, y in _lanes())
+        ghosts = (_draw_bars(_bars(before, before.on(lane), axis, now_s, 130), before, y) for lane, y in _lanes())
         parts.append(svg.group(("".join(ghost) for ghost in ghosts), style="ghost"))
     parts += _draw_phases(now, axis)
+    px_s = axis.high / (RIGHT - LEFT)
+    narrowest_s = px_s * (NARROWEST_TIP if now_s is None else NARROWEST)
+    on = {lane: now.on(lane) for lane in LANES}
+    units = {lane: find_units(now, lane, on[lane], narrowest_s) for lane in LANES}
     for lane, y in _lanes():
-        parts += _draw_lane(now, lane, y, axis, summary)
+        exposed_s = summary.exposed[lane]
+        parts += _draw_bars(_bars(now, on[lane], axis), now, y)
+        parts += draw_separators(now, lane, on[lane], axis, y, LANE)
+        parts += _draw_hatch(make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis)), y)
+        parts += draw_labels(units[lane], axis, y + LANE / 2 + 4)
     parts += _draw_lane_names(summary)
     if now_s is not None:
         parts.append(svg.path(f"M{axis(min(now_s, axis.high)):.1f} {TOP - 6}V{AXIS}", style="axis", width=1.5))
     parts += [*_draw_legend(now, before), *_draw_figures(summary, now_s), *_draw_said(said)]
     if now_s is None:
         room = MOST_BYTES - sum(len(part.encode()) for part in parts)
-        parts += draw_tips(now, axis, [(lane, y, LANE) for lane, y in _lanes()], names or {}, room)
+        parts += draw_tips([(units[lane], y) for lane, y in _lanes()], LANE, axis, names or {}, room)
     return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, said), parts)
 
 
@@ -114,17 +122,8 @@ def _draw_wells() -> Iterator[str]:
         yield svg.rect(LEFT, y, RIGHT - LEFT, LANE, style="well")
 
 
-def _draw_lane(columns: Columns, lane: str, y: float, axis: Scale, summary: TimelineSummary) -> Iterator[str]:
-    yield from _draw_bars(_bars(columns, lane, axis), columns, y)
-    yield from draw_separators(columns, lane, axis, y, LANE)
-    exposed_s = summary.exposed[lane]
-    yield from _draw_hatch(make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis)), y)
-    yield from draw_labels(columns, lane, axis, y + LANE / 2 + 4)
-
-
-def _bars(columns: Columns, lane: str, axis: Scale, from_s: float = 0.0, at_most: int = 260) -> Bars:
-    """Bars of a lane from `from_s` to the end of the axis."""
-    on = columns.on(lane)
+def _bars(columns: Columns, on: NDArray[np.intp], axis: Scale, from_s: float = 0.0, at_most: int = 260) -> Bars:
+    """Bars of the events of a lane from `from_s` to the end of the axis."""
     on = on[(columns.stop_s[on] > from_s) & (columns.start_s[on] < axis.high)]
     start_s = np.maximum(columns.start_s[on], from_s)
     return make_bars(_place(start_s, axis), _place(columns.stop_s[on], axis), columns.kind[on], at_most)
@@ -152,7 +151,7 @@ def _draw_bars(bars: Bars, columns: Columns, y: float) -> Iterator[str]:
         rail = "".join(
             f"M{x:.1f} {y + LANE + 2:g}h{max(to - x, 0.6):.1f}"
             for x, to, part in zip(left, right, share, strict=True)
-            if part < 0.2 or (to - x) * part < 0.6
+            if part < 0.12 or (to - x) * part < 0.6
         )
         if rail:
             yield svg.path(rail, style="rail", stroke=colour, width=2)
