@@ -196,7 +196,7 @@ class Moments:
             busy += _covers(spans.start_s + margin_s, spans.stop_s - margin_s, times)
         for lane in ("compute", "eps"):
             rows = self._lanes[lane]
-            busy += _covers(self._start[rows], self._stop[rows], times)
+            busy += 3 * _covers(self._start[rows], self._stop[rows], times)
         best = candidates[busy == busy.max()]
         return int(best[len(best) // 2])
 

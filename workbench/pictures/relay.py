@@ -36,7 +36,6 @@ _SHELF = (16.0, 326.0)  # x and width of each panel
 _LINK = (352.0, 112.0)
 _DEVICE = (474.0, 246.0)
 _ALGORITHM = (736.0, 208.0)
-_LANE_COLOURS = {"compute": GREEN, "h2d": BLUE, "d2h": VERMILION, "eps": SKY}
 _MOST_SLOTS = 8
 
 
@@ -115,9 +114,10 @@ def _draw_shelf(
     moment: Moment, keys: Sequence[str], names: Mapping[str, str], versions: Mapping[str, int], frozen: frozenset[str]
 ) -> list[str]:
     x, width = _SHELF
+    still = f", {len(frozen)} frozen" if frozen else ""
     parts = [
         _say(x, 20, "EPS", size=15, strong=True),
-        _say(x + 36, 20, "keeps every layer on the host", style="dim"),
+        _say(x + 36, 20, f"keeps {len(keys)} layers on the host{still}", style="dim"),
         _say(x + width, 20, format_bytes(sum(moment.host.values())) if moment.host else "", anchor="end", style="dim"),
         svg.rect(x, _TOP, width, _BOTTOM - _TOP, style="card", r=6),
     ]
@@ -170,11 +170,14 @@ def _draw_cells(
         parts.append(svg.path(grid.hatch(cells, high=high), style="hatch"))
         parts.append(svg.path(grid.boxes(cells), stroke=VERMILION, fill="none", width=grid.frame))
     for key, colour in solid.items():
-        parts.append(svg.path(grid.boxes([place[key]]), fill=colour, stroke="currentColor", width=grid.frame))
+        box = grid.boxes([place[key]], grow=0.0 if grid.legible else 2.0)
+        parts.append(svg.path(box, fill=colour, stroke="currentColor", width=grid.frame))
     parts = [part for part in parts if ' d=""' not in part]
     inks = {key: ink_on(colour) for key, colour in solid.items()}
     inks |= {key: "#fff" for key, share in filled.items() if share > 0.66}
-    parts += grid.numbers(keys, inks, versions, moment.layer)
+    low_inks = inks | {key: "#fff" for key, share in filled.items() if share > 0.45}
+    parts += grid.numbers(keys, inks, moment.layer)
+    parts += grid.versions(keys, low_inks, versions)
     if len(keys) <= 64:
         parts += [grid.tip(i, _tip(key, names, versions, key in frozen)) for i, key in enumerate(keys)]
     return parts
@@ -216,10 +219,11 @@ class Grid:
             for first in range(0, self.count, self.columns)
         )
 
-    def boxes(self, cells: Sequence[int], high: float = 1.0) -> str:
-        """Commands of some cells, each up to a share of its height."""
+    def boxes(self, cells: Sequence[int], high: float = 1.0, grow: float = 0.0) -> str:
+        """Commands of some cells, each up to a share of its height, `grow` larger on each side."""
         return "".join(
-            f"M{x:.1f} {y + height * (1 - high):.1f}h{width:.1f}v{height * high:.1f}h-{width:.1f}z"
+            f"M{x - grow:.1f} {y + height * (1 - high) - grow:.1f}h{width + 2 * grow:.1f}v{height * high + 2 * grow:.1f}"
+            f"h-{width + 2 * grow:.1f}z"
             for x, y, width, height in self._spans(cells)
         )
 
@@ -248,10 +252,8 @@ class Grid:
         row, column = divmod(i, self.columns)
         return self.x + column * self.pitch_x, self.y + row * self.pitch_y
 
-    def numbers(
-        self, keys: Sequence[str], inks: Mapping[str | None, str], versions: Mapping[str, int], strong: str | None
-    ) -> list[str]:
-        """Numbers in cells that have room for them, or one before each row; versions where there is room for both."""
+    def numbers(self, keys: Sequence[str], inks: Mapping[str | None, str], strong: str | None) -> list[str]:
+        """Numbers in cells that have room for them, or one before each row."""
         if not self.legible:
             step = -(-11 // int(self.pitch_y + 1))  # rows that are too low for a number each
             return [
@@ -267,21 +269,38 @@ class Grid:
                 if j % step == 0
             ]
         size = max(8.5, min(20.0, self.pitch_x * 0.46))
+        places = [self._head(i) for i in range(self.count)]
+        return [
+            _say(
+                x,
+                y + size * 0.36,
+                _short(number_of(key), 4),
+                size=size,
+                anchor="middle",
+                strong=key == strong,
+                fill=inks.get(key, ""),
+            )
+            for key, (x, y) in zip(keys, places, strict=True)
+        ]
+
+    def versions(self, keys: Sequence[str], inks: Mapping[str | None, str], versions: Mapping[str, int]) -> list[str]:
+        """How often each layer was updated, in cells that have room for it below the number."""
+        longest = max((len(str(version)) for version in versions.values()), default=99) + 1
+        if self.pitch_y <= 50 or self.pitch_x < 5.4 * longest + 3:
+            return []
         parts = []
         for i, key in enumerate(keys):
-            x, y = self._at(i)
-            x += (self.pitch_x - self.gap) / 2
-            up = 0.36 if self.pitch_y > 40 else 0.5
-            y += (self.pitch_y - self.gap) * up + size * 0.36
-            fill = inks.get(key, "")
-            parts.append(
-                _say(x, y, _short(number_of(key), 4), size=size, anchor="middle", strong=key == strong, fill=fill)
-            )
-            version = f"v{versions[key]}" if key in versions else ""
-            if version and self.pitch_y > 50 and self.pitch_x >= 5.3 * len(version) + 3:
-                style = "dim" if not fill else ""
-                parts.append(_say(x, y + 16, version, size=8.5, anchor="middle", style=style, fill=fill))
+            if key in versions:
+                (x, y), ink = self._head(i), inks.get(key, "")
+                words, style = f"v{versions[key]}", "" if ink else "dim"
+                parts.append(_say(x, y + 22, words, size=8.5, anchor="middle", style=style, fill=ink))
         return parts
+
+    def _head(self, i: int) -> tuple[float, float]:
+        """Where the middle of a cell's number is."""
+        x, y = self._at(i)
+        up = 0.36 if self.pitch_y > 40 else 0.5
+        return x + (self.pitch_x - self.gap) / 2, y + (self.pitch_y - self.gap) * up
 
     def tip(self, i: int, words: str) -> str:
         """Words under the pointer, over a whole cell."""
@@ -425,22 +444,31 @@ def _draw_slot(
     verb = {"backward": "back", "loss": "loss"}.get(moment.kind, "runs")
     if computes:
         words = f"{verb} all {moment.micro_batches}" if at < 1 else f"{verb} k = {at} of {moment.micro_batches}"
+        words = words.removeprefix(f"{verb} ") if low else words
         brief, share = f"{at}/{moment.micro_batches}" if at else verb, at / moment.micro_batches if at else 1.0
     elif slot.share < 1.0:
         words, brief, share = f"loading {100 * slot.share:.0f} %", f"{100 * slot.share:.0f} %", slot.share
     else:
         words, brief, share = "ready", "ready", 1.0
     busy = computes or slot.share < 1.0
-    parts.append(_say(x + 38, middle + size * 0.36, big, size=size if len(big) < 4 or size < 20 else 24, strong=True))
+    parts.append(
+        _say(
+            x + 38,
+            middle + size * 0.36,
+            big,
+            size=min(size, 78.0 / max(3, len(big))) if size > 20 and len(big) > 2 else size,
+            strong=True,
+        )
+    )
     if narrow:
         return [*parts, _say(x + width - 4, middle + 4, brief, size=10.5, strong=busy, anchor="end")]
-    bar = (x + width - 62, middle - 4, 56.0) if low else (x + 104, middle - 4, width - 112)
+    bar = (x + width - 66, middle - 4, 60.0) if low else (x + 102, middle - 4, width - 110)
     if low:
-        parts.append(_say(x + 80, middle + 4, words, size=11, strong=busy))
+        parts.append(_say(x + 78, middle + 4, words, size=11, strong=busy))
     else:
-        parts.append(_say(x + 104, middle - 11, words, size=13, strong=busy))
+        parts.append(_say(x + 102, middle - 11, words, size=12.5, strong=busy))
         if (name := names.get(slot.layer, "")) and name != slot.layer:
-            parts.append(_say(x + 104, middle + 21, _short(name, 22), size=10, style="dim"))
+            parts.append(_say(x + 102, middle + 21, _short(name, 22), size=10, style="dim"))
     if computes:
         return [*parts, *_draw_turns(*bar, moment, colour)]
     filled = [svg.rect(bar[0], bar[1], bar[2] * share, 9, fill=colour)] if share > 0 else []
@@ -536,7 +564,7 @@ def _draw_algorithm(moment: Moment) -> list[str]:
         if here:
             parts += [svg.rect(x, y, width, 16.6, style="well"), svg.rect(x, y, 4, 16.6, fill="currentColor")]
         elif number in beside:
-            parts.append(svg.rect(x, y + 3, 4, 10.6, fill=_LANE_COLOURS[beside[number]]))
+            parts.append(svg.rect(x, y + 3, 4, 10.6, fill=_lane_colour(moment, beside[number])))
         style = "code strong" if here else "code" if number in beside else "code dim"
         parts.append(_say(x + 9 + line.depth * 13, y + 12, line.words, size=11, style=style))
     for row, lane in enumerate(LANES):
@@ -552,6 +580,11 @@ def _draw_algorithm(moment: Moment) -> list[str]:
         if words:
             parts.append(_say(x + 97, y, words, size=11, style="" if work else "dim"))
     return parts
+
+
+def _lane_colour(moment: Moment, lane: str) -> str:
+    work = (moment.lanes or {}).get(lane)
+    return kind_colour(work.kind) if work is not None else GREY
 
 
 def _draw_foot(moment: Moment, layers: int) -> list[str]:
