@@ -1,0 +1,124 @@
+"""A strip on the time axis that says which layer computes when: forward, then backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.pictures.columns import Columns
+from workbench.pictures.scale import Scale
+from workbench.pictures.svg import group, path, rect, text
+from workbench.pictures.theme import KIND_COLOURS, ink_on
+
+HEIGHT = 17.0  # px
+LETTER = 6.6  # px, of a digit
+EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+
+
+def number_of(key: str) -> str:
+    """A layer's number from its key, "3" from "L003"; other keys as they are."""
+    return str(int(key[1:])) if key[:1] == "L" and key[1:].isdecimal() else key
+
+
+def draw_strip(
+    steps: Sequence[tuple[Columns, NDArray[np.intp]]], time: Scale, cursor: float, top: float
+) -> Iterator[str]:
+    """The strip, `HEIGHT` px high, and a line of words under it.
+
+    Args:
+        steps: columns and their compute events by start: the step up to the cursor, and the one before from there on.
+        time: seconds to pixels.
+        cursor: px; the right end of the axis if the step is over.
+        top: px.
+    """
+    visits = [_Visits.of(columns, compute, time) for columns, compute in steps]
+    every = _choose(visits[-1])
+    yield rect(time.first, top, time.last - time.first, HEIGHT, style="well")
+    yield text(time.first - 8, top + 12.5, "layer", style="small dim", anchor="end")
+    yield from visits[0].draw(top, time.first, cursor, every)
+    for before in visits[1:]:
+        yield group(before.draw(top, cursor, time.last, every), style="ghost")
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """Visits by start.
+
+    Attributes:
+        left, right: (visits,), px.
+        backward: (visits,), bool.
+        layer: (visits,), index into `names`.
+        number: (visits,), what decides whether a visit is labelled: the layer's number, or its place if it has none.
+        names: of layers, short.
+    """
+
+    left: NDArray[np.float64]
+    right: NDArray[np.float64]
+    backward: NDArray[np.bool_]
+    layer: NDArray[np.int64]
+    number: NDArray[np.int64]
+    names: Sequence[str]
+
+    @staticmethod
+    def of(columns: Columns, compute: NDArray[np.intp], time: Scale) -> _Visits:
+        kinds = {kind: number for number, kind in enumerate(columns.kinds)}
+        kind = columns.kind[compute]
+        backward = kind == kinds.get("backward", -1)
+        events = np.flatnonzero((backward | (kind == kinds.get("forward", -1))) & (columns.visit[compute] >= 0))
+        first = events[np.sort(np.unique(columns.visit[compute[events]], return_index=True)[1])]
+        starts_s = columns.start_s[compute[first]]
+        end_s = columns.stop_s[compute[events]].max(initial=0.0)
+        edges = time.first + (np.append(starts_s, end_s) - time.low) * (time.last - time.first) / (time.high - time.low)
+        layer, names = columns.layer[compute[first]], [number_of(key) for key in columns.layers]
+        number = np.array([int(name) if name.isdecimal() else i for i, name in enumerate(names)], np.int64)[layer]
+        return _Visits(edges[:-1], edges[1:], backward[first], layer, number, names)
+
+    def goes_on(self) -> NDArray[np.bool_]:
+        """(visits,): whether the layer is the one before, as it is where forward turns into backward."""
+        return np.append(False, self.layer[1:] == self.layer[:-1])[: len(self.layer)]
+
+    def centres(self) -> NDArray[np.float64]:
+        """(visits,), px: of a layer that goes on, the middle of both visits."""
+        ends, on = self.right.copy(), np.flatnonzero(self.goes_on())
+        ends[on - 1] = self.right[on]
+        return (self.left + ends) / 2
+
+    def labelled(self, every: int) -> NDArray[np.intp]:
+        """Visits that get a label."""
+        return np.flatnonzero((self.number % every == 0) & ~self.goes_on())
+
+    def draw(self, top: float, left: float, right: float, every: int) -> Iterator[str]:
+        """What lies between two pixels."""
+        starts, ends = np.clip(self.left, left, right), np.clip(self.right, left, right)
+        for word, which in (("forward", ~self.backward), ("backward", self.backward)):
+            seen = which & (ends > starts)
+            if not seen.any():
+                continue
+            colour, begin = KIND_COLOURS[word], starts[seen].min()
+            yield rect(begin, top, ends[seen].max() - begin, HEIGHT, fill=colour)
+            if begin < right - 60 and self.left[which].min() >= left:
+                yield text(begin, top + HEIGHT + 12, f"{word} →", style="small dim")
+        borders = starts[1:][(self.left[1:] > left) & (self.left[1:] < right)]
+        if len(borders) and np.median(self.right - self.left) >= 3:
+            yield path("".join(f"M{x:.1f} {top:g}v4" for x in borders), style="hatch")
+        centres = self.centres()
+        for i in self.labelled(every):
+            if left <= centres[i] <= right:
+                colour = KIND_COLOURS["backward" if self.backward[i] else "forward"]
+                name = self.names[self.layer[i]]
+                yield text(centres[i], top + 14, name, style="small", anchor="middle", fill=ink_on(colour))
+
+
+def _choose(visits: _Visits) -> int:
+    """Label every so many layers, so that labels stay apart."""
+    centres = visits.centres()
+    widths = np.array([LETTER * len(name) for name in visits.names])
+    for every in EVERY:
+        at = visits.labelled(every)
+        wide = widths[visits.layer[at]]
+        if (np.diff(centres[at]) >= (wide[1:] + wide[:-1]) / 2 + 5).all():
+            return every
+    return EVERY[-1]

@@ -1,0 +1,316 @@
+"""Memory over a step, device above host, by category: a picture on the timeline's axis, and the table behind it.
+
+Between the two, a strip says which layer computes. The budget is a line; so is what in-core training would need, unless
+it lies so far above that it would flatten the rest: then it is named above the upper edge, with a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from l2l_core import Trace
+from l2l_core.memory import CATEGORIES, format_bytes
+from workbench.pictures.columns import Columns
+from workbench.pictures.layer_strip import HEIGHT as STRIP_HEIGHT
+from workbench.pictures.layer_strip import draw_strip, number_of
+from workbench.pictures.memory_levels import Levels, Peak, find_peak
+from workbench.pictures.picture import Picture, Table
+from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
+from workbench.pictures.svg import document, group, path, rect, text
+from workbench.pictures.theme import category_colour
+
+WIDTH, HEIGHT, LEFT, RIGHT = 960, 388, 96, 944
+STACK = ("weights", "optimizer", "gradients", "stash", "activations", "other")  # from the bottom up
+TEXTURES = {"optimizer": (16, ""), "gradients": (8, ""), "stash": (8, "5 3"), "activations": (8, "2 6")}  # pitch, dash
+NEAR = 1.6  # what is needed in core is a line to scale up to so many times the axis
+FAR, FAR_AT_FIRST = 4.0, 20.0  # and the budget up to so many times the bytes in use; in a first step, which only begins
+MOST_POINTS = 3000  # of all areas together; beyond, columns are two or four pixels wide
+
+
+class Plot(NamedTuple):
+    """Where one place is drawn."""
+
+    place: str
+    name: str
+    top: float  # px
+    bottom: float
+    title: float  # px above its top
+    marks: int  # on its axis, at most
+
+
+PLOTS = DEVICE, HOST = Plot("device", "Device", 70, 230, 30, 6), Plot("host", "Host", 294, 358, 9, 3)
+STRIP = 237.0  # px, its upper edge
+
+
+def draw_memory(
+    now: Columns,
+    *,
+    before: Columns | None = None,
+    now_s: float | None = None,
+    span_s: float | None = None,
+    budget_bytes: int | None = None,
+    in_core_bytes: int | None = None,
+    top_bytes: float | None = None,
+) -> str:
+    """An SVG of what fills device and host over a step.
+
+    Args:
+        now: the step, or as much of it as there is.
+        before: the step before, shown faintly to the right of the cursor.
+        now_s: where the cursor stands, seconds since the step began; None: the step is over.
+        span_s: end of the time axis, default a round value after the last event.
+        budget_bytes: memory of the device.
+        in_core_bytes: what in-core training would need.
+        top_bytes: end of the device's axis, default from budget, `before` and `now`.
+    """
+    steps = [_Step.of(now)] + ([_Step.of(before)] if before is not None and now_s is not None else [])
+    ends = [step.columns.end_s for step in steps]
+    time = Scale(0.0, span_s or round_up(max(*ends, now_s or 0.0, 0.0)), LEFT, RIGHT)
+    used = [max(step.peak_bytes(plot.place) for step in steps) for plot in PLOTS]
+    top = top_bytes or _device_top(used[0], budget_bytes, in_core_bytes, starting=now_s is not None and len(steps) == 1)
+    scales = [Scale(0.0, top, DEVICE.bottom, DEVICE.top), Scale(0.0, round_up(1.05 * used[1]), HOST.bottom, HOST.top)]
+    cursor = RIGHT if now_s is None else min(max(time(now_s), LEFT), RIGHT)
+    parts = [*_legend()]
+    for plot, scale in zip(PLOTS, scales, strict=True):
+        parts += _frame(plot, scale, time, sampled=any(len(step.columns.sample_s) for step in steps))
+        parts += _areas(plot, scale, time, steps, cursor)
+        parts += _peak(plot, scale, time, steps[0], "" if now_s is None else " so far")
+    parts += draw_strip([(step.columns, step.compute) for step in steps], time, cursor, STRIP)
+    parts += [*_lines(scales[0], used[0], budget_bytes, in_core_bytes), *_time_axis(time)]
+    if now_s is not None:
+        d = f"M{cursor:.1f} {DEVICE.top:g}V{STRIP + STRIP_HEIGHT:g}M{cursor:.1f} {HOST.top:g}V{HOST.bottom:g}"
+        parts.append(path(d, style="axis", width=1.5))
+    return document(WIDTH, HEIGHT, "Memory over a step", _describe(steps[0], budget_bytes, in_core_bytes), parts)
+
+
+def memory_table(trace: Trace, in_core_bytes: int | None = None) -> Table:
+    """Bytes by category when the device and when the host are fullest, the budget, and the need in core."""
+    peaks = [trace.peak_sample(plot.place) for plot in PLOTS]
+    held = [dict(peak.bytes_by_category) if peak else {} for peak in peaks]
+    rows = [
+        (category, *(format_bytes(h.get(category, 0)) for h in held))
+        for category in CATEGORIES
+        if any(h.get(category) for h in held)
+    ]
+    rows.append(("all", *(format_bytes(sum(h.values())) for h in held)))
+    budget = trace.settings.get("memory_bytes")
+    if budget is not None:
+        rows.append(("budget", format_bytes(budget), ""))
+    if in_core_bytes is not None:
+        rows.append(("in core (estimate)", format_bytes(in_core_bytes), ""))
+    found = _Step.of(Columns.of(trace)).peak("device")
+    note = f"The device is fullest {_when(found)}." if found else "No memory was sampled."
+    return Table("Memory at its peaks", ("bytes", "device", "host"), rows, note)
+
+
+def show_memory(trace: Trace, in_core_bytes: int | None = None) -> Picture:
+    """Picture and table of a finished step."""
+    budget = trace.settings.get("memory_bytes")
+    svg = draw_memory(Columns.of(trace), budget_bytes=budget, in_core_bytes=in_core_bytes)
+    return Picture(svg, memory_table(trace, in_core_bytes))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step, its compute events by start, and its samples by place."""
+
+    columns: Columns
+    compute: NDArray[np.intp]
+    levels: dict[str, Levels]
+
+    @staticmethod
+    def of(columns: Columns) -> _Step:
+        compute = columns.on("compute")
+        return _Step(columns, compute, {plot.place: Levels.of(columns, plot.place, compute) for plot in PLOTS})
+
+    def peak(self, place: str) -> Peak | None:
+        return find_peak(self.levels[place], self.columns, self.compute)
+
+    def peak_bytes(self, place: str) -> int:
+        return int(self.levels[place].totals.max(initial=0))
+
+
+def _device_top(used: int, budget: int | None, in_core: int | None, starting: bool) -> float:
+    """End of the axis: room for what is used, and for budget and in-core need where they are near."""
+    top = round_up(1.1 * used)
+    if budget and budget <= (FAR_AT_FIRST if starting else FAR) * used:
+        top = max(top, round_up(1.08 * budget))
+    if in_core and used and in_core <= NEAR * top:
+        top = max(top, round_up(1.08 * in_core))
+    return top
+
+
+# Areas ---------------------------------------------------------------------------------------------------------------
+
+
+def _areas(plot: Plot, scale: Scale, time: Scale, steps: Sequence[_Step], cursor: float) -> Iterator[str]:
+    """The step up to the cursor, and the one before from there on."""
+    whole = cursor >= RIGHT
+    end = cursor if not whole else min(RIGHT, max(time(steps[0].columns.end_s), LEFT + 1))
+    yield group(_stacked(plot, scale, time, steps[0].levels[plot.place], LEFT, end))
+    for step in steps[1:]:
+        end = min(RIGHT, time(step.columns.end_s))
+        yield group(_stacked(plot, scale, time, step.levels[plot.place], cursor, end, plain=True), style="ghost")
+
+
+def _stacked(
+    plot: Plot, scale: Scale, time: Scale, levels: Levels, left: float, right: float, plain: bool = False
+) -> Iterator[str]:
+    if not len(levels.totals) or right <= left:
+        return
+    for pixels in (1, 2, 4):
+        edges = np.append(np.arange(left, right, pixels), right)
+        ys = _heights(scale, time, levels, edges)
+        if np.count_nonzero(np.diff(ys, axis=0)) <= MOST_POINTS // 2 or pixels == 4:
+            break
+    for index in reversed(range(len(STACK))):  # the one at the top first, the others over it
+        below = ys[:, index - 1] if index else np.full(len(ys), plot.bottom)
+        if (ys[:, index] < below).any():
+            yield path(_outline(edges, ys[:, index], plot.bottom), fill=category_colour(STACK[index]))
+    if plain:
+        return
+    for index, category in enumerate(STACK):
+        if category in TEXTURES:
+            below = ys[:, index - 1] if index else np.full(len(ys), plot.bottom)
+            yield from _texture(edges, ys[:, index], below, *TEXTURES[category])
+
+
+def _heights(scale: Scale, time: Scale, levels: Levels, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(columns, categories): upper edges of the stacked areas in pixels, rounded to halves."""
+    per_px = (time.high - time.low) / (time.last - time.first)
+    edges_s = time.low + (edges - time.first) * per_px
+    edges_s[-1] = np.inf if edges[-1] > edges[0] else edges_s[-1]  # what comes after the last event counts, too
+    order = [CATEGORIES.index(category) for category in STACK]
+    stacked = np.cumsum(levels.at(edges_s)[:, order], axis=1)
+    ys = scale.first + (scale.last - scale.first) * stacked / scale.high
+    return np.maximum(np.round(2 * ys) / 2, scale.last - 2)  # beyond the axis, it is cut off just above
+
+
+def _outline(edges: NDArray[np.float64], ys: NDArray[np.float64], bottom: float) -> str:
+    turns = np.flatnonzero(np.diff(ys)) + 1
+    steps = "".join(f"H{x:g}V{y:g}" for x, y in zip(np.round(edges[turns], 1), ys[turns], strict=True))
+    return f"M{edges[0]:.4g} {bottom:g}V{ys[0]:g}{steps}H{edges[-1]:.4g}V{bottom:g}Z"
+
+
+def _texture(
+    edges: NDArray[np.float64], upper: NDArray[np.float64], lower: NDArray[np.float64], pitch: int, dash: str
+) -> Iterator[str]:
+    """Upright lines in one area, so that it is known without its hue; dashes lie on common heights."""
+    xs = np.arange(edges[0] - edges[0] % pitch + pitch, edges[-1], pitch)
+    at = np.searchsorted(edges, xs, "right") - 1
+    tops = np.ceil(upper[at] / 8) * 8 if dash else upper[at]
+    seen = lower[at] - tops > 2
+    d = "".join(f"M{x:g} {a:g}V{b:g}" for x, a, b in zip(xs[seen], tops[seen], lower[at][seen], strict=True))
+    if d:
+        yield path(d, style="hatch", dash=dash)
+
+
+# Around them ---------------------------------------------------------------------------------------------------------
+
+
+def _legend() -> Iterator[str]:
+    x = float(LEFT)
+    for category in STACK:
+        yield rect(x, 6, 16, 12, fill=category_colour(category))
+        if category in TEXTURES:
+            pitch, dash = TEXTURES[category]
+            marks = [x + 8] if pitch > 8 else [x + 4, x + 12]
+            yield path("".join(f"M{mark:g} 6V18" for mark in marks), style="hatch", dash=dash)
+        yield text(x + 22, 16, category)
+        x += 46 + 7 * len(category)
+    yield text(RIGHT, 16, "each event at its highest", style="dim small", anchor="end")
+
+
+def _frame(plot: Plot, scale: Scale, time: Scale, sampled: bool) -> Iterator[str]:
+    yield rect(LEFT, plot.top, RIGHT - LEFT, plot.bottom - plot.top, style="well")
+    yield text(LEFT - 8, plot.top - plot.title, plot.name, style="strong", anchor="end")
+    lines = [f"M{time(mark):.1f} {plot.top:g}V{plot.bottom:g}" for mark in ticks(0.0, time.high, 11)]
+    if not sampled:
+        yield text(LEFT + 12, (plot.top + plot.bottom) / 2 + 4, "no memory was sampled", style="dim")
+        yield path("".join(lines), style="rule")
+        return
+    marks = ticks(0.0, scale.high, plot.marks)
+    yield path("".join([*lines, *(f"M{LEFT} {scale(mark):.1f}H{RIGHT}" for mark in marks)]), style="rule")
+    for mark in marks:
+        yield text(LEFT - 8, scale(mark) + 4, format_bytes(mark) if mark else "0", style="small dim", anchor="end")
+
+
+def _peak(plot: Plot, scale: Scale, time: Scale, step: _Step, so_far: str) -> Iterator[str]:
+    """A ring where a place is fullest, and words at a place of their own."""
+    found = step.peak(plot.place)
+    if found is None:
+        return
+    words = f"○ peak{so_far} {format_bytes(found.nbytes)}"
+    yield (
+        f'<text x="{LEFT}" y="{plot.top - plot.title:g}"><tspan class="strong">{escape(words)}</tspan>'
+        f'<tspan class="dim" dx="8">{escape(_when(found, plot is DEVICE))}</tspan></text>'
+    )
+    x, y = time((found.began_s + found.t_s) / 2), max(scale(found.nbytes), plot.top)
+    yield f'<circle cx="{min(x, RIGHT):.1f}" cy="{y:.1f}" r="4" class="card" stroke-width="1.5" style="stroke-opacity:1"/>'
+
+
+def _when(peak: Peak, with_event: bool = True) -> str:
+    at = f"at {format_seconds(peak.t_s)}"
+    if not with_event or not peak.kind:
+        return at
+    layer = "" if peak.layer in ("", "shell") else f" of layer {number_of(peak.layer)}"
+    k = "" if peak.k < 0 else f", micro-batch {peak.k}"
+    kind = "the model's own code" if peak.kind == "shell" else peak.kind
+    return f"{at}, {kind}{layer}{k}"
+
+
+def _lines(scale: Scale, used: int, budget: int | None, in_core: int | None) -> Iterator[str]:
+    """Budget and in-core need: to scale, or named above the upper edge."""
+    if budget is not None:
+        words = f"budget {format_bytes(budget)}"
+        if budget <= scale.high:
+            yield path(f"M{LEFT} {scale(budget):.1f}H{RIGHT}", style="axis", width=1.5)
+            yield _label(RIGHT - 6, scale(budget) - 4, words, "end")
+        else:
+            yield text(RIGHT - 6, DEVICE.top - 10, f"{words}, far above ▲", anchor="end")
+    if in_core is not None:
+        words = f"in core would need {format_bytes(in_core)}"
+        if in_core <= scale.high:
+            yield path(f"M{LEFT} {scale(in_core):.1f}H{RIGHT}", style="axis", width=1.5, dash="7 4")
+            yield _label(LEFT + 6, scale(in_core) - 4, words, "start")
+        else:
+            times = f" = {in_core / used:.3g} × this peak" if used else ""
+            yield path(f"M{LEFT} {DEVICE.top - 5:g}H{RIGHT}", style="axis", width=1.5, dash="7 4")
+            yield text(LEFT + 6, DEVICE.top - 10, f"▲ {words}{times}", style="strong")
+
+
+def _label(x: float, y: float, words: str, anchor: str) -> str:
+    """Words over areas, with a seam in the colour of the page."""
+    return (
+        '<g style="paint-order:stroke;stroke:var(--jp-layout-color1,Canvas);stroke-width:3px;stroke-linejoin:round">'
+        f"{text(x, y, words, style='strong', anchor=anchor)}</g>"
+    )
+
+
+def _time_axis(time: Scale) -> Iterator[str]:
+    marks = ticks(0.0, time.high, 11)
+    yield path(
+        f"M{LEFT} {HOST.bottom:g}H{RIGHT}" + "".join(f"M{time(m):.1f} {HOST.bottom:g}v5" for m in marks), style="axis"
+    )
+    for mark in marks:
+        anchor = "end" if mark and time(mark) > RIGHT - 12 else "middle"
+        yield text(
+            time(mark), HOST.bottom + 19, format_seconds(mark) if mark else "0", style="small dim", anchor=anchor
+        )
+
+
+def _describe(step: _Step, budget: int | None, in_core: int | None) -> str:
+    said = []
+    for plot in PLOTS:
+        found = step.peak(plot.place)
+        if found is not None:
+            said.append(f"{plot.name}: at most {format_bytes(found.nbytes)}, {_when(found, plot is DEVICE)}.")
+    said += [f"Budget {format_bytes(budget)}."] if budget is not None else []
+    said += [f"In core would need {format_bytes(in_core)}."] if in_core is not None else []
+    return " ".join(said) or "No memory was sampled."
