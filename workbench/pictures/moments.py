@@ -7,9 +7,7 @@ counts as computing, and a lane shows what it did last.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,90 +16,9 @@ from l2l_core.memory import CATEGORIES
 from l2l_core.trace import LANES, PLACES, Trace
 from workbench.pictures.algorithm import line_of
 from workbench.pictures.columns import Columns
+from workbench.pictures.copies import Copies
+from workbench.pictures.moment import Moment, Phase, Slot, Travel, Work
 from workbench.pictures.residency import Residency
-
-Phase = Literal["fill", "forward", "backward", "tail", "idle"]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a lane does: an event; `progress` in [0, 1], None if the event is known only because it is over."""
-
-    kind: str
-    layer: str
-    k: int
-    nbytes: int
-    progress: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A weight slot of the device: the layer in it, None if empty, and the share of its weights that is there."""
-
-    layer: str | None
-    share: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Travel:
-    """The gradient of a layer that backward is done with, and the share that has left the device."""
-
-    layer: str
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The relay at one moment.
-
-    Attributes:
-        i, count: number of the event that started last, from 0 (-1 before the first), and of all events.
-        t_s: seconds since the step began.
-        phase: "fill" before the first layer runs, "tail" when compute is over, "idle" without a step.
-        lanes: what every lane does, None if it rests.
-        slots: the weight slots of the device, A first.
-        layer: the layer that computes.
-        waits_for: the layer that compute waits for, because its weights are on their way.
-        k, micro_batches: the micro-batch, -1 if none or all together, and how many there are.
-        kind: "forward", "backward" or "loss": what compute did last.
-        adding: the layer whose gradient is being added up on the device.
-        leaving: gradients on the device that are complete, in the order in which they leave.
-        arrived: layers whose gradient waits in the EPS for their update.
-        eps_layer, eps_kind: what the EPS works on: "reduce", "update" or "clip".
-        updated: layers updated so far in this step, in order.
-        stashed, stash: layer inputs that wait for their recompute, and at which place.
-        device, host: bytes in use by category.
-        device_peak_bytes: the most bytes on the device so far known.
-        stash_peak_bytes: the most stash at either place so far known.
-        line: of the algorithm, index into `LINES`, None without an event.
-        beside: lines that other lanes are at, with the lane.
-    """
-
-    i: int = -1
-    count: int = 0
-    t_s: float = 0.0
-    phase: Phase = "idle"
-    lanes: Mapping[str, Work | None] = None  # type: ignore[assignment]
-    slots: tuple[Slot, ...] = ()
-    layer: str | None = None
-    waits_for: str | None = None
-    k: int = -1
-    micro_batches: int = 1
-    kind: str = ""
-    adding: str | None = None
-    leaving: tuple[Travel, ...] = ()
-    arrived: frozenset[str] = frozenset()
-    eps_layer: str | None = None
-    eps_kind: str = ""
-    updated: tuple[str, ...] = ()
-    stashed: int = 0
-    stash: str = "device"
-    device: Mapping[str, int] = None  # type: ignore[assignment]
-    host: Mapping[str, int] = None  # type: ignore[assignment]
-    device_peak_bytes: int = 0
-    stash_peak_bytes: int = 0
-    line: int | None = None
-    beside: tuple[tuple[int, str], ...] = ()
 
 
 class Moments:
@@ -134,16 +51,16 @@ class Moments:
         self._start, self._stop = c.start_s[self._order], c.stop_s[self._order]
         self.end_s = float(self._stop.max()) if self.count else 0.0
         self._kind, self._k, self._layer = c.kind[self._order], c.k[self._order], c.layer[self._order]
-        lane = c.lane[self._order]
-        self._lanes = {name: np.flatnonzero(lane == number) for number, name in enumerate(LANES)}
+        self._lane = c.lane[self._order]
+        self._lanes = {name: np.flatnonzero(self._lane == number) for number, name in enumerate(LANES)}
         self.micro_batches = micro_batches or int(c.k.max(initial=0)) + 1
         self._earlier = Moments(before, keys, ahead=ahead) if live and before is not None else None
 
         rank = {key: number for number, key in enumerate(self.keys)}
         self._rank = np.array([rank.get(name, -1) for name in c.layers], np.int64)  # place of a layer in the stack
         ranks = self._rank[self._layer] if self.count else np.empty(0, np.int64)
-        self._loads = _Copies(self, np.flatnonzero(self._is("load") & (ranks >= 0)), ranks)
-        self._pushes = _Copies(self, np.flatnonzero(self._is("push") & (ranks >= 0)), ranks)
+        self._loads = self._put_together("load", ranks, self._earlier._loads if self._earlier else None)
+        self._pushes = self._put_together("push", ranks, self._earlier._pushes if self._earlier else None)
         self._follow_compute(ranks)
         visits = list(zip(self._visit_start.tolist(), self._visit_stop.tolist(), self._visited, strict=True))
         self._expected = self._expect()
@@ -205,6 +122,11 @@ class Moments:
     def _is(self, *kinds: str) -> NDArray[np.bool_]:
         wanted = [number for number, name in enumerate(self._columns.kinds) if name in kinds]
         return np.isin(self._kind, wanted)
+
+    def _put_together(self, kind: str, ranks: NDArray[np.int64], earlier: Copies | None) -> Copies:
+        rows = np.flatnonzero(self._is(kind) & (ranks >= 0))
+        nbytes = self._columns.nbytes[self._order[rows]]
+        return Copies(self._start[rows], self._stop[rows], ranks[rows], nbytes, earlier, self.live)
 
     def _follow_compute(self, ranks: NDArray[np.int64]) -> None:
         """Visits: runs of compute events of one layer. The last layer's forward and backward are one visit."""
@@ -339,10 +261,16 @@ class Moments:
             beside=tuple(sorted((number, lane) for number, lane in beside.items() if number != line)),
         )
 
+    def _horizon(self, lane: str, i: int) -> int:
+        """The last event that has begun when event `i` begins: of those that begin together `i` stands for its lane."""
+        if i < 0 or self._lane[i] == LANES.index(lane):
+            return i
+        return int(np.searchsorted(self._start, self._start[i], side="right")) - 1
+
     def _last(self, lane: str, i: int) -> int:
         """The event of a lane that started last, -1 if there is none."""
         rows = self._lanes[lane]
-        j = int(np.searchsorted(rows, i, side="right")) - 1
+        j = int(np.searchsorted(rows, self._horizon(lane, i), side="right")) - 1
         return int(rows[j]) if j >= 0 else -1
 
     def _work(self, lane: str, i: int, t_s: float) -> Work | None:
@@ -396,7 +324,7 @@ class Moments:
 
     def _phase(self, i: int, t_s: float) -> tuple[Phase, str, int]:
         """The phase, and the kind and micro-batch of what the pass did last."""
-        j = int(np.searchsorted(self._passes, i, side="right")) - 1
+        j = int(np.searchsorted(self._passes, self._horizon("compute", i), side="right")) - 1
         if i < 0 or (not self.live and t_s > self.end_s):
             return ("idle" if not (self.live and self.count) else "fill"), "", -1
         if j < 0:
@@ -436,47 +364,6 @@ class Moments:
             elif t_s < gone_s:
                 leaving.append(Travel(self.keys[layer], self._pushes.share(push, t_s) if push >= 0 else 0.0))
         return adding, tuple(leaving)
-
-
-class _Copies:
-    """Copies of whole layers, which may travel in pieces: consecutive pieces of one layer are one copy."""
-
-    def __init__(self, moments: Moments, rows: NDArray[np.intp], ranks: NDArray[np.int64]) -> None:
-        layers = ranks[rows]
-        firsts = np.flatnonzero(np.append(True, np.diff(layers) != 0)[: len(rows)])
-        self._first: list[int] = [*firsts.tolist(), len(rows)]
-        self._piece_start, self._piece_stop = moments._start[rows], moments._stop[rows]
-        self._sum = np.concatenate([[0], np.cumsum(moments._columns.nbytes[moments._order[rows]])])
-        self.layers: list[int] = layers[firsts].tolist()
-        self.start_s = self._piece_start[firsts]
-        self.stop_s = np.maximum.reduceat(self._piece_stop, firsts) if len(firsts) else self._piece_stop
-        kind = "_loads" if not hasattr(moments, "_loads") else "_pushes"
-        earlier: _Copies | None = getattr(moments._earlier, kind, None)
-        self.known: dict[int, int] = dict(earlier.known) if earlier else {}  # most bytes of a layer's copy
-        for copy, layer in enumerate(self.layers):
-            self.known[layer] = max(self.known.get(layer, 0), self.total(copy))
-        self._live = moments.live
-
-    def total(self, copy: int) -> int:
-        """Bytes of all its pieces."""
-        return int(self._sum[self._first[copy + 1]] - self._sum[self._first[copy]])
-
-    def done(self, copy: int, t_s: float) -> float:
-        """Bytes that are there; a piece under way counts by its time."""
-        first, end = self._first[copy], self._first[copy + 1]
-        over = first + int(np.searchsorted(self._piece_stop[first:end], t_s, side="right"))
-        done = float(self._sum[over] - self._sum[first])
-        if over < end and (start_s := self._piece_start[over]) < t_s:
-            share = (t_s - start_s) / (self._piece_stop[over] - start_s)
-            done += float(share * (self._sum[over + 1] - self._sum[over]))
-        return done
-
-    def share(self, copy: int, t_s: float) -> float:
-        """Share of the copy that is there."""
-        total = self.total(copy)
-        if self._live and copy == len(self.layers) - 1:
-            total = max(total, self.known.get(self.layers[copy], 0))
-        return min(1.0, self.done(copy, t_s) / total) if total else 1.0
 
 
 def _running(times: NDArray[np.float64], amounts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

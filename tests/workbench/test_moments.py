@@ -1,0 +1,266 @@
+"""Moments of real and simulated steps: what is where, checked at every event against the trace itself."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from l2l_core import EmulatedDevice, Event, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
+from l2l_core.trace import MemorySample
+from workbench.pictures.algorithm import LINES, line_of
+from workbench.pictures.columns import Columns
+from workbench.pictures.moments import Moment, Moments
+
+SETTINGS = [(ahead, stash) for ahead in (0, 1, 2) for stash in ("device", "host")]
+settings = pytest.mark.parametrize("ahead, stash", SETTINGS)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Stack(nn.Module):
+    """A chain of residual blocks between two linear maps; some layers may be frozen."""
+
+    def __init__(self, depth: int, frozen: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        for i in frozen:
+            self.blocks[i].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def squared(outputs: Tensor, batch: tuple[Tensor]) -> Tensor:
+    return outputs.square().mean()
+
+
+def recorded(
+    ahead: int = 1, stash: str = "host", depth: int = 5, frozen: tuple[int, ...] = (), update: str = "eager"
+) -> Trace:
+    """The second step of a small stack, three micro-batches."""
+    config = RelayConfig(micro_batches=3, ahead=ahead, stash=stash, update=update)
+    optimizer, device = partial(torch.optim.AdamW, lr=1e-3), EmulatedDevice(h2d_bytes_per_s=5e6, d2h_bytes_per_s=5e6)
+    model = Stack(depth, frozen)
+    with Relay(model, optimizer, device=device, loss=squared, layers=list(model.blocks), config=config) as relay:
+        return [relay.step((torch.randn(6, 4),)) for _ in range(2)][-1].trace
+
+
+def simulated(depth: int, micro_batches: int, ahead: int = 1, stash: str = "host") -> Trace:
+    machine = Machine(flops_per_s=5e10, update_params_per_s=3e8, h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9)
+    shapes = Shapes(
+        layer_params=[100_000] * depth,
+        shell_params=50_000,
+        tokens=128,
+        boundary_bytes=131_072,
+        micro_batches=micro_batches,
+        stash=stash,
+    )
+    config = RelayConfig(micro_batches=micro_batches, ahead=ahead, stash=stash)
+    return simulate(
+        Profile.of_shapes(shapes, machine), config, EmulatedDevice(h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9)
+    )
+
+
+def check(trace: Trace, ahead: int, trained: int) -> list[Moment]:
+    """What holds in every moment of a step that trains so many layers."""
+    moments = Moments.of(trace)
+    seen = [moments.at(i) for i in range(moments.count)]
+    shares: dict[tuple[str, int], float] = {}
+    loads = {key: 0 for key in moments.keys}
+    before: Moment | None = None
+    for moment, event in zip(seen, trace.events, strict=True):
+        held = [slot.layer for slot in moment.slots if slot.layer is not None]
+        assert len(moment.slots) == ahead + 1
+        assert len(held) == len(set(held)), moment
+        assert moment.layer is None or moment.layer in held, moment
+        if event.kind in ("forward", "backward"):
+            assert moment.layer == event.layer and moment.k == event.k and moment.phase == event.kind
+            assert next(slot for slot in moment.slots if slot.layer == event.layer).share == 1.0
+        assert moment.line == line_of(event.kind, event.layer, moment.line > 4)
+        for place, slot in enumerate(moment.slots):
+            assert 0.0 <= slot.share <= 1.0
+            if slot.layer is None or before is None:
+                continue
+            if before.slots[place].layer != slot.layer:
+                loads[slot.layer] += 1
+            else:
+                assert slot.share >= before.slots[place].share, moment
+            shares[slot.layer, loads[slot.layer]] = slot.share
+        assert before is None or moment.updated[: len(before.updated)] == before.updated
+        assert moment.stashed >= 0
+        before = moment
+    end = moments.when(moments.end_s)
+    assert len(end.updated) == len(set(end.updated)) == trained
+    assert end.stashed == 0 and not end.arrived and not end.leaving and end.adding is None
+    assert set(shares.values()) == {1.0}, "every load that began was over before its slot was given away"
+    return seen
+
+
+@settings
+def test_every_moment_of_a_real_step_is_consistent(ahead: int, stash: str) -> None:
+    check(recorded(ahead, stash), ahead, trained=5)
+
+
+@pytest.mark.parametrize("frozen, trained", [((0, 1), 3), ((2,), 4), ((3, 4), 3)])
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_frozen_layers_are_not_updated(frozen: tuple[int, ...], trained: int, stash: str) -> None:
+    trace = recorded(stash=stash, frozen=frozen)
+    check(trace, 1, trained)
+
+
+@settings
+def test_every_moment_of_a_simulated_step_is_consistent(ahead: int, stash: str) -> None:
+    check(simulated(12, 4, ahead, stash), ahead, trained=12)
+
+
+def test_deferred_updates_wait_in_the_eps() -> None:
+    seen = check(recorded(update="deferred"), 1, trained=5)
+    assert max(len(moment.arrived) for moment in seen) == 5
+
+
+@settings
+def test_the_number_of_residencies_is_the_number_of_loads(ahead: int, stash: str) -> None:
+    """V visits load 2V - min(V, ahead + 1) layers: at the turn the last ones are still there."""
+    moments = Moments.of(recorded(ahead, stash))
+    came = 0
+    before: tuple[str | None, ...] = (None,) * (ahead + 1)
+    for i in range(moments.count):
+        now = tuple(slot.layer for slot in moments.at(i).slots)
+        came += sum(a != b for a, b in zip(before, now, strict=True))
+        before = now
+    assert came == 2 * 5 - (ahead + 1)
+
+
+@pytest.mark.parametrize("trace", [recorded(), simulated(8, 4)], ids=["recorded", "simulated"])
+def test_an_event_and_its_time_agree(trace: Trace) -> None:
+    moments = Moments.of(trace)
+    starts = [event.start_s for event in trace.events]
+    for i, start_s in enumerate(starts):
+        if i + 1 == len(starts) or starts[i + 1] > start_s:
+            assert moments.when(start_s) == moments.at(i)
+
+
+def test_bytes_are_those_of_the_samples() -> None:
+    trace = recorded()
+    moments = Moments.of(trace)
+    for t_s in (0.0, trace.span_s / 3, trace.span_s):
+        moment = moments.when(t_s)
+        for place, used in (("device", moment.device), ("host", moment.host)):
+            samples = [s for s in trace.memory if s.place == place and s.t_s <= t_s]
+            assert sum(used.values()) == (samples[-1].total if samples else 0)
+    assert moments.at(0).device_peak_bytes == trace.peak_bytes("device")
+
+
+def test_a_load_in_pieces_counts_bytes() -> None:
+    """Half of the first piece, then all of it, of a load of 400 bytes; the numbers are by hand."""
+    events = [
+        Event("h2d", "load", 0.0, 2.0, "L000", nbytes=100),
+        Event("h2d", "fetch", 2.0, 3.0, "L000", k=0, nbytes=7),
+        Event("h2d", "load", 3.0, 4.0, "L000", nbytes=300),
+        Event("compute", "forward", 5.0, 6.0, "L000", k=0, visit=0),
+    ]
+    moments = Moments.of(Trace.of(events, []))
+    shares = [moments.when(t_s).slots[0].share for t_s in (0.0, 1.0, 2.5, 3.5, 4.0)]
+    assert shares == [0.0, 0.125, 0.25, 0.625, 1.0]
+    assert moments.when(1.0).waits_for == "L000" and moments.when(1.0).phase == "fill"
+
+
+def test_what_happens_together_is_seen_together() -> None:
+    events = [
+        Event("d2h", "stash", 1.0, 1.5, "", k=0, nbytes=7, visit=0),
+        Event("compute", "forward", 0.0, 1.0, "L000", k=0, visit=0),
+        Event("compute", "forward", 1.0, 2.0, "L000", k=1, visit=0),
+    ]
+    moment = Moments.of(Trace.of(events, [])).at(1)
+    assert moment.lanes["d2h"] is not None and moment.lanes["compute"] is not None
+    assert moment.lanes["compute"].k == moment.k == 1
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_step_under_way_never_flickers(stash: str) -> None:
+    """Played in real time: from the first layer's event to the last one a resident layer computes, in the right order."""
+    trace = recorded(stash=stash)
+    arrivals, before = list(trace.since(0)[0]), Columns.of(trace)
+    keys = Moments.of(trace).keys
+    order: list[str] = []
+    passes = [e for e in arrivals if e.kind in ("forward", "backward")]
+    t_s = passes[0].stop_s
+    while t_s < passes[-1].stop_s:
+        known = [e for e in arrivals if e.stop_s <= t_s]
+        memory = [s for s in trace.memory if s.t_s <= t_s]
+        now = Columns.of(Trace.of(known, memory))
+        moment = Moments(now, keys, micro_batches=3, ahead=1, stash=stash, before=before, live=True).when(t_s)
+        assert moment.layer is not None or moment.waits_for is not None, moment
+        assert moment.layer is None or moment.layer in [slot.layer for slot in moment.slots], moment
+        assert moment.phase in ("forward", "backward")
+        if moment.layer is not None and order[-1:] != [moment.layer]:
+            order.append(moment.layer)
+        t_s += trace.span_s / 150
+    down = [key for key in keys if key in order]
+    assert order == sorted(order[: order.index(down[-1]) + 1]) + sorted(
+        order[order.index(down[-1]) + 1 :], reverse=True
+    )
+    assert len(keys) + 2 <= len(order) <= 2 * len(keys) - 1
+
+
+def test_the_stash_counts_inputs_until_their_recompute() -> None:
+    trace = simulated(6, 4, stash="device")
+    moments = Moments.of(trace)
+    assert max(moments.at(i).stashed for i in range(moments.count)) == 6 * 4 - 3  # the last layer goes back at once
+    together = Moments.of(simulated(400, 32))
+    assert max(together.at(i).stashed for i in range(0, together.count, 5)) == 400 * 32
+
+
+def test_the_telling_moment_is_in_backward_and_busy() -> None:
+    for trace in (recorded(), simulated(24, 8)):
+        moments = Moments.of(trace)
+        moment = moments.at(moments.telling())
+        assert moment.phase == "backward" and moment.layer is not None and moment.updated
+
+
+def test_nothing_has_a_moment_too() -> None:
+    moments = Moments.of(Trace())
+    assert moments.count == 0 and moments.when(1.0).phase == "idle" and moments.telling() == 0
+    with pytest.raises(ValueError, match="event 0: the step has 0 events"):
+        moments.at(0)
+    live = Moments(Columns.of(Trace()), ["L000"], live=True).when(0.1)
+    assert live.layer is None and live.line is None
+
+
+def test_after_the_end_of_a_step_nothing_is_under_way() -> None:
+    trace = recorded()
+    moments = Moments.of(trace)
+    after = moments.when(moments.end_s + 1)
+    assert after.phase == "idle" and after.layer is None and not any(after.lanes.values()) and after.line is None
+
+
+def test_samples_without_events_are_shown() -> None:
+    trace = Trace.of([], [MemorySample(0.0, "device", {"weights": 3}), MemorySample(0.5, "host", {"stash": 4})])
+    moment = Moments.of(trace).when(1.0)
+    assert moment.device == {"weights": 3} and moment.host == {"stash": 4}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_kind_of_event_has_a_line(backward: bool) -> None:
+    words = {
+        kind: LINES[line_of(kind, "L000", backward)].words
+        for kind in ("forward", "loss", "backward", "load", "push", "stash", "reduce", "update", "shell", "batch")
+    }
+    assert "run layer" in words["forward"] and "loss" in words["loss"] and "recompute" in words["backward"]
+    assert words["load"].startswith("load") and words["push"].startswith("push") and "update" in words["update"]
+    assert line_of("load", "L000", backward) == (6 if backward else 1)
+    assert ("reversed" in words["shell"]) == backward

@@ -1,0 +1,207 @@
+"""The relay picture: well-formed, escaped, small at any depth, and showing what the moment says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from l2l_core import EmulatedDevice, Event, Machine, Profile, RelayConfig, Shapes, Trace, simulate
+from workbench.pictures.moments import Moment, Moments, Slot, Travel, Work
+from workbench.pictures.relay import draw_relay, number_of, relay_table, show_relay
+from workbench.pictures.shelf import Grid
+
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+def step(depth: int, micro_batches: int = 4, ahead: int = 1, stash: str = "host") -> Trace:
+    machine = Machine(flops_per_s=5e10, update_params_per_s=3e8, h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9)
+    shapes = Shapes(
+        layer_params=[100_000] * depth,
+        shell_params=50_000,
+        tokens=128,
+        boundary_bytes=131_072,
+        micro_batches=micro_batches,
+        stash=stash,
+    )
+    config = RelayConfig(micro_batches=micro_batches, ahead=ahead, stash=stash)
+    device = EmulatedDevice(memory_bytes=64_000_000, h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9)
+    return simulate(Profile.of_shapes(shapes, machine), config, device)
+
+
+def words_of(drawn: str) -> list[str]:
+    """All text that can be seen, in order."""
+    return [element.text or "" for element in ElementTree.fromstring(drawn).iter(f"{NAMESPACE}text")]
+
+
+def keys_of(depth: int) -> list[str]:
+    return [f"L{i:03d}" for i in range(depth)]
+
+
+def busy(keys: list[str]) -> Moment:
+    """All lanes at work in mid-backward, by hand."""
+    return Moment(
+        i=142,
+        count=528,
+        t_s=0.214,
+        phase="backward",
+        lanes={
+            "compute": Work("backward", keys[2], 2, 0, 0.5),
+            "h2d": Work("load", keys[1], -1, 50_000, 0.62),
+            "d2h": Work("push", keys[3], -1, 40_000, 0.25),
+            "eps": Work("update", keys[4], -1, 0, 0.5),
+        },
+        slots=(Slot(keys[2]), Slot(keys[1], 0.62)),
+        layer=keys[2],
+        k=2,
+        micro_batches=8,
+        kind="backward",
+        adding=keys[2],
+        leaving=(Travel(keys[3], 0.25),),
+        eps_layer=keys[4],
+        eps_kind="update",
+        updated=(keys[5],),
+        stashed=24,
+        stash="host",
+        device={"weights": 1_000_000, "stash": 20_000},
+        host={"weights": 6_000_000, "stash": 400_000},
+        device_peak_bytes=1_500_000,
+        stash_peak_bytes=800_000,
+        line=8,
+        beside=((6, "h2d"), (9, "d2h"), (10, "eps")),
+    )
+
+
+def test_a_busy_moment_says_everything() -> None:
+    words = words_of(draw_relay(busy(keys_of(6)), keys_of(6), device="a device", budget_bytes=2_000_000))
+    for wanted in (
+        "load 1", "push 3", "updates 4", "back k = 3 of 8", "loading 62 %", "adds up 2", "3 leaves", "1 of 6 updated",
+        "24 inputs, 400 kB", "1.02 MB of 2 MB", "event 143 of 528", "214 ms", "backward", "a device", "50 kB", "40 kB",
+    ):  # fmt: skip
+        assert wanted in words, wanted
+
+
+@pytest.mark.parametrize("depth, ahead", [(1, 0), (3, 0), (12, 3), (24, 1), (96, 1), (384, 5), (1000, 1), (1000, 30)])
+def test_any_depth_is_well_formed_and_small(depth: int, ahead: int) -> None:
+    trace = step(depth, 2, ahead)
+    moments = Moments.of(trace)
+    names = {key: f"model.decoder.layers.{key}.with.a.long.name" for key in moments.keys}
+    versions = dict.fromkeys(moments.keys, 12345)
+    everywhere = [0, 1, moments.count // 3, moments.telling(), moments.count - 1]
+    for i in everywhere:
+        for frozen in ((), moments.keys[: depth // 2], moments.keys):
+            drawn = draw_relay(
+                moments.at(i), moments.keys, names=names, versions=versions, frozen=frozen, budget_bytes=64_000_000
+            )
+            ElementTree.fromstring(drawn)
+            assert len(drawn.encode()) < 60_000
+            assert "nan" not in drawn and "inf" not in drawn.replace("inflight", "")
+
+
+def test_states_that_alternate_stay_small() -> None:
+    keys = keys_of(1000)
+    updated = replace(busy(keys), updated=tuple(keys[1::2]))
+    waiting = replace(busy(keys), updated=(), arrived=frozenset(keys[1::2]))
+    for moment in (updated, waiting):
+        drawn = draw_relay(moment, keys, frozen=keys[::2])
+        ElementTree.fromstring(drawn)
+        assert len(drawn.encode()) < 60_000
+
+
+@pytest.mark.parametrize("depth", [3, 12, 24, 32, 96])
+def test_every_layer_has_its_number(depth: int) -> None:
+    moments = Moments.of(step(depth))
+    words = words_of(draw_relay(moments.at(moments.telling()), moments.keys))
+    assert {str(i) for i in range(depth)} <= set(words)
+
+
+def test_cells_follow_the_order_of_the_stack() -> None:
+    keys = ["L003", "L000", "L007"]
+    words = words_of(draw_relay(Moment(), keys))
+    assert [word for word in words if word in ("0", "3", "7")] == ["3", "0", "7"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8, 9, 32, 33, 100, 1000])
+def test_cells_lie_side_by_side_in_their_box(depth: int) -> None:
+    grid = Grid(depth, 20, 40, 300, 170)
+    places = [tuple(map(float, re.findall(r"-?[\d.]+", grid.boxes([i])))) for i in range(depth)]
+    assert len({place[:2] for place in places}) == depth
+    for x, y, wide, high, _ in places:
+        assert 20 <= x and x + wide <= 320.1 and 40 <= y and y + high <= 210.1
+        assert wide >= 3 and high >= 3
+
+
+def test_nothing_moves_while_states_change() -> None:
+    moments = Moments.of(step(24))
+    places = set()
+    for i in range(0, moments.count, 7):
+        root = ElementTree.fromstring(draw_relay(moments.at(i), moments.keys))
+        texts = [e for e in root.iter(f"{NAMESPACE}text")]
+        numbers = tuple((e.get("x"), e.get("y")) for e in texts if e.get("font-size") == "11.9" or e.text == "memory")
+        cards = tuple((e.get("x"), e.get("width")) for e in root.iter(f"{NAMESPACE}rect") if e.get("class") == "card")
+        places.add((numbers, cards, root.get("viewBox")))
+    assert len(places) == 1
+
+
+def test_what_users_name_is_escaped() -> None:
+    keys, evil = keys_of(6), '<script>alert("&")</script>'
+    drawn = draw_relay(busy(keys), keys, names=dict.fromkeys(keys, evil), device=evil)
+    assert "<script>" not in drawn
+    assert any(element.text and evil in element.text for element in ElementTree.fromstring(drawn).iter())
+    strange = ["<a>", "&b", '"c"', "d'", "e", "f"]
+    ElementTree.fromstring(draw_relay(busy(strange), strange))
+    assert "<script>" not in relay_table(busy(keys), keys, dict.fromkeys(keys, evil)).to_html()
+
+
+def test_the_same_moment_is_the_same_string() -> None:
+    trace = step(12)
+    first, second = Moments.of(trace), Moments.of(trace)
+    i = first.telling()
+    assert draw_relay(first.at(i), first.keys) == draw_relay(second.at(i), second.keys)
+
+
+def test_the_line_of_the_algorithm_stands_out() -> None:
+    drawn = draw_relay(busy(keys_of(6)), keys_of(6))
+    strong = re.findall(r'class="code strong">([^<]*)<', drawn)
+    assert strong == ["recompute, back-propagate"]
+    assert len(re.findall(r'class="code">', drawn)) == 3
+
+
+def test_between_steps_all_layers_rest() -> None:
+    moment, keys = busy(keys_of(6)), keys_of(6)
+    words = words_of(draw_relay(moment, keys, idle=True))
+    assert words.count("empty") >= 2 and "at rest" in words
+    assert not any(word.startswith(("back k", "updates 4", "load 1", "push 3", "event")) for word in words)
+    assert any("6 layers rest in the EPS" in word for word in words)
+    assert words_of(draw_relay(Moment(), [])) and "no step" in relay_table(Moment(), [], None).title
+
+
+def test_more_slots_than_there_is_room_for_are_counted() -> None:
+    keys = keys_of(20)
+    moment = replace(busy(keys), slots=tuple(Slot(key) for key in keys[:12]))
+    assert "and 4 more" in words_of(draw_relay(moment, keys))
+
+
+@pytest.mark.parametrize("key, number", [("L006", "6"), ("L000", "0"), ("L1234", "1234"), ("shell", "shell")])
+def test_numbers_are_those_of_the_key(key: str, number: str) -> None:
+    assert number_of(key) == number
+
+
+def test_the_table_says_the_same() -> None:
+    rows = dict(relay_table(busy(keys_of(6)), keys_of(6), {"L002": "h.2"}).rows)
+    assert rows["compute"] == "backward L002 h.2 k = 3" and rows["slot B"] == "L001, loading 62 %"
+    assert rows["gradient leaves"] == "L003 25 %" and rows["updated"] == "1 of 6" and rows["stashed inputs"] == "24"
+
+
+def test_show_relay_takes_any_trace() -> None:
+    trace = step(12)
+    shown = show_relay(trace)
+    assert "backward" in words_of(shown.svg) and dict(shown.table.rows)["phase"] == "backward"
+    assert "event 1 of" in show_relay(trace, 0).table.title
+    one = Trace.of([Event("compute", "forward", 0.0, 0.0, "L000", k=0, visit=0)], [])
+    for few in (Trace(), one):
+        ElementTree.fromstring(show_relay(few).svg)
+    with pytest.raises(ValueError, match="numbered from 0"):
+        show_relay(one, 1)

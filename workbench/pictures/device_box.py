@@ -1,0 +1,177 @@
+"""The device of the relay picture: its weight slots, gradients, stash and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from l2l_core.memory import CATEGORIES, format_bytes
+from workbench.pictures import svg
+from workbench.pictures.moment import Moment, Slot
+from workbench.pictures.theme import BLUE, CATEGORY_COLOURS, GREY, VERMILION, ink_on, kind_colour
+from workbench.pictures.words import draw_stash, number_of, say, shorten
+
+_MOST_SLOTS = 8
+
+
+def draw_device(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    moment: Moment,
+    names: Mapping[str, str],
+    device: str,
+    budget_bytes: int | None,
+) -> list[str]:
+    """The device in a box of at least 250 pixels height, with a title above it."""
+    parts = [
+        say(x, y - 10, "device", size=15, strong=True),
+        say(x + 58, y - 10, shorten(device, 30), style="dim"),
+        svg.rect(x, y, width, height, style="card", r=6),
+    ]
+    slots = moment.slots or (Slot(None, 0.0),) * 2
+    shown = slots[:_MOST_SLOTS]
+    columns = 1 if len(shown) <= 5 else 2
+    rows = -(-len(shown) // columns)
+    pitch, wide = 128.0 / rows, (width - 16) / columns
+    for j, slot in enumerate(shown):
+        column, row = divmod(j, rows)
+        parts += _draw_slot(
+            x + 8 + column * wide, y + 8 + row * pitch, wide - 4 * (columns - 1), pitch - 5, j, slot, moment, names
+        )
+    if len(slots) > len(shown):
+        parts.append(
+            say(x + width - 10, y + 136, f"and {len(slots) - len(shown)} more", size=9, anchor="end", style="dim")
+        )
+    parts += _draw_gradients(x + 10, y + 138, width - 20, moment)
+    parts += draw_stash(x + 10, y + 176, width - 20, moment, "device")
+    parts += _draw_memory(x + 10, y + 217, width - 20, moment, budget_bytes)
+    work = moment.lanes.get("compute")
+    runs = work is not None and work.layer == "shell"
+    box = svg.rect(x + 10, y + 242, 9, 9, fill=GREY) if moment.device else svg.rect(x + 10, y + 242, 9, 9, style="well")
+    words = f"shell {work.kind if work.kind == 'loss' else 'runs'}" if work is not None and runs else "shell"
+    parts += [box, say(x + 24, y + 250, words, size=11, strong=runs, style="" if runs else "dim")]
+    return parts
+
+
+def _draw_slot(
+    x: float, y: float, width: float, height: float, number: int, slot: Slot, moment: Moment, names: Mapping[str, str]
+) -> list[str]:
+    """One weight slot: its letter, the layer in it, and what that layer does."""
+    narrow, low = width < 160, height < 50
+    middle = y + height / 2
+    letter = chr(ord("A") + number)
+    parts = [svg.rect(x, y, width, height, style="well", r=4)]
+    computes = slot.layer is not None and slot.layer == moment.layer
+    colour = kind_colour("backward" if moment.kind == "backward" else "forward") if computes else BLUE
+    if slot.layer is not None:
+        parts.append(svg.rect(x, y, 30, height, fill=colour, r=4))
+    parts.append(
+        say(
+            x + 15,
+            middle + 5,
+            letter,
+            size=14,
+            strong=True,
+            anchor="middle",
+            fill=ink_on(colour) if slot.layer is not None else "",
+        )
+    )
+    if slot.layer is None:
+        return [*parts, say(x + 40, middle + 5, "empty", size=13, style="dim")]
+    size = 15.0 if narrow or low else 30.0
+    big = shorten(number_of(slot.layer), 6)
+    at = moment.k + 1
+    verb = {"backward": "back", "loss": "loss"}.get(moment.kind, "runs")
+    if computes:
+        words = f"{verb} all {moment.micro_batches}" if at < 1 else f"{verb} k = {at} of {moment.micro_batches}"
+        words = words.removeprefix(f"{verb} ") if low else words
+        brief, share = f"{at}/{moment.micro_batches}" if at else verb, at / moment.micro_batches if at else 1.0
+    elif slot.share < 1.0:
+        words, brief, share = f"loading {100 * slot.share:.0f} %", f"{100 * slot.share:.0f} %", slot.share
+    else:
+        words, brief, share = "ready", "ready", 1.0
+    busy = computes or slot.share < 1.0
+    parts.append(
+        say(
+            x + 38,
+            middle + size * 0.36,
+            big,
+            size=min(size, 78.0 / max(3, len(big))) if size > 20 and len(big) > 2 else size,
+            strong=True,
+        )
+    )
+    if narrow:
+        return [*parts, say(x + width - 4, middle + 4, brief, size=10.5, strong=busy, anchor="end")]
+    bar = (x + width - 66, middle - 4, 60.0) if low else (x + 102, middle - 4, width - 110)
+    if low:
+        parts.append(say(x + 78, middle + 4, words, size=11, strong=busy))
+    else:
+        parts.append(say(x + 102, middle - 11, words, size=12.5, strong=busy))
+        if (name := names.get(slot.layer, "")) and name != slot.layer:
+            parts.append(say(x + 102, middle + 21, shorten(name, 22), size=10, style="dim"))
+    if computes:
+        return [*parts, *_draw_turns(*bar, moment, colour)]
+    filled = [svg.rect(bar[0], bar[1], bar[2] * share, 9, fill=colour)] if share > 0 else []
+    return [*parts, svg.rect(*bar, 9, style="well"), *filled]
+
+
+def _draw_turns(x: float, y: float, width: float, moment: Moment, colour: str) -> list[str]:
+    """The micro-batches of a visit as segments; those that are over or at work are filled."""
+    count = moment.micro_batches
+    if moment.k < 0 or count > 32:
+        share = 1.0 if moment.k < 0 else (moment.k + 1) / count
+        return [svg.rect(x, y, width, 9, style="well"), svg.rect(x, y, width * share, 9, fill=colour)]
+    pitch = min(16.0, width / count)
+    gap = min(3.0, pitch * 0.25)
+    boxes = [f"M{x + i * pitch:.1f} {y:.1f}h{pitch - gap:.1f}v9h-{pitch - gap:.1f}z" for i in range(count)]
+    parts = [svg.path("".join(boxes), style="rule")]
+    if moment.k:
+        parts.append(f'<path d="{"".join(boxes[: moment.k])}" fill="{colour}" fill-opacity="0.5"/>')
+    return [*parts, svg.path(boxes[min(moment.k, count - 1)], fill=colour, stroke="currentColor", width=1)]
+
+
+def _draw_gradients(x: float, y: float, width: float, moment: Moment) -> list[str]:
+    """Two places: the gradient that is being added up, and the one that leaves."""
+    parts = [say(x, y + 16, "gradient", size=11, style="dim")]
+    wide = (width - 56) / 2 - 3
+    leaving = moment.leaving[0] if moment.leaving else None
+    more = f" +{len(moment.leaving) - 1}" if len(moment.leaving) > 1 else ""
+    for j, (words, share) in enumerate(
+        (
+            (f"adds up {number_of(moment.adding)}" if moment.adding else "", 1.0),
+            (f"{number_of(leaving.layer)} leaves{more}" if leaving else "", 1 - leaving.share if leaving else 0.0),
+        )
+    ):
+        left = x + 56 + j * (wide + 6)
+        parts.append(svg.rect(left, y, wide, 24, style="well", r=4))
+        if words:
+            parts.append(svg.rect(left, y + 19, wide * share, 5, fill=VERMILION))
+            parts.append(say(left + wide / 2, y + 14, shorten(words, 14), size=12, strong=True, anchor="middle"))
+    return parts
+
+
+def _draw_memory(x: float, y: float, width: float, moment: Moment, budget_bytes: int | None) -> list[str]:
+    """Bytes on the device by category, against the budget or the highest known."""
+    used = moment.device
+    total = sum(used.values())
+    whole = max(budget_bytes or 0, moment.device_peak_bytes, total, 1)
+    limit = f" of {format_bytes(budget_bytes)}" if budget_bytes else ""
+    parts = [
+        say(x, y - 6, "memory", size=11, style="dim"),
+        say(x + width, y - 6, f"{format_bytes(total)}{limit}", size=13, strong=True, anchor="end"),
+        svg.rect(x, y, width, 14, style="well"),
+    ]
+    at = x
+    for category in CATEGORIES:
+        if wide := width * used.get(category, 0) / whole:
+            parts.append(
+                svg.rect(
+                    at, y, wide, 14, fill=CATEGORY_COLOURS[category], tip=f"{category} {format_bytes(used[category])}"
+                )
+            )
+            at += wide
+    if budget_bytes:
+        edge = x + width * budget_bytes / whole
+        parts.append(svg.path(f"M{edge:.1f} {y - 3:.1f}V{y + 17:.1f}", style="axis", width=2))
+    return parts

@@ -1,0 +1,138 @@
+"""The EPS of the relay picture: a shelf with a cell for every layer, and what is done to the layers.
+
+A state differs in shape as well as in colour: what computes is solid and framed, what loads fills from below, a gradient
+is hatched, and an updated layer has a bar at its foot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from l2l_core.memory import format_bytes
+from workbench.pictures import svg
+from workbench.pictures.grid import Grid
+from workbench.pictures.moment import Moment
+from workbench.pictures.theme import BLUE, GREEN, SKY, VERMILION, ink_on, kind_colour
+from workbench.pictures.words import draw_stash, number_of, say, shorten
+
+
+def draw_shelf(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    moment: Moment,
+    keys: Sequence[str],
+    names: Mapping[str, str],
+    versions: Mapping[str, int],
+    frozen: frozenset[str],
+) -> list[str]:
+    """The EPS in a box of at least 250 pixels height, with a title above it."""
+    still = f", {len(frozen)} frozen" if frozen else ""
+    parts = [
+        say(x, y - 10, "EPS", size=15, strong=True),
+        say(x + 36, y - 10, f"keeps {len(keys)} layers on the host{still}", style="dim"),
+        say(
+            x + width, y - 10, format_bytes(sum(moment.host.values())) if moment.host else "", anchor="end", style="dim"
+        ),
+        svg.rect(x, y, width, height, style="card", r=6),
+    ]
+    grid = Grid(len(keys), x + 10, y + 10, width - 20, 168)
+    parts += _draw_cells(grid, moment, keys, names, versions, frozen)
+    work = f"{'updates' if moment.eps_kind == 'update' else moment.eps_kind + 's'} {number_of(moment.eps_layer or '')}"
+    y += 202
+    if moment.eps_kind:
+        parts += [
+            svg.rect(x + 10, y - 15, 104, 22, fill=SKY, r=4),
+            say(x + 62, y + 1, shorten(work, 13), size=14, strong=True, anchor="middle", fill=ink_on(SKY)),
+        ]
+    else:
+        parts += [
+            svg.rect(x + 10, y - 15, 104, 22, style="well", r=4),
+            say(x + 62, y, "at rest", style="dim", anchor="middle"),
+        ]
+    parts.append(say(x + width - 10, y, f"{len(moment.updated)} of {len(keys)} updated", size=13, anchor="end"))
+    parts += draw_stash(x + 10, y + 12, width - 20, moment, "host")
+    parts += _draw_legend(x + 10, y + 46)
+    return parts
+
+
+def _draw_cells(
+    grid: Grid,
+    moment: Moment,
+    keys: Sequence[str],
+    names: Mapping[str, str],
+    versions: Mapping[str, int],
+    frozen: frozenset[str],
+) -> list[str]:
+    """The layers, drawn state by state, so that a thousand of them stay a few thousand characters."""
+    if not keys:
+        return []
+    place = {key: i for i, key in enumerate(keys)}
+    solid = {moment.eps_layer: SKY} if moment.eps_layer in place else {}
+    if moment.layer in place:
+        solid[moment.layer] = kind_colour("backward" if moment.kind == "backward" else "forward")
+    parts = [f'<path d="{grid.all_boxes()}" class="well" stroke="currentColor" stroke-opacity="0.25"/>']
+    if frozen:
+        parts.append(svg.path(grid.hatch([place[key] for key in frozen if key in place]), style="axis", width=0.7))
+    parts.append(svg.path(grid.boxes([place[key] for key in moment.updated if key in place], high=grid.mark), fill=SKY))
+    filled = {}
+    for slot in moment.slots:
+        if slot.layer in place and slot.layer not in solid:
+            i, filled[slot.layer] = [place[slot.layer]], slot.share
+            parts.append(svg.path(grid.boxes(i, high=slot.share), fill=BLUE))
+            parts.append(svg.path(grid.boxes(i), stroke=BLUE, fill="none", width=grid.frame))
+    for travel in moment.leaving:
+        if travel.layer in place and travel.layer not in solid:
+            i = [place[travel.layer]]
+            parts += _draw_gradient(grid, i, max(0.12, 0.55 * travel.share))
+            parts.append(svg.path(grid.boxes(i), stroke=VERMILION, fill="none", width=grid.frame))
+    parts += _draw_gradient(grid, [place[key] for key in moment.arrived if key in place and key not in solid], 0.55)
+    for key, colour in solid.items():
+        box = grid.boxes([place[key]], grow=0.0 if grid.legible else 2.0)
+        parts.append(svg.path(box, fill=colour, stroke="currentColor", width=grid.frame))
+    parts = [part for part in parts if ' d=""' not in part]
+    inks = {key: ink_on(colour) for key, colour in solid.items()}
+    inks |= {key: "#fff" for key, share in filled.items() if share > 0.66}
+    low_inks = inks | {key: "#fff" for key, share in filled.items() if share > 0.45}
+    parts += grid.numbers(keys, inks, moment.layer)
+    parts += grid.versions(keys, low_inks, versions)
+    if len(keys) <= 64:
+        parts += [grid.tip(i, _tip(key, names, versions, key in frozen)) for i, key in enumerate(keys)]
+    return parts
+
+
+def _draw_gradient(grid: Grid, cells: Sequence[int], high: float) -> list[str]:
+    """Gradients on the host, up to a share of the cells."""
+    return [
+        svg.path(grid.boxes(cells, high=high), fill=VERMILION),
+        svg.path(grid.hatch(cells, high=high), style="hatch"),
+    ]
+
+
+def _tip(key: str, names: Mapping[str, str], versions: Mapping[str, int], frozen: bool) -> str:
+    words = [key, names.get(key, "")] + ([f"version {versions[key]}"] if key in versions else [])
+    return ", ".join(word for word in [*words, "frozen" if frozen else ""] if word)
+
+
+def _draw_legend(x: float, y: float) -> list[str]:
+    parts, at = [], x
+    for words, wide in (("computes", 65), ("loads", 45), ("gradient", 60), ("updates", 58), ("updated", 58)):
+        box = f"M{at:.1f} {y - 8:.1f}h8v9h-8z"
+        low = f"M{at:.1f} {y - 4:.1f}h8v5h-8z"
+        if words == "computes":
+            half = f"M{at:.1f} {y - 8:.1f}h4v9h-4z"
+            parts += [svg.path(box, fill=kind_colour("backward")), svg.path(half, fill=GREEN)]
+            parts.append(svg.path(box, fill="none", stroke="currentColor", width=1.2))
+        elif words == "loads":
+            parts += [svg.path(low, fill=BLUE), svg.path(box, stroke=BLUE, fill="none", width=1.2)]
+        elif words == "gradient":
+            parts += [svg.path(low, fill=VERMILION), svg.path(svg.hatch(at, y - 4, 8, 5, 4), style="hatch")]
+            parts.append(svg.path(box, stroke=VERMILION, fill="none", width=1.2))
+        elif words == "updates":
+            parts.append(svg.path(box, fill=SKY, stroke="currentColor", width=1.2))
+        else:
+            parts += [svg.path(box, style="rule"), svg.path(f"M{at:.1f} {y - 2:.1f}h8v3h-8z", fill=SKY)]
+        parts.append(say(at + 12, y, words, size=10, style="dim"))
+        at += wide + 4
+    return parts

@@ -1,0 +1,56 @@
+"""What the boxes of the relay picture share: words of a size, how layers are called, and the bar of a stash."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+from l2l_core.memory import format_bytes
+from workbench.pictures import svg
+from workbench.pictures.moment import Moment
+from workbench.pictures.theme import PURPLE
+
+
+def number_of(key: str) -> str:
+    """A layer's number for people: the last digits of its key, without leading zeros; the key itself without digits."""
+    digits = re.findall(r"[0-9]+", key)
+    return str(int(digits[-1])) if digits else key
+
+
+def say(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    size: float = 12,
+    strong: bool = False,
+    style: str = "",
+    anchor: str = "start",
+    fill: str = "",
+) -> str:
+    """Words of a size; `svg.text` has the sizes of the theme only."""
+    named = f' class="{style}"' if style else ""
+    placed = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    heavy = ' font-weight="600"' if strong else ""
+    filled = f' fill="{fill}"' if fill else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}"{heavy}{named}{placed}{filled}>{escape(words)}</text>'
+
+
+def shorten(words: str, most: int) -> str:
+    """At most so many characters, the last one an ellipsis if some are left out."""
+    return words if len(words) <= most else words[: most - 1] + "…"
+
+
+def draw_stash(x: float, y: float, width: float, moment: Moment, place: str) -> list[str]:
+    """Stash bytes at one place; the number of inputs stands where they are kept."""
+    nbytes = (moment.device if place == "device" else moment.host).get("stash", 0)
+    share = nbytes / moment.stash_peak_bytes if moment.stash_peak_bytes else 0.0
+    words = [f"{moment.stashed} inputs"] if moment.stash == place and moment.stashed else []
+    words += [format_bytes(nbytes)] if nbytes else []
+    wide = width - 56 - 134
+    return [
+        say(x, y + 10, "stash", size=11, style="dim"),
+        svg.rect(x + 56, y, wide, 12, style="well"),
+        *([svg.rect(x + 56, y, wide * share, 12, fill=PURPLE)] if share > 0 else []),
+        say(x + width, y + 10, ", ".join(words) or "empty", size=11, anchor="end"),
+    ]
