@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +12,14 @@ import ipywidgets
 from l2l_core import EmulatedDevice
 from l2l_core.memory import format_bytes
 from workbench.panels.panel import Panel, failure_html
-from workbench.pictures.header import header_html, header_picture
+from workbench.pictures.header import header_html, header_picture, progress_html
 from workbench.pictures.picture import Picture
 from workbench.snapshot import Snapshot
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 AHEAD = (0, 1, 2, 3, 4)
 LINKS = tuple(n * 10.0**power for power in range(6, 11) for n in (1, 2, 5))  # bytes per second
-_LINK_OPTIONS = (*((f"{format_bytes(value)}/s", value) for value in LINKS), ("unlimited", None))
+_LINK_OPTIONS = (*((f"{format_bytes(value)}/s", value) for value in LINKS), ("unlimited", math.inf))
 _STEPS = 100
 
 
@@ -32,7 +33,7 @@ class HeaderPanel(Panel):
     def build(self) -> ipywidgets.DOMWidget:
         self._following = self._refused = False
         self._shown: dict[Any, Any] = {}  # by widget, the setting that it was last made to show
-        self._title = ipywidgets.HTML()
+        self._title, self._progress = ipywidgets.HTML(), ipywidgets.HTML()
         self._trouble = ipywidgets.HTML()
         self._skip = _button("Skip this batch", "forward", "Let go of the batch that failed; the next step takes another one")
         self._run = _button("Run", "play", "Train for the number of steps on the right; after a pause, go on")
@@ -50,7 +51,7 @@ class HeaderPanel(Panel):
             (self._skip, self.session.skip),
         ):
             button.on_click(self._guarded(action))
-        buttons = ipywidgets.HBox([self._run, self._pause, self._step, self._stop, self._steps])
+        buttons = ipywidgets.HBox([self._run, self._pause, self._step, self._stop, self._steps, self._progress])
         settings = ipywidgets.HBox(self._build_settings(), layout={"flex_flow": "row wrap"})
         self._trouble_box = ipywidgets.VBox([self._trouble, self._skip], layout={"display": "none"})
         for box, name in ((buttons, "l2l-buttons"), (settings, "l2l-settings")):
@@ -59,20 +60,21 @@ class HeaderPanel(Panel):
 
     def _build_settings(self) -> list[ipywidgets.DOMWidget]:
         config = self.session.snapshot().config
-        self._micro_batches = _slider("micro-batches", MICRO_BATCHES, config.micro_batches, "110px")
-        self._ahead = _slider("layers ahead", AHEAD, config.ahead, "90px")
+        self._micro_batches = _slider("micro-batches", MICRO_BATCHES, config.micro_batches, "90px", "230px")
+        self._ahead = _slider("layers ahead", AHEAD, config.ahead, "84px", "216px")
         self._stash = ipywidgets.ToggleButtons(
             options=["device", "host"],
             value=config.stash,
             description="stash on",
             tooltips=["Layer inputs wait on the device", "Layer inputs wait in host memory: device memory stays flat"],
-            style={"description_width": "58px", "button_width": "62px"},
+            style={"description_width": "58px", "button_width": "60px"},
+            layout={"width": "206px"},
         )
         watched = {"micro_batches": self._micro_batches, "ahead": self._ahead, "stash": self._stash}
         widgets = [*watched.values()]
         self._link: ipywidgets.SelectionSlider | None = None
         if isinstance(self.session.relay.device, EmulatedDevice):
-            self._link = _slider("emulated link", _LINK_OPTIONS, None, "120px")
+            self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "86px", "276px")
             self._link.observe(self._guarded(self._change_link), "value")
             widgets.append(self._link)
         for name, widget in watched.items():
@@ -81,7 +83,7 @@ class HeaderPanel(Panel):
         return widgets
 
     def draw(self, now: Snapshot) -> None:
-        self._title.value = header_html(now)
+        self._title.value, self._progress.value = header_html(now), progress_html(now)
         self._run.button_style = "success" if now.state == "running" else "primary"
         self._pause.button_style = "warning" if now.state == "paused" or now.pausing else ""
         self._follow(now)
@@ -100,7 +102,7 @@ class HeaderPanel(Panel):
             self._micro_batches: now.config.micro_batches,
             self._ahead: now.config.ahead,
             self._stash: now.config.stash,
-            **({self._link: now.figures["h2d_bytes_per_s"]} if self._link is not None else {}),
+            **({self._link: now.figures["h2d_bytes_per_s"] or math.inf} if self._link is not None else {}),
         }
         self._following = True
         try:
@@ -119,9 +121,8 @@ class HeaderPanel(Panel):
 
     def _change_link(self) -> None:
         assert self._link is not None
-        now = self.session.snapshot().figures
-        if self._link.value != now.get("h2d_bytes_per_s"):
-            self.session.reconfigure(h2d_bytes_per_s=self._link.value, d2h_bytes_per_s=self._link.value)
+        bytes_per_s = None if self._link.value == math.inf else self._link.value
+        self.session.reconfigure(h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s)
 
     def _guarded(self, action: Callable[[], Any]) -> Callable[..., None]:
         """A widget's callback: an error is shown below the buttons, where whoever pressed one looks."""
@@ -148,7 +149,7 @@ def _button(words: str, icon: str, tip: str) -> ipywidgets.Button:
     return ipywidgets.Button(description=words, icon=icon, tooltip=tip, layout={"width": "auto"})
 
 
-def _slider(words: str, options: Sequence[Any], value: Any, label: str) -> ipywidgets.SelectionSlider:
+def _slider(words: str, options: Sequence[Any], value: Any, label: str, width: str) -> ipywidgets.SelectionSlider:
     pairs = [option if isinstance(option, tuple) else (str(option), option) for option in options]
     if value not in [v for _, v in pairs]:
         pairs = sorted([*pairs, (str(value), value)], key=lambda pair: pair[1])
@@ -158,7 +159,7 @@ def _slider(words: str, options: Sequence[Any], value: Any, label: str) -> ipywi
         description=words,
         continuous_update=False,
         style={"description_width": label},
-        layout={"width": "300px"},
+        layout={"width": width},
     )
 
 
@@ -167,5 +168,5 @@ def _move(widget: Any, value: Any) -> None:
     options = [option if isinstance(option, tuple) else (option, option) for option in widget.options]
     if value not in [v for _, v in options]:
         name = f"{format_bytes(value)}/s" if isinstance(value, float) else str(value)
-        widget.options = sorted([*options, (name, value)], key=lambda pair: (pair[1] is None, pair[1]))
+        widget.options = sorted([*options, (name, value)], key=lambda pair: pair[1])
     widget.value = value

@@ -29,7 +29,9 @@ class MemoryPanel(Panel):
             self._picture.value = '<p class="l2l-empty">Memory over time appears with the first step.</p>'
             return
         self._span_s = sweep.span_s
-        self._picture.value = draw_memory(*sweep, budget_bytes=now.budget_bytes, in_core_bytes=now.in_core_bytes)
+        self._picture.value = draw_memory(
+            **sweep._asdict(), budget_bytes=now.budget_bytes, in_core_bytes=now.in_core_bytes
+        )
         if (last := now.last) is not None and self._tabled != now.step:
             self._tabled = now.step
             self._fold.show(lambda: memory_table(last, now.in_core_bytes))

@@ -31,7 +31,7 @@ class TimelinePanel(Panel):
             self._picture.value = '<p class="l2l-empty">The timeline appears with the first step.</p>'
             return
         self._span_s = sweep.span_s
-        self._picture.value = draw_timeline(*sweep, names=_names(now), said=self._say(now.last))
+        self._picture.value = draw_timeline(**sweep._asdict(), names=_names(now), said=self._say(now.last))
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
         return [show_timeline(now.last)] if now.last is not None else []

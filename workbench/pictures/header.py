@@ -12,17 +12,16 @@ from workbench.pictures.theme import GREEN, GREY, ORANGE, SKY, VERMILION
 from workbench.snapshot import Snapshot
 
 STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
-STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "⏸", "failed": "✕", "closed": "○"}
+STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "✕", "closed": "○"}
 _RECENT = 10  # steps that the pace is taken from
 
 
 def header_html(now: Snapshot) -> str:
-    """Two lines: the facts with the state, and how far the run is."""
+    """One line: the state, and the facts."""
     colour = STATE_COLOURS[now.state]
     state = f'<span class="l2l-state" style="border-color:{colour}">{STATE_SIGNS[now.state]} {_state(now)}</span>'
     facts = " · ".join(escape(fact) for fact in _facts(now))
-    queued = f'<span class="l2l-queued">next: {escape("; ".join(now.queued))}</span>' if now.queued else ""
-    return f'<div class="l2l-title">{state}<span>{facts}</span></div>{_bar(now)}{queued}'
+    return f'<div class="l2l-title">{state}<span>{facts}</span></div>'
 
 
 def header_picture(now: Snapshot) -> Picture:
@@ -55,18 +54,24 @@ def _pace_s(now: Snapshot) -> float:
     return recent[len(recent) // 2]
 
 
+def progress_html(now: Snapshot) -> str:
+    """How far the run is, and what waits for the step under way."""
+    queued = f'<span class="l2l-queued">then: {escape("; ".join(now.queued))}</span>' if now.queued else ""
+    return f'<div class="l2l-progress">{_bar(now)}{queued}</div>'
+
+
 def _bar(now: Snapshot) -> str:
     if now.target is None:
-        return f'<div class="l2l-progress"><span>{now.done} steps, until stopped</span></div>'
+        return f"<span>{now.done} steps, until stopped</span>"
     share = now.done / now.target if now.target else 0.0
     left = ""
     if now.steps and now.state == "running" and now.target > now.done:
-        left = f", about {format_seconds((now.target - now.done) * _pace_s(now))} left"
+        left = f", {format_seconds((now.target - now.done) * _pace_s(now))} left"
     return (
-        f'<div class="l2l-progress"><div class="l2l-bar" role="progressbar" aria-label="steps of this run" '
+        f'<div class="l2l-bar" role="progressbar" aria-label="steps of this run" '
         f'aria-valuemin="0" aria-valuemax="{now.target}" aria-valuenow="{now.done}">'
         f'<div style="width:{100 * share:.1f}%;background:{SKY}"></div></div>'
-        f"<span>{now.done} of {now.target} steps{left}</span></div>"
+        f"<span>{now.done} of {now.target} steps{left}</span>"
     )
 
 

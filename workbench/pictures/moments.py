@@ -88,6 +88,10 @@ class Moments:
             stash=settings.get("stash", "device"),
         )
 
+    def visits(self) -> list[int]:
+        """Events with which a visit begins."""
+        return self._visit_rows.tolist()
+
     def at(self, i: int) -> Moment:
         """The moment just after event `i` has started, 0 <= i < count, by time of start."""
         if not 0 <= i < self.count:
