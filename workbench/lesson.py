@@ -121,16 +121,16 @@ def _compare(prediction: Prediction, formula: float, measured: float) -> Picture
     cells = [(name, _with_unit(value, prediction.unit), _error(value, measured)) for name, value in rows]
     cells[2] = (*cells[2][:2], "")
     note = "" if prediction.answer is not None else "Lock a number in the box above, then run this cell again."
-    table = Table(prediction.question, ("", "value", "off by"), cells, note)
-    return Picture(_draw(table, [value for _, value in rows]), table)
+    table = Table(f"In numbers: {prediction.question}", ("", "value", "off by"), cells, note)
+    return Picture(_draw(prediction.question, table.rows, [value for _, value in rows]), table)
 
 
-def _draw(table: Table, values: Sequence[float | None]) -> str:
+def _draw(title: str, rows: Sequence[Sequence[str]], values: Sequence[float | None]) -> str:
     """Three bars on one scale: the prediction outlined and hatched, the formula light, the measurement dark."""
     sizes = [abs(value) for value in values if value is not None and math.isfinite(value)]
     x = Scale(0.0, max(sizes, default=0.0), 152.0, 600.0)
-    parts = [svg.text(16, 22, table.title, style="strong")]
-    for i, (cells, value) in enumerate(zip(table.rows, values, strict=True)):
+    parts = [svg.text(16, 22, title, style="strong")]
+    for i, (cells, value) in enumerate(zip(rows, values, strict=True)):
         y = 36 + 26 * i
         name, shown, error = cells
         width = x(abs(value)) - x(0.0) if value is not None and math.isfinite(value) else 0.0
@@ -139,8 +139,8 @@ def _draw(table: Table, values: Sequence[float | None]) -> str:
         parts.append(svg.text(x(0.0) + width + 8, y + 14, shown, style="strong" if value is not None else "dim"))
         off = f"off by {error}" if error.startswith(("+", "-")) else error
         parts.append(svg.text(780, y + 14, off, style="dim"))
-    said = ". ".join(", ".join(filter(None, row)) for row in table.rows)
-    return svg.document(960, 122, table.title, said, parts)
+    said = ". ".join(", ".join(filter(None, row)) for row in rows)
+    return svg.document(960, 122, title, said, parts)
 
 
 def _bar(i: int, x: float, y: float, width: float) -> str:
