@@ -48,6 +48,6 @@ def test_a_notebook_that_fails_is_not_written(tmp_path: Path, capsys: pytest.Cap
 def test_a_notebook_that_grows_too_large_is_not_written(tmp_path: Path) -> None:
     path = write(tmp_path, "x = 1", "print(('x' * 99 + '\\n') * 4_000)")
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"some\.ipynb would have 4\d\d,\d+ bytes.*cell 2 with 400 kB"):
+    with pytest.raises(ValueError, match=r"some\.ipynb would have 4\d\d,\d+ bytes.*cell 2 with 404 kB"):
         store(path)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
