@@ -32,6 +32,7 @@ def make_bars(
     kind: NDArray[np.int64],
     at_most: int = 260,
     first_pitch: float = 1.0,
+    within: tuple[float, float] = (-np.inf, np.inf),
 ) -> Bars:
     """Bars for events that are sorted by `left`; as coarse as it takes to have `at_most` of them, 32 px at most.
 
@@ -40,6 +41,7 @@ def make_bars(
         kind: of each event, from 0.
         at_most: number of bars wanted.
         first_pitch: px; what is at least so wide may stay as it is.
+        within: px; all events lie there, and so do all bars.
     """
     left = left.copy()
     left[1:] = np.maximum(left[1:], np.maximum.accumulate(right)[:-1])
@@ -49,14 +51,18 @@ def make_bars(
     if not len(left):
         return bars
     for pitch in (pitch for pitch in _PITCHES if pitch >= first_pitch):
-        bars = _join(_share_columns(left, right, kind, pitch))
+        bars = _join(_share_columns(left, right, kind, pitch, within))
         if len(bars.left) <= at_most:
             break
     return bars
 
 
 def _share_columns(
-    left: NDArray[np.float64], right: NDArray[np.float64], kind: NDArray[np.int64], pitch: float
+    left: NDArray[np.float64],
+    right: NDArray[np.float64],
+    kind: NDArray[np.int64],
+    pitch: float,
+    within: tuple[float, float],
 ) -> Bars:
     """One bar per wide event, and one for all narrow events that follow one another in a column."""
     width = right - left
@@ -64,7 +70,7 @@ def _share_columns(
     first = np.flatnonzero(np.concatenate([[True], wide[1:] | wide[:-1] | (column[1:] != column[:-1])]))
     last = np.append(first[1:], len(left)) - 1
     # a bar of narrow events takes the whole column, as far as its neighbours leave room
-    before, after = np.append(-np.inf, right)[first], np.append(left, np.inf)[last + 1]
+    before, after = np.append(within[0], right)[first], np.append(left, within[1])[last + 1]
     low = np.maximum(np.minimum(column[first] * pitch, left[first]), before)
     high = np.minimum(np.maximum((column[first] + 1) * pitch, right[last]), after)
     low, high = np.where(wide[first], left[first], low), np.where(wide[first], right[last], high)
@@ -90,6 +96,6 @@ def _join(bars: Bars) -> Bars:
     return Bars(left[first], right[last], np.minimum(1.0, busy / (right[last] - left[first])), kind[first])
 
 
-def make_hatched(left: NDArray[np.float64], right: NDArray[np.float64], at_most: int = 30) -> Bars:
+def make_hatched(left: NDArray[np.float64], right: NDArray[np.float64], within: tuple[float, float]) -> Bars:
     """Bars for exposed intervals, sorted and apart, in px: wide ones as they are, narrow ones by their share of columns."""
-    return make_bars(left, right, np.zeros(len(left), np.int64), at_most, first_pitch=4.0)
+    return make_bars(left, right, np.zeros(len(left), np.int64), 30, first_pitch=4.0, within=within)

@@ -106,9 +106,21 @@ def memory_figure(
                 name=category,
                 stackgroup="bytes",
                 mode="lines",
-                line={"shape": "hv", "width": 1, "color": colour},
+                line={"shape": "hv", "width": 0, "color": colour},
                 fillcolor=colour,
                 fillpattern={"shape": _CATEGORY_PATTERNS[category], "fillmode": "overlay", "size": 6, "solidity": 0.2},
+                hovertemplate="%{y:.3s}B",
+            )
+        )
+    if len(at):  # the stack has no lines, which would hide what is short; so a peak shows here
+        total = columns.sample_bytes[at].sum(axis=1)
+        figure.add_trace(
+            go.Scatter(
+                x=times_s,
+                y=np.append(total, total[-1]),
+                name="total",
+                mode="lines",
+                line={"shape": "hv", "width": 1, "color": _INK},
                 hovertemplate="%{y:.3s}B",
             )
         )
@@ -248,14 +260,14 @@ def _marks(changes: Sequence[Change], runs: Iterable[Sequence[StepRow]]) -> go.S
 
 def _finish(figure: go.Figure, title: str, height: int) -> go.Figure:
     figure.update_layout(
-        title={"text": escape(title), "font": {"size": 15}},
+        title={"text": escape(title), "font": {"size": 15}, "x": 0, "xref": "paper", "y": 0.97, "yanchor": "top"},
         template="none",
         height=height,
-        margin={"l": 110, "r": 20, "t": 60, "b": 50},
+        margin={"l": 110, "r": 20, "t": 44, "b": 90},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": _INK},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+        legend={"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0, "xanchor": "left", "traceorder": "normal"},
         uirevision="l2l",  # zoom and hidden kinds stay when the data change
         showlegend=True,
     )

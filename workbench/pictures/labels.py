@@ -48,7 +48,8 @@ def draw_labels(units: Sequence[Unit], axis: Scale, y: float) -> Iterator[str]:
             fitting.append(((low + high) / 2, words, kind_colour(unit.kind)))
             small |= high - low < LETTER * len(words) + 3
     for x, words, colour in fitting:
-        halo = f'stroke="{colour}" stroke-width="3" paint-order="stroke"'  # keeps hatching off the letters
+        # a halo keeps hatching off the letters
+        halo = f'stroke="{colour}" stroke-width="5" stroke-linejoin="round" paint-order="stroke"'
         style = "small" if small else ""
         yield f"<g {halo}>{svg.text(x, y, words, style=style, anchor='middle', fill=ink_on(colour))}</g>"
 

@@ -71,7 +71,8 @@ def draw_timeline(
         exposed_s = summary.exposed[lane]
         parts += _draw_bars(_bars(now, on[lane], axis), now, y)
         parts += draw_separators(now, lane, on[lane], axis, y, LANE)
-        parts += _draw_hatch(make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis)), y)
+        exposed = make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis), (LEFT, RIGHT))
+        parts += _draw_hatch(exposed, y)
         parts += draw_labels(units[lane], axis, y + LANE / 2 + 4)
     parts += _draw_lane_names(summary)
     if now_s is not None:
@@ -126,7 +127,8 @@ def _bars(columns: Columns, on: NDArray[np.intp], axis: Scale, from_s: float = 0
     """Bars of the events of a lane from `from_s` to the end of the axis."""
     on = on[(columns.stop_s[on] > from_s) & (columns.start_s[on] < axis.high)]
     start_s = np.maximum(columns.start_s[on], from_s)
-    return make_bars(_place(start_s, axis), _place(columns.stop_s[on], axis), columns.kind[on], at_most)
+    within = (min(axis(from_s), axis.last), axis.last)
+    return make_bars(_place(start_s, axis), _place(columns.stop_s[on], axis), columns.kind[on], at_most, within=within)
 
 
 def _place(times_s: NDArray[np.float64], axis: Scale) -> NDArray[np.float64]:
@@ -159,7 +161,7 @@ def _draw_bars(bars: Bars, columns: Columns, y: float) -> Iterator[str]:
 
 def _draw_hatch(exposed: Bars, y: float) -> Iterator[str]:
     boxes = zip(exposed.left.tolist(), exposed.right.tolist(), (LANE * exposed.share).tolist(), strict=True)
-    lines = "".join(svg.hatch(x, y + LANE - high, to - x, high, 6) for x, to, high in boxes if high >= 2)
+    lines = "".join(svg.hatch(x, y + LANE - high, to - x, high, 6) for x, to, high in boxes if high >= 5)
     if lines:
         yield svg.path(lines, style="hatch")
 
