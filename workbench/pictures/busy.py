@@ -6,7 +6,7 @@ show them ten times a second. A test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,8 +93,7 @@ def phases_of(columns: Columns) -> list[tuple[str, float, float]]:
     compute = columns.on("compute")
     start_s = columns.start_s[compute]
     visits = visits_on(columns, compute)
-    back = [code for code, kind in enumerate(columns.kinds) if kind in ("loss", "backward")]
-    turns = np.flatnonzero(np.isin(columns.kind[compute], back))
+    turns = np.flatnonzero(is_kind(columns, compute, ("loss", "backward")))
     turns = turns[turns >= visits[0]] if len(visits) else turns[:0]
     times = [float(columns.start_s.min())]
     times += [float(start_s[visits[0]])] if len(visits) else []
@@ -107,8 +106,13 @@ def phases_of(columns: Columns) -> list[tuple[str, float, float]]:
 
 def visits_on(columns: Columns, compute: NDArray[np.intp]) -> NDArray[np.intp]:
     """Positions in `compute` where visits begin; at the turn, forward and backward of a layer are one."""
-    codes = [code for code, kind in enumerate(columns.kinds) if kind in OVERLAPPING]
-    at = np.flatnonzero(np.isin(columns.kind[compute], codes))
+    at = np.flatnonzero(is_kind(columns, compute, OVERLAPPING))
     kind, layer, visit = (column[compute[at]] for column in (columns.kind, columns.layer, columns.visit))
     new = (layer[1:] != layer[:-1]) | ((visit[1:] != visit[:-1]) & (kind[1:] == kind[:-1]))
     return at[np.concatenate([[True], new])] if len(at) else at
+
+
+def is_kind(columns: Columns, on: NDArray[np.intp], kinds: Collection[str]) -> NDArray[np.bool_]:
+    """Which of the events `on` are of one of these kinds."""
+    among = np.array([kind in kinds for kind in columns.kinds] or [False])
+    return among[columns.kind[on]]

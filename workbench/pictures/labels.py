@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from l2l_core.memory import format_bytes
+from l2l_core.roofline import OVERLAPPING
 from workbench.pictures import svg
-from workbench.pictures.busy import visits_on
+from workbench.pictures.busy import is_kind, visits_on
 from workbench.pictures.columns import Columns
 from workbench.pictures.scale import Scale, format_seconds
 from workbench.pictures.theme import KIND_LETTERS, ink_on, kind_colour
@@ -72,11 +73,12 @@ def draw_separators(
     touching = np.append(False, (start_s[1:] - stop_s[:-1]) * px_per_s < 0.8) & (start_s < axis.high)
     first = visits_on(columns, on) if lane == "compute" else _runs(columns, on)
     wide = (stop_s - start_s) * px_per_s >= 6
-    inner = np.flatnonzero(touching & wide & np.append(False, wide[:-1]))
+    inner = touching & wide & np.append(False, wide[:-1])
     extent = np.diff(np.append(start_s[first], stop_s[-1])) * px_per_s
     outer = first[1:][(extent[1:] >= 4) & (extent[:-1] >= 4)]
     outer = outer[touching[outer]]
-    for at, width in ((np.setdiff1d(inner, outer), 0.7), (outer, 1.4)):
+    inner[outer] = False
+    for at, width in ((np.flatnonzero(inner), 0.7), (outer, 1.4)):
         lines = "".join(f"M{axis(x):.1f} {top:g}v{height:g}" for x in start_s[at].tolist())
         if lines:
             yield svg.path(lines, stroke=_SURFACE, width=width)
@@ -127,9 +129,11 @@ def find_units(columns: Columns, lane: str, on: NDArray[np.intp], at_least_s: fl
     if lane == "compute":
         units, taken = _visits(columns, on, at_least_s, at_most)
         # what no visit takes lies between those that do, which therefore end a run
-        gaps = np.flatnonzero(taken[:-1] & ~taken[1:]) + 1
-        rest = np.flatnonzero(~taken)
-        first = np.searchsorted(rest, np.unique(np.concatenate([first[~taken[first]], gaps])))
+        begins = np.zeros(len(on), bool)
+        begins[first] = True
+        begins[1:] |= taken[:-1]
+        rest = ~taken
+        first = np.flatnonzero(begins[rest])
         on = on[rest]
     units += _long(columns, on, first, at_least_s, at_most)
     units = sorted(sorted(units, key=lambda unit: unit.start_s - unit.stop_s)[:at_most])
@@ -176,18 +180,16 @@ def _visits(
     columns: Columns, on: NDArray[np.intp], at_least_s: float, at_most: int
 ) -> tuple[list[Unit], NDArray[np.bool_]]:
     """Visits of one kind, forward or backward, and which events they take; not the visit in which both take turns."""
-    codes = [code for code, kind in enumerate(columns.kinds) if kind in ("forward", "backward")]
     starts = visits_on(columns, on)
-    work = np.isin(columns.kind[on], codes)
+    work = is_kind(columns, on, OVERLAPPING)
     visit = np.searchsorted(starts, np.arange(len(on)), side="right") - 1  # -1 before the first
     taken = work & (visit >= 0)
     if not taken.any():
         return [], taken
-    kind = columns.kind[on]
-    least, most = (np.full(len(starts), fill, np.int64) for fill in (np.iinfo(np.int64).max, np.iinfo(np.int64).min))
-    np.minimum.at(least, visit[taken], kind[taken])
-    np.maximum.at(most, visit[taken], kind[taken])
-    taken &= (least == most)[visit]
+    # a visit of one kind has as many forwards as events, or none
+    forward = np.bincount(visit[taken], is_kind(columns, on[taken], ("forward",)), len(starts))
+    every = np.bincount(visit[taken], minlength=len(starts))
+    taken &= ((forward == 0) | (forward == every))[visit]
     chosen = on[taken]
     first = np.flatnonzero(np.append(True, np.diff(visit[taken]) != 0)) if len(chosen) else np.arange(0)
     return _long(columns, chosen, first, at_least_s, at_most), taken
