@@ -191,7 +191,7 @@ def test_numbers_are_those_of_the_key(key: str, number: str) -> None:
 
 def test_the_table_says_the_same() -> None:
     rows = dict(relay_table(busy(keys_of(6)), keys_of(6), {"L002": "h.2"}).rows)
-    assert rows["compute"] == "backward L002 h.2 k = 3" and rows["slot B"] == "L001, loading 62 %"
+    assert rows["compute"] == "backward L002 h.2 3/8" and rows["slot B"] == "L001, loading 62 %"
     assert rows["gradient leaves"] == "L003 25 %" and rows["updated"] == "1 of 6" and rows["stashed inputs"] == "24"
 
 

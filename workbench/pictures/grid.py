@@ -34,21 +34,21 @@ class Grid:
 
     def all_boxes(self) -> str:
         """Commands of all cells."""
-        wide, high = f"{self.pitch_x - self.gap:.1f}", f"{self.pitch_y - self.gap:.1f}"
+        wide, high = _brief(self.pitch_x - self.gap), _brief(self.pitch_y - self.gap)
         box = f"h{wide}v{high}h-{wide}z"
         return "".join(
-            f"M{self.x:.1f} {self.y + first // self.columns * self.pitch_y:.1f}{box}"
-            + f"m{self.pitch_x:.3f} 0{box}" * (min(self.columns, self.count - first) - 1)
+            f"M{_brief(self.x)} {_brief(self.y + first // self.columns * self.pitch_y)}{box}"
+            + f"m{self.pitch_x:.5g} 0{box}" * (min(self.columns, self.count - first) - 1)
             for first in range(0, self.count, self.columns)
         )
 
     def boxes(self, cells: Sequence[int], high: float = 1.0, grow: float = 0.0) -> str:
         """Commands of some cells, each up to a share of its height, `grow` larger on each side."""
-        return "".join(
-            f"M{x - grow:.1f} {y + height * (1 - high) - grow:.1f}h{width + 2 * grow:.1f}v{height * high + 2 * grow:.1f}"
-            f"h-{width + 2 * grow:.1f}z"
-            for x, y, width, height in self._spans(cells)
-        )
+        parts = []
+        for x, y, width, height in self._spans(cells):
+            top, wide, tall = y + height * (1 - high) - grow, _brief(width + 2 * grow), height * high + 2 * grow
+            parts.append(f"M{_brief(x - grow)} {_brief(top)}h{wide}v{_brief(tall)}h-{wide}z")
+        return "".join(parts)
 
     def hatch(self, cells: Sequence[int], high: float = 1.0) -> str:
         """Commands of slanted lines over some cells, each up to a share of its height; of one level line if they are small."""
@@ -130,3 +130,7 @@ class Grid:
     def tip(self, i: int, words: str) -> str:
         """Words under the pointer, over a whole cell."""
         return f'<path d="{self.boxes([i])}" fill-opacity="0"><title>{escape(words)}</title></path>'
+
+
+def _brief(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

@@ -28,7 +28,8 @@ class Moments:
         columns: events and samples of the step.
         keys: the stack, in order.
         micro_batches, ahead, stash: settings of the step; micro-batches and `ahead` are counted if not given.
-        before: the step before, which says how many bytes a layer loads and in which order layers come.
+        before: the step before, which says how many bytes a layer loads and in which order layers come; of the same stack.
+            As `Moments` it need not be prepared for each frame.
         live: whether the step is still under way, so that `columns` holds only what is over.
     """
 
@@ -40,7 +41,7 @@ class Moments:
         micro_batches: int | None = None,
         ahead: int = 1,
         stash: str = "device",
-        before: Columns | None = None,
+        before: Moments | Columns | None = None,
         live: bool = False,
     ) -> None:
         self.keys, self.live, self.stash = tuple(keys), live, stash
@@ -54,7 +55,9 @@ class Moments:
         self._lane = c.lane[self._order]
         self._lanes = {name: np.flatnonzero(self._lane == number) for number, name in enumerate(LANES)}
         self.micro_batches = micro_batches or int(c.k.max(initial=0)) + 1
-        self._earlier = Moments(before, keys, ahead=ahead) if live and before is not None else None
+        if isinstance(before, Columns):
+            before = Moments(before, keys, ahead=ahead)
+        self._earlier = before if live else None
 
         rank = {key: number for number, key in enumerate(self.keys)}
         self._rank = np.array([rank.get(name, -1) for name in c.layers], np.int64)  # place of a layer in the stack

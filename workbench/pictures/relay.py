@@ -25,7 +25,7 @@ from workbench.pictures.theme import (
     VERMILION,
     kind_colour,
 )
-from workbench.pictures.words import number_of, say, shorten
+from workbench.pictures.words import number_of, say, shorten, turn_of
 
 WIDTH, HEIGHT = 960.0, 336.0
 _TOP = 30.0
@@ -119,7 +119,7 @@ def _draw_link(moment: Moment) -> list[str]:
         strength = 1.0 if moves else 0.55 if under_way is not None else 0.16
         words = kind if layer in (None, "") else f"{kind} {number_of(layer or '')}"
         if kind in ("stash", "fetch", "batch") and moves and work is not None and work.k >= 0:
-            words = f"{kind} k = {work.k + 1}"
+            words = f"{kind} {turn_of(work.k, moment.micro_batches)}"
         parts.append(_arrow(x + 4, y, width - 8, way, colour, strength))
         parts.append(
             say(
@@ -168,7 +168,7 @@ def _draw_algorithm(moment: Moment) -> list[str]:
         parts.append(svg.rect(x + 84, y - 9, 9, 9, **({"fill": kind_colour(work.kind)} if work else {"style": "well"})))
         if work:
             words = work.kind if work.layer in ("", work.kind) else f"{work.kind} {number_of(work.layer)}"
-            words = shorten(words + (f" k = {work.k + 1}" if work.k >= 0 else ""), 19)
+            words = shorten(f"{words}  {turn_of(work.k, moment.micro_batches)}".rstrip(), 19)
         else:
             words = f"waits for {number_of(moment.waits_for)}" if lane == "compute" and moment.waits_for else ""
         if words:
@@ -211,9 +211,7 @@ def relay_table(moment: Moment, keys: Sequence[str], names: Mapping[str, str] | 
         words = (
             "at rest"
             if work is None
-            else " ".join(
-                word for word in (work.kind, call(work.layer), f"k = {work.k + 1}" if work.k >= 0 else "") if word
-            )
+            else " ".join(word for word in (work.kind, call(work.layer), turn_of(work.k, moment.micro_batches)) if word)
         )
         rows.append((LANE_NAMES.get(lane, lane), words))
     rows.append(

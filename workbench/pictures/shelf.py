@@ -104,10 +104,8 @@ def _draw_cells(
 
 def _draw_gradient(grid: Grid, cells: Sequence[int], high: float) -> list[str]:
     """Gradients on the host, up to a share of the cells."""
-    return [
-        svg.path(grid.boxes(cells, high=high), fill=VERMILION),
-        svg.path(grid.hatch(cells, high=high), style="hatch"),
-    ]
+    lines = [svg.path(grid.hatch(cells, high=high), style="hatch")] if grid.legible else []
+    return [svg.path(grid.boxes(cells, high=high), fill=VERMILION), *lines]
 
 
 def _tip(key: str, names: Mapping[str, str], versions: Mapping[str, int], frozen: bool) -> str:

@@ -36,6 +36,11 @@ def say(
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}"{heavy}{named}{placed}{filled}>{escape(words)}</text>'
 
 
+def turn_of(k: int, micro_batches: int) -> str:
+    """Which micro-batch, counted from 1: "3/8"; nothing if there is none."""
+    return f"{k + 1}/{micro_batches}" if k >= 0 else ""
+
+
 def shorten(words: str, most: int) -> str:
     """At most so many characters, the last one an ellipsis if some are left out."""
     return words if len(words) <= most else words[: most - 1] + "…"
