@@ -41,7 +41,8 @@ class Moment:
     """The relay at one moment.
 
     Attributes:
-        i, count: number of the event that started last, from 0 (-1 before the first), and of all events.
+        i, count: number of the event that started last, from 0 (-1 before the first), and of all events; under way
+            as many as the step before had, 0 if that is not known.
         t_s: seconds since the step began.
         phase: "fill" before the first layer runs, "tail" when compute is over, "idle" without a step.
         lanes: what every lane does, None if it rests.

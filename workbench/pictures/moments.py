@@ -171,7 +171,7 @@ class Moments:
             pushes.setdefault(layer, []).append(push)
         for number, begun_s in zip(numbers.tolist(), self._start[rows[first]].tolist(), strict=True):
             layer = self._visited[number]
-            push = next((p for p in pushes.get(layer, ()) if self._pushes.start_s[p] >= begun_s), -1)
+            push = next((p for p in pushes.get(layer, ()) if self._pushes.stop_s[p] >= begun_s), -1)
             over_s = float(self._visit_stop[number]) if not self.live or number + 1 < len(self._visited) else np.inf
             if push >= 0:
                 gone_s = float(self._pushes.stop_s[push])
@@ -237,12 +237,12 @@ class Moments:
         eps, updated = lanes["eps"], tuple(self._updates[: int(np.searchsorted(self._update_stop, t_s, "right"))])
         arrived = frozenset(self._arrivals[: int(np.searchsorted(self._arrival_s, t_s, "right"))]).difference(updated)
         line = self._line(i) if phase != "idle" else None
-        if self.live and lanes["compute"] is not None:
-            line = self._line(self._last("compute", i))
+        if self.live and kind:  # what happens in a moment's time is not known, so the line follows the layer
+            line = self._line(self._last_pass(i))
         beside = {self._line(self._last(lane, i)): lane for lane in reversed(LANES) if lanes[lane] is not None}
         return Moment(
             i=i,
-            count=self.count,
+            count=self.count if not self.live else max(self.count, self._earlier.count) if self._earlier else 0,
             t_s=t_s,
             phase=phase,
             lanes=lanes,
@@ -279,6 +279,11 @@ class Moments:
         rows = self._lanes[lane]
         j = int(np.searchsorted(rows, self._horizon(lane, i), side="right")) - 1
         return int(rows[j]) if j >= 0 else -1
+
+    def _last_pass(self, i: int) -> int:
+        """The forward, backward or loss event that started last, -1 if there is none."""
+        j = int(np.searchsorted(self._passes, self._horizon("compute", i), side="right")) - 1
+        return int(self._passes[j]) if j >= 0 else -1
 
     def _work(self, lane: str, i: int, t_s: float) -> Work | None:
         row = self._last(lane, i)
@@ -331,12 +336,11 @@ class Moments:
 
     def _phase(self, i: int, t_s: float) -> tuple[Phase, str, int]:
         """The phase, and the kind and micro-batch of what the pass did last."""
-        j = int(np.searchsorted(self._passes, self._horizon("compute", i), side="right")) - 1
         if i < 0 or (not self.live and t_s > self.end_s):
             return ("idle" if not (self.live and self.count) else "fill"), "", -1
-        if j < 0:
+        row = self._last_pass(i)
+        if row < 0:
             return "fill", "", -1
-        row = int(self._passes[j])
         kind = self._columns.kinds[self._kind[row]]
         phase: Phase = "backward" if kind == "backward" else "forward"
         if not self.live and t_s >= self._compute_end_s and self._last("compute", i) != i:

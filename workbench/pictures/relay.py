@@ -90,11 +90,14 @@ def describe(moment: Moment) -> str:
     if moment.eps_layer:
         words.append(f"the EPS works on layer {number_of(moment.eps_layer)} ({moment.eps_kind})")
     words.append(f"{len(moment.updated)} layers are updated")
-    return (
-        f"Event {moment.i + 1} of {moment.count}, {format_seconds(moment.t_s)}, {moment.phase}. "
-        + "; ".join(words)
-        + "."
-    )
+    at = f"{event_of(moment).capitalize()}, {format_seconds(moment.t_s)}, {moment.phase}. "
+    return at + "; ".join(words) + "."
+
+
+def event_of(moment: Moment) -> str:
+    """Which event it is, counted from 1: "event 143 of 528"."""
+    of = f" of {moment.count}" if moment.count else ""
+    return f"event {moment.i + 1}{of}"
 
 
 # -- the link ------------------------------------------------------------------------------------------------------------
@@ -170,10 +173,16 @@ def _draw_algorithm(moment: Moment) -> list[str]:
             words = work.kind if work.layer in ("", work.kind) else f"{work.kind} {number_of(work.layer)}"
             words = shorten(f"{words}  {turn_of(work.k, moment.micro_batches)}".rstrip(), 19)
         else:
-            words = f"waits for {number_of(moment.waits_for)}" if lane == "compute" and moment.waits_for else ""
+            words = _why_compute_rests(moment) if lane == "compute" else ""
         if words:
             parts.append(say(x + 97, y, words, size=11, style="" if work else "dim"))
     return parts
+
+
+def _why_compute_rests(moment: Moment) -> str:
+    if moment.waits_for:
+        return shorten(f"waits for {number_of(moment.waits_for)}", 19)
+    return "waits" if moment.layer else ""
 
 
 def _lane_colour(moment: Moment, lane: str) -> str:
@@ -189,7 +198,7 @@ def _draw_foot(moment: Moment, layers: int) -> list[str]:
         return [*parts, say(16, y + 20, f"no step is under way: {layers} layers rest in the EPS", size=13)]
     if moment.count:
         parts.append(svg.rect(16, y, width * (moment.i + 1) / moment.count, 3, fill=GREY))
-    parts.append(say(16, y + 20, f"event {moment.i + 1} of {moment.count}", size=13))
+    parts.append(say(16, y + 20, event_of(moment), size=13))
     parts.append(say(352 + 56, y + 20, format_seconds(moment.t_s), size=13, anchor="middle"))
     parts.append(say(474, y + 20, moment.phase, size=13, strong=True))
     return parts
@@ -233,7 +242,7 @@ def relay_table(moment: Moment, keys: Sequence[str], names: Mapping[str, str] | 
         rows.append((f"{place} memory", f"{format_bytes(sum(used.values()))}{stash}"))
     if moment.line is not None:
         rows.append(("algorithm", LINES[moment.line].words))
-    title = f"event {moment.i + 1} of {moment.count}, {format_seconds(moment.t_s)}" if moment.count else "no step"
+    title = f"{event_of(moment)}, {format_seconds(moment.t_s)}" if moment.phase != "idle" else "no step"
     return Table(title, ("what", "state"), rows)
 
 

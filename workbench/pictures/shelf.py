@@ -43,13 +43,13 @@ def draw_shelf(
     y += 202
     if moment.eps_kind:
         parts += [
-            svg.rect(x + 10, y - 15, 104, 22, fill=SKY, r=4),
-            say(x + 62, y + 1, shorten(work, 13), size=14, strong=True, anchor="middle", fill=ink_on(SKY)),
+            svg.rect(x + 10, y - 15, 118, 22, fill=SKY, r=4),
+            say(x + 69, y + 1, shorten(work, 13), size=14, strong=True, anchor="middle", fill=ink_on(SKY)),
         ]
     else:
         parts += [
-            svg.rect(x + 10, y - 15, 104, 22, style="well", r=4),
-            say(x + 62, y, "at rest", style="dim", anchor="middle"),
+            svg.rect(x + 10, y - 15, 118, 22, style="well", r=4),
+            say(x + 69, y, "at rest", style="dim", anchor="middle"),
         ]
     parts.append(say(x + width - 10, y, f"{len(moment.updated)} of {len(keys)} updated", size=13, anchor="end"))
     parts += draw_stash(x + 10, y + 12, width - 20, moment, "host")
