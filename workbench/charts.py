@@ -1,37 +1,27 @@
 """What a run of the demo shows: the table of relay against in core, the verdicts, the loss curve.
 
 Pure functions from numbers to text; nothing is measured here and nothing is printed or written.
-
-Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with colour-blindness tell apart;
-every mark is also named in words. Text and axes take the colour of the page, light or dark.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from html import escape
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from l2l_core import Device
 from l2l_core.memory import format_bytes
+from workbench.pictures.loss import draw_loss
 
 if TYPE_CHECKING:
     from workbench.corpus import Corpus
     from workbench.demo import Run, Settings
 
 BYTES_PER_PARAM = 16  # in core: float32 weight, gradient and AdamW's two moments
-
-Point = tuple[float, float]  # step, loss
-
-BLUE, VERMILION = "#0072B2", "#D55E00"
-WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM = 64, 20, 44, 56  # margins around the plot
 
 
 # Text -----------------------------------------------------------------------------------------------------------------
@@ -135,9 +125,10 @@ def _judge_loss(run: Run, checked: bool) -> str:
 
 def draw_run(run: Run) -> str:
     """The loss curve as SVG."""
-    return draw_losses(
+    return draw_loss(
+        run.steps,
         title=f"{run.settings.layers}-layer byte-level GPT, trained by relay",
-        train=[(one.step, one.loss) for one in run.steps],
+        unit="nats per byte",
         held_out=[(one.step, one.held_out) for one in run.steps if one.held_out is not None],
         levels=[
             ("entropy of single bytes, held-out text", run.entropy),
@@ -173,114 +164,3 @@ def summarize(run: Run, checked: bool, seconds: float) -> dict[str, Any]:
         "target_reached": run.reached if checked else None,
         "seconds": seconds,
     }
-
-
-# The loss curve -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Where a step and a loss lie in the picture."""
-
-    last: float  # largest step; steps begin at 0
-    low: float
-    high: float
-
-    def x(self, step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / self.last
-
-    def y(self, loss: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (loss - self.low) / (self.high - self.low)
-
-
-def draw_losses(
-    title: str, train: Sequence[Point], held_out: Sequence[Point], levels: Sequence[tuple[str, float]]
-) -> str:
-    """An SVG of training losses as a line, held-out losses as points, and named levels as dashed lines.
-
-    Args:
-        title: above the plot.
-        train, held_out: steps (from 1) and losses; those that are not finite are left out of the picture.
-        levels: name and loss of each level; there is at least one.
-    """
-    train, held_out = _finite(train), _finite(held_out)
-    frame = _fit([*train, *held_out], [level for _, level in levels])
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="t d" '
-        'font-family="system-ui, sans-serif" font-size="13" fill="currentColor">',
-        f'<title id="t">{escape(title)}</title>',
-        f'<desc id="d">{escape(_describe(train, held_out, levels))}</desc>',
-        # by itself, the file is light or dark as the reader's system is; inside a page, it takes that page's colour
-        "<style>svg:root { color-scheme: light dark; }</style>",
-        f'<text x="{LEFT}" y="24" font-size="15" font-weight="600">{escape(title)}</text>',
-        *_axes(frame),
-        *(_level(frame, name, level) for name, level in levels),
-        f'<polyline fill="none" stroke="{BLUE}" stroke-width="1.5" stroke-linejoin="round" points="'
-        + " ".join(f"{frame.x(step):.1f},{frame.y(loss):.1f}" for step, loss in train)
-        + '"/>',
-        *(f'<circle cx="{frame.x(s):.1f}" cy="{frame.y(v):.1f}" r="4" fill="{VERMILION}"/>' for s, v in held_out),
-        *_legend(),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def ticks(low: float, high: float, at_most: int) -> list[float]:
-    """Round values from `low` to `high`, steps of 1, 2 or 5 times a power of ten, `at_most` of them (2 or more)."""
-    rough = (high - low) / (at_most - 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def _finite(points: Sequence[Point]) -> list[Point]:
-    return [point for point in points if math.isfinite(point[1])]
-
-
-def _fit(points: Sequence[Point], levels: Sequence[float]) -> Frame:
-    losses = [*(loss for _, loss in points), *levels]
-    low = math.floor(2 * min(losses)) / 2
-    return Frame(max((step for step, _ in points), default=1.0), low, max(math.ceil(2 * max(losses)) / 2, low + 0.5))
-
-
-def _describe(train: Sequence[Point], held_out: Sequence[Point], levels: Sequence[tuple[str, float]]) -> str:
-    said = [
-        f"{name}: {line[0][1]:.2f} at step {line[0][0]:g}, {line[-1][1]:.2f} at step {line[-1][0]:g}."
-        for name, line in (("Training loss", train), ("Held-out loss", held_out))
-        if line
-    ]
-    return " ".join([*said, *(f"{name}: {level:.2f}." for name, level in levels)])
-
-
-def _axes(frame: Frame) -> Iterator[str]:
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    for loss in ticks(frame.low, frame.high, 9):
-        y = frame.y(loss)
-        yield f'<path d="M{LEFT} {y:.1f}H{right}" stroke="currentColor" stroke-opacity="0.15"/>'
-        yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.1f}</text>'
-    for step in ticks(0, frame.last, 9):
-        yield f'<path d="M{frame.x(step):.1f} {bottom}v5" stroke="currentColor"/>'
-        yield f'<text x="{frame.x(step):.1f}" y="{bottom + 19}" text-anchor="middle">{step:g}</text>'
-    yield f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor"/>'
-    yield f'<text x="{(LEFT + right) / 2:g}" y="{HEIGHT - 12}" text-anchor="middle">step</text>'
-    middle = (TOP + bottom) / 2
-    yield (
-        f'<text x="18" y="{middle:g}" text-anchor="middle" transform="rotate(-90 18 {middle:g})">'
-        "loss (nats per byte)</text>"
-    )
-
-
-def _level(frame: Frame, name: str, loss: float) -> str:
-    y, right = frame.y(loss), WIDTH - RIGHT
-    return (
-        f'<path d="M{LEFT} {y:.1f}H{right}" stroke="currentColor" stroke-width="1.5" stroke-dasharray="6 4"/>'
-        f'<text x="{right}" y="{y - 6:.1f}" text-anchor="end">{escape(name)}: {loss:.2f}</text>'
-    )
-
-
-def _legend() -> Iterator[str]:
-    right = WIDTH - RIGHT
-    yield f'<path d="M{right - 180} 19h22" stroke="{BLUE}" stroke-width="2"/>'
-    yield f'<text x="{right - 152}" y="24">training</text>'
-    yield f'<circle cx="{right - 76}" cy="19" r="4" fill="{VERMILION}"/>'
-    yield f'<text x="{right - 64}" y="24">held out</text>'

@@ -3,8 +3,6 @@
 import csv
 import io
 import json
-import math
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 from l2l_core import Trace
 from workbench import demo
 from workbench.__main__ import main
-from workbench.charts import draw_losses, format_table, ticks
+from workbench.charts import format_table
 from workbench.demo import FULL, QUICK
 from workbench.in_core import InCore, StorageMeter
 
@@ -247,27 +245,3 @@ def test_schedule_warms_up_and_falls_to_a_tenth() -> None:
 
 def test_table_is_aligned() -> None:
     assert format_table([("a", "1", "x"), ("bbb", "22"), ("", "3", "long")]) == "a    1   x\nbbb  22\n     3   long"
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 220), (0, 1), (2.0, 6.0), (0, 7), (0.5, 1.0), (0, 100_000)])
-def test_ticks_are_round_and_inside(low: float, high: float) -> None:
-    marks = ticks(low, high, 9)
-    assert 2 <= len(marks) <= 9
-    assert low - 1e-9 <= marks[0] and marks[-1] <= high + 1e-9
-    step = marks[1] - marks[0]
-    assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 5)
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda levels: draw_losses("a < b & c", [(1, 5.0)], [], levels),
-        lambda levels: draw_losses("empty", [], [], levels),
-        lambda levels: draw_losses("gaps", [(1, math.nan), (2, 3.0), (3, math.inf)], [(3, math.nan)], levels),
-        lambda levels: draw_losses("level", [(1, 3.0), (2, 3.0)], [(2, 3.0)], levels),
-    ],
-)
-def test_curves_of_few_points_are_drawn(draw: Callable[[list[tuple[str, float]]], str]) -> None:
-    text = draw([("three", 3.0)])
-    ElementTree.fromstring(text)
-    assert "nan" not in text and "inf" not in text

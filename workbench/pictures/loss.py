@@ -1,0 +1,293 @@
+"""The loss over steps: a curve with held-out points, named levels and marked changes, and the table behind it.
+
+However many steps there are, the curve is drawn from the lowest and the highest loss of every pixel column, so no spike
+is lost; with more than a hundred steps a moving mean runs over the faint values themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.pictures.picture import Table
+from workbench.pictures.scale import Scale, format_seconds, ticks
+from workbench.pictures.svg import document, group, path, rect, text
+from workbench.pictures.theme import BLUE, VERMILION
+from workbench.snapshot import Change, StepRow
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 336, 96, 944, 66, 288
+LABEL_ROWS = (36.0, 47.5, 59.0)  # px, baselines of the names of changes
+LETTER = 6.2  # px, of a small letter, at most
+SMOOTH_FROM = 101  # steps
+MOST_POINTS = 200  # held out
+APART = 4.0  # px, between marks of changes and of broken steps
+
+Point = tuple[float, float]  # step, loss
+Floats = NDArray[np.float64]
+
+
+class Lossy(Protocol):
+    """A finished step, as far as its loss goes."""
+
+    @property
+    def step(self) -> int: ...  # from 1
+
+    @property
+    def loss(self) -> float: ...
+
+
+def draw_loss(
+    steps: Sequence[Lossy],
+    changes: Sequence[Change] = (),
+    *,
+    title: str = "",
+    held_out: Sequence[Point] = (),
+    levels: Sequence[tuple[str, float]] = (),
+    unit: str = "",
+) -> str:
+    """An SVG of the loss over steps.
+
+    Args:
+        steps: finished steps, in order; a loss that is not finite is left out of the curve and marked on the axis.
+        changes: dashed upright lines, with names as far as there is room.
+        title: above the plot.
+        held_out: steps and losses, drawn as points.
+        levels: names and losses, drawn as dashed lines.
+        unit: of the loss.
+    """
+    curve = _Curve.of(steps)
+    points = [(step, loss) for step, loss in held_out if math.isfinite(loss)]
+    losses = [*curve.range(), *(loss for _, loss in points), *(level for _, level in levels)]
+    x, (y, marks) = _steps_scale(curve, points, changes), _loss_scale(losses)
+    parts = [
+        text(LEFT, 20, title, style="strong") if title else "",
+        *_axes(x, y, marks, f"loss ({unit})" if unit else "loss", named=bool(losses)),
+        *_changes(changes, x),
+        *(_level(y, name, level) for name, level in levels),
+        *_draw_curve(curve, x, y),
+        *(_dot(x(step), y(loss)) for step, loss in _thinned(points)),
+        *_crosses(curve.broken, x),
+        *_legend(curve, bool(points)),
+        *_last(curve, x, y),
+    ]
+    if not len(curve.step) and not len(curve.broken):
+        parts.append(text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2, "no step yet", style="dim", anchor="middle"))
+    return document(WIDTH, HEIGHT, title or "Loss", _describe(curve, points, levels, changes), parts)
+
+
+def loss_table(steps: Sequence[StepRow], changes: Sequence[Change] = ()) -> Table:
+    """At most 20 steps: the first, the last, and some between; what changed since the row before."""
+    shown = sorted({round(i * (len(steps) - 1) / 19) for i in range(20)}) if len(steps) > 20 else range(len(steps))
+    rows, since = [], -math.inf
+    for row in (steps[i] for i in shown):
+        said = ", ".join(change.what for change in changes if since <= change.step < row.step)
+        since = row.step
+        rows.append((str(row.step), f"{row.loss:.4g}", format_seconds(row.seconds), _short(said, 60)))
+    note = f"{len(rows)} of {len(steps)} steps." if len(rows) < len(steps) else ""
+    return Table("Loss", ("step", "loss", "time", "changed before"), rows, note)
+
+
+class _Curve(NamedTuple):
+    """Finite losses and their steps; steps without."""
+
+    step: Floats
+    loss: Floats
+    broken: Floats
+
+    @staticmethod
+    def of(steps: Sequence[Lossy]) -> _Curve:
+        step = np.array([row.step for row in steps], np.float64)
+        loss = np.array([row.loss for row in steps], np.float64)
+        fine = np.isfinite(loss)
+        return _Curve(step[fine], loss[fine], step[~fine])
+
+    def range(self) -> list[float]:
+        return [float(self.loss.min()), float(self.loss.max())] if len(self.loss) else []
+
+    @property
+    def window(self) -> int:
+        """Steps of the moving mean, 0 without one."""
+        return max(9, len(self.loss) // 50) | 1 if len(self.loss) >= SMOOTH_FROM else 0
+
+    def smooth(self) -> Floats:
+        """(steps,): the mean of so many steps around each, fewer at the ends."""
+        reach = np.arange(len(self.loss))
+        first = np.maximum(reach - self.window // 2, 0)
+        last = np.minimum(reach + self.window // 2 + 1, len(self.loss))
+        sums = np.append(0.0, np.cumsum(self.loss))
+        return (sums[last] - sums[first]) / (last - first)
+
+
+# Scales --------------------------------------------------------------------------------------------------------------
+
+
+def _steps_scale(curve: _Curve, points: Sequence[Point], changes: Sequence[Change]) -> Scale:
+    seen = [*curve.step[[0, -1]]] if len(curve.step) else []
+    seen += [*curve.broken[[0, -1]]] if len(curve.broken) else []
+    seen += [step for step, _ in points]
+    first, last = min(seen, default=0.0), max([*seen, *(change.step for change in changes)], default=1.0)
+    low = 0.0 if first <= max(last / 5, 1.0) else first - 1.0
+    return Scale(low, max(last, low + 10.0), LEFT, RIGHT)  # so that the first steps do not stretch it each
+
+
+def _loss_scale(losses: Sequence[float]) -> tuple[Scale, list[float]]:
+    """An axis from one round value to another, and the round values between."""
+    low, high = min(losses, default=0.0), max(losses, default=1.0)
+    if not high - low > 1e-9 * max(abs(low), abs(high), 1e-30):
+        room = max(0.5 * abs(high), 1e-12) if high else 0.5
+        low, high = low - room, high + room
+    marks = ticks(low, high, 7)
+    pace = marks[1] - marks[0] if len(marks) > 1 else high - low
+    first, last = math.floor(low / pace + 1e-9), math.ceil(high / pace - 1e-9)
+    return Scale(first * pace, last * pace, BOTTOM, TOP), [i * pace for i in range(first, last + 1)]
+
+
+# Parts ---------------------------------------------------------------------------------------------------------------
+
+
+def _axes(x: Scale, y: Scale, marks: Sequence[float], name: str, named: bool) -> Iterator[str]:
+    digits = max(0, -math.floor(math.log10(marks[1] - marks[0]) + 1e-9))
+    yield path("".join(f"M{LEFT} {y(mark):.1f}H{RIGHT}" for mark in marks), style="rule")
+    for mark in marks if named else ():
+        shown = f"{mark:.{digits}f}" if digits <= 4 and abs(mark) < 1e6 else f"{mark:.3g}"
+        yield text(LEFT - 8, y(mark) + 4, shown, style="small dim", anchor="end")
+    steps = [step for step in ticks(x.low, x.high, 11) if step == int(step)]
+    yield path(
+        f"M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" + "".join(f"M{x(step):.1f} {BOTTOM}v5" for step in steps), style="axis"
+    )
+    for step in steps:
+        anchor = "end" if x(step) > RIGHT - 14 else "middle"
+        yield text(x(step), BOTTOM + 19, f"{step:.0f}", style="small dim", anchor=anchor)
+    yield text((LEFT + RIGHT) / 2, BOTTOM + 38, "step", style="dim", anchor="middle")
+    yield (
+        f'<text x="24" y="{(TOP + BOTTOM) / 2:g}" text-anchor="middle" class="dim" '
+        f'transform="rotate(-90 24 {(TOP + BOTTOM) / 2:g})">{escape(name)}</text>'
+    )
+
+
+def _draw_curve(curve: _Curve, x: Scale, y: Scale) -> Iterator[str]:
+    if len(curve.step) < 2:
+        return
+    columns = np.floor(x.first + (x.last - x.first) * (curve.step - x.low) / (x.high - x.low)).astype(np.int64)
+    firsts = np.flatnonzero(np.append(True, columns[1:] != columns[:-1]))
+    if len(firsts) * 2 >= len(columns):
+        d = _line([x(step) for step in curve.step.tolist()], [y(loss) for loss in curve.loss.tolist()])
+    else:
+        lows, highs = (y.first + (y.last - y.first) * (f.reduceat(curve.loss, firsts) - y.low) / (y.high - y.low)
+                       for f in (np.minimum, np.maximum))  # fmt: skip
+        at = columns[firsts].tolist()
+        d = "M" + "L".join(f"{a} {b:.1f}V{c:.1f}" for a, b, c in zip(at, lows.tolist(), highs.tolist(), strict=True))
+    if not curve.window:
+        yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="1.8" stroke-linejoin="round"/>'
+        return
+    yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-opacity=".38"/>'
+    smooth, chosen = curve.smooth(), np.append(firsts[::2], len(columns) - 1)
+    d = _line([x(s) for s in curve.step[chosen].tolist()], [y(v) for v in smooth[chosen].tolist()])
+    yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="2.2" stroke-linejoin="round"/>'
+
+
+def _line(xs: Sequence[float], ys: Sequence[float]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in zip(xs, ys, strict=True))
+
+
+def _last(curve: _Curve, x: Scale, y: Scale) -> Iterator[str]:
+    """The last finite loss, as a dot and a number."""
+    if not len(curve.step):
+        return
+    at, over = x(float(curve.step[-1])), y(float(curve.loss[-1]))
+    yield rect(at - 3.5, over - 3.5, 7, 7, fill=BLUE, r=3.5)
+    up = over - 10 if over > TOP + 20 else over + 20
+    anchor = "end" if at > LEFT + 80 else "start"
+    yield _seamed(text(min(at + 3, RIGHT - 2), up, f"{curve.loss[-1]:.4g}", style="strong", anchor=anchor))
+
+
+def _crosses(broken: Floats, x: Scale) -> Iterator[str]:
+    """Steps whose loss is not finite, on the axis."""
+    at = sorted({APART * round(x(step) / APART) for step in broken.tolist()})
+    d = "".join(f"M{a - 4:.1f} {BOTTOM - 4}l8 8m0 -8l-8 8" for a in at)
+    if d:
+        yield path(d, stroke=VERMILION, width=2)
+
+
+def _changes(changes: Sequence[Change], x: Scale) -> Iterator[str]:
+    """A dashed line where something changed; names in rows, the first that fit."""
+    by_step: dict[int, list[str]] = {}
+    for change in changes:
+        by_step.setdefault(change.step, []).append(change.what)
+    places = [(min(max(x(step + 0.5), LEFT), RIGHT), ", ".join(what)) for step, what in sorted(by_step.items())]
+    lines, end = [], -math.inf
+    for at, _ in places:
+        if at >= end + APART:
+            lines.append(f"M{at:.1f} {TOP - 5}V{BOTTOM}")
+            end = at
+    if lines:
+        yield path("".join(lines), style="axis", dash="3 4")
+    free = [0.0] * len(LABEL_ROWS)
+    for at, what in places:
+        words = _short(what, 34)
+        width = LETTER * len(words)
+        left = min(at, RIGHT - width)
+        for row, baseline in enumerate(LABEL_ROWS):
+            if left >= free[row]:
+                yield text(left, baseline, words, style="small")
+                free[row] = left + width + 10
+                break
+
+
+def _level(y: Scale, name: str, level: float) -> str:
+    line = path(f"M{LEFT} {y(level):.1f}H{RIGHT}", style="axis", width=1.5, dash="6 4")
+    return line + _seamed(text(RIGHT - 6, y(level) - 6, f"{name}: {level:.2f}", anchor="end"))
+
+
+def _legend(curve: _Curve, points: bool) -> Iterator[str]:
+    faint = ' stroke-opacity=".38"' if curve.window else ""
+    entries = [("training", f'<path d="M0 -4h22" stroke="{BLUE}" stroke-width="2"{faint}/>')]
+    if curve.window:
+        entries.append((f"mean of {curve.window}", f'<path d="M0 -4h22" stroke="{BLUE}" stroke-width="2.2"/>'))
+    if points:
+        entries.append(("held out", _dot(14, -4)))
+    if len(curve.broken):
+        entries.append(("not finite", path("M10 -8l8 8m0 -8l-8 8", stroke=VERMILION, width=2)))
+    x = RIGHT + 20 - sum(48 + 6.8 * len(name) for name, _ in entries)
+    for name, mark in entries:
+        yield group([mark, text(28, 0, name)], transform=f"translate({x:.1f} 20)")
+        x += 48 + 6.8 * len(name)
+
+
+def _dot(x: float, y: float) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{VERMILION}"/>'
+
+
+def _seamed(words: str) -> str:
+    """Words over lines, with a seam in the colour of the page."""
+    seam = "paint-order:stroke;stroke:var(--jp-layout-color1,Canvas);stroke-width:3px;stroke-linejoin:round"
+    return f'<g style="{seam}">{words}</g>'
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """At most so many, the last among them."""
+    return points[:: -(-len(points) // MOST_POINTS)][:-1] + points[-1:] if len(points) > MOST_POINTS else points
+
+
+def _short(words: str, letters: int) -> str:
+    return words if len(words) <= letters else words[: letters - 1].rstrip() + "…"
+
+
+def _describe(
+    curve: _Curve, points: Sequence[Point], levels: Sequence[tuple[str, float]], changes: Sequence[Change]
+) -> str:
+    train = list(zip(curve.step[[0, -1]], curve.loss[[0, -1]], strict=True)) if len(curve.step) else []
+    said = [
+        f"{name}: {line[0][1]:.4g} at step {line[0][0]:g}, {line[-1][1]:.4g} at step {line[-1][0]:g}."
+        for name, line in (("Training loss", train), ("Held-out loss", points))
+        if line
+    ]
+    said += [f"Not finite in {len(curve.broken)} steps, the first is {curve.broken[0]:g}."] if len(curve.broken) else []
+    said += [f"{name}: {level:.2f}." for name, level in levels]
+    said += [f"After step {change.step}: {change.what}." for change in changes[:20]]
+    return " ".join(said) or "No step yet."
