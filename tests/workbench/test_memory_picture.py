@@ -116,8 +116,16 @@ def test_a_microsecond_in_a_minute_is_not_lost_and_the_picture_stays_small() -> 
     peak = int(columns.sample_bytes[columns.at("device")].sum(axis=1).max())
     assert peak > 10**10 and abs(drawn_bytes(svg, 2e10) - peak) <= 2e10 / (DEVICE.bottom - DEVICE.top) / 2
     assert len(svg) < LIMIT
-    halfway = draw_memory(columns, before=columns, now_s=30.0, top_bytes=2e10)
-    assert len(halfway) < LIMIT
+    assert len(draw_memory(columns, before=columns, now_s=30.0, top_bytes=2e10)) < LIMIT
+
+
+def test_what_comes_after_the_cursor_is_not_drawn_as_now() -> None:
+    whole = Columns.of(step())
+    svg = draw_memory(whole, now_s=3.5)
+    peak = max(s.total for s in step().memory if s.place == "device" and s.t_s <= 3.5)
+    assert peak < step().peak_bytes("device")
+    assert any(f"peak so far {format_bytes(peak)} " in line for line in words(svg))
+    assert 'class="ghost"' not in svg and 'class="ghost"' in draw_memory(whole, before=whole, now_s=3.5)
 
 
 def test_every_column_has_the_categories_of_its_highest_moment() -> None:

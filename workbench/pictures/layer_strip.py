@@ -109,7 +109,9 @@ class _Visits:
             if left <= centres[i] <= right:
                 colour = KIND_COLOURS["backward" if self.backward[i] else "forward"]
                 name = self.names[self.layer[i]]
-                yield text(centres[i], top + 14, name, style="small", anchor="middle", fill=ink_on(colour))
+                half = LETTER * len(name) / 2 + 1
+                x = min(max(centres[i], self.left[0] + half), self.right[-1] - half)
+                yield text(x, top + 14, name, style="small", anchor="middle", fill=ink_on(colour))
 
 
 def _choose(visits: _Visits) -> int:

@@ -26,9 +26,9 @@ STYLE = f"""
 .l2l-layers{{max-height:26em;overflow:auto;border:1px solid var(--jp-border-color2,#8886);
 color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color1,Canvas);
 font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}}
-.l2l-layers table{{border-collapse:separate;border-spacing:0;width:100%;min-width:58em;margin:0;table-layout:fixed;
+.l2l-layers table{{border-collapse:separate;border-spacing:0;width:100%;min-width:68em;margin:0;table-layout:fixed;
 font-size:inherit}}
-.l2l-layers th,.l2l-layers td{{padding:2px 10px;text-align:right;white-space:nowrap;font-weight:inherit;
+.l2l-layers th,.l2l-layers td{{box-sizing:border-box;padding:2px 10px;text-align:right;white-space:nowrap;font-weight:inherit;
 border-bottom:1px solid var(--jp-border-color3,#8883);background:none}}
 .l2l-layers thead th{{position:sticky;top:0;z-index:1;background:var(--jp-layout-color2,Canvas);font-weight:600;
 border-bottom:1px solid var(--jp-border-color1,#888a)}}
@@ -46,7 +46,7 @@ background:color-mix(in srgb,currentColor 9%,transparent)}}
 """.replace("\n", "")
 
 _HEADER = ("", "layer", "weights", "bytes", "version", "gradient norm", "update / weight", "")
-_WIDTHS = (5, 0, 8, 7, 6, 14, 15, 6)  # em, so that nothing moves while numbers change; 0: what is left
+_WIDTHS = (4.5, 0, 8.5, 6.5, 6, 13, 15, 5.5)  # em, so that nothing moves while numbers change; 0: what is left
 _USUAL = "norm of the update over norm of the weights; about 1e-3 is usual, the marks stand at 3e-4 and 3e-3"
 
 

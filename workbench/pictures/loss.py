@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -101,8 +102,8 @@ class _Curve(NamedTuple):
 
     @staticmethod
     def of(steps: Sequence[Lossy]) -> _Curve:
-        step = np.array([row.step for row in steps], np.float64)
-        loss = np.array([row.loss for row in steps], np.float64)
+        step = np.fromiter(map(attrgetter("step"), steps), np.float64, len(steps))
+        loss = np.fromiter(map(attrgetter("loss"), steps), np.float64, len(steps))
         fine = np.isfinite(loss)
         return _Curve(step[fine], loss[fine], step[~fine])
 

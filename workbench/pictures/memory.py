@@ -69,7 +69,9 @@ def draw_memory(
         in_core_bytes: what in-core training would need.
         top_bytes: end of the device's axis, default from budget, `before` and `now`.
     """
-    steps = [_Step.of(now)] + ([_Step.of(before)] if before is not None and now_s is not None else [])
+    steps = [_Step.of(now, np.inf if now_s is None else now_s)] + (
+        [_Step.of(before)] if before is not None and now_s is not None else []
+    )
     ends = [step.columns.end_s for step in steps]
     time = Scale(0.0, span_s or round_up(max(*ends, now_s or 0.0, 0.0)), LEFT, RIGHT)
     used = [max(step.peak_bytes(plot.place) for step in steps) for plot in PLOTS]
@@ -78,7 +80,7 @@ def draw_memory(
     cursor = RIGHT if now_s is None else min(max(time(now_s), LEFT), RIGHT)
     parts = [*_legend()]
     for plot, scale in zip(PLOTS, scales, strict=True):
-        parts += _frame(plot, scale, time, sampled=any(len(step.columns.sample_s) for step in steps))
+        parts += _frame(plot, scale, time, sampled=any(len(step.levels[plot.place].totals) for step in steps))
         parts += _areas(plot, scale, time, steps, cursor)
         parts += _peak(plot, scale, time, steps[0], "" if now_s is None else " so far")
     parts += draw_strip([(step.columns, step.compute) for step in steps], time, cursor, STRIP)
@@ -125,9 +127,9 @@ class _Step:
     levels: dict[str, Levels]
 
     @staticmethod
-    def of(columns: Columns) -> _Step:
+    def of(columns: Columns, until_s: float = np.inf) -> _Step:
         compute = columns.on("compute")
-        return _Step(columns, compute, {plot.place: Levels.of(columns, plot.place, compute) for plot in PLOTS})
+        return _Step(columns, compute, {p.place: Levels.of(columns, p.place, compute, until_s) for p in PLOTS})
 
     def peak(self, place: str) -> Peak | None:
         return find_peak(self.levels[place], self.columns, self.compute)
@@ -248,8 +250,8 @@ def _peak(plot: Plot, scale: Scale, time: Scale, step: _Step, so_far: str) -> It
         return
     words = f"○ peak{so_far} {format_bytes(found.nbytes)}"
     yield (
-        f'<text x="{LEFT}" y="{plot.top - plot.title:g}"><tspan class="strong">{escape(words)}</tspan>'
-        f'<tspan class="dim" dx="8">{escape(_when(found, plot is DEVICE))}</tspan></text>'
+        f'<text x="{LEFT}" y="{plot.top - plot.title:g}"><tspan class="strong">{escape(words)}</tspan> '
+        f'<tspan class="dim" dx="4">{escape(_when(found, plot is DEVICE))}</tspan></text>'
     )
     x, y = time((found.began_s + found.t_s) / 2), max(scale(found.nbytes), plot.top)
     yield f'<circle cx="{min(x, RIGHT):.1f}" cy="{y:.1f}" r="4" class="card" stroke-width="1.5" style="stroke-opacity:1"/>'

@@ -49,13 +49,14 @@ class Levels:
     taken_s: NDArray[np.float64]
 
     @staticmethod
-    def of(columns: Columns, place: str, compute: NDArray[np.intp]) -> Levels:
-        """The samples of a place; `compute`: indices of the compute events by start.
+    def of(columns: Columns, place: str, compute: NDArray[np.intp], until_s: float = np.inf) -> Levels:
+        """The samples of a place up to a time; `compute`: indices of the compute events by start.
 
         When a compute event has ended, the relay notes the highest bytes while it ran, then what is left. The highest
         are drawn from the start of the event on, where they belong.
         """
         at = columns.at(place)
+        at = at[columns.sample_s[at] <= until_s]
         taken_s, nbytes = columns.sample_s[at], columns.sample_bytes[at]
         totals = sum((nbytes[:, i] for i in range(nbytes.shape[1])), np.zeros(len(at), np.int64))
         t_s = taken_s
