@@ -93,7 +93,7 @@ class _Graphs:
         """From a trace whose stash was `on_host`; None if it holds no forward."""
         compute = columns.on("compute")
         visit, k, kind = columns.visit[compute], columns.k[compute], columns.kind[compute]
-        forward = np.flatnonzero(kind == _index(columns, "forward"))
+        forward = np.flatnonzero((kind == _index(columns, "forward")) & (visit >= 0))
         if not len(forward):
             return None
         before, during, after = _activations(columns, compute)

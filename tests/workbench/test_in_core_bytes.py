@@ -14,6 +14,7 @@ from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
 from l2l_core.formula import Machine, Shapes
 from l2l_core.profile import Profile
 from l2l_core.simulate import simulate
+from l2l_core.trace import Event
 from workbench.in_core import InCore
 from workbench.in_core_bytes import estimate_bytes, in_core_bytes
 
@@ -148,6 +149,12 @@ def test_frozen_layers_have_no_gradient() -> None:
 
 def test_a_trace_without_events_needs_weights_and_gradients() -> None:
     assert estimate_bytes(Trace(), 100, {"L000": 60, "shell": 30}) == 190
+
+
+def test_a_trace_without_samples_needs_weights_and_gradients() -> None:
+    events = [Event("compute", kind, t, t + 1.0, "L000", 0, 0, t) for t, kind in enumerate(("forward", "backward"))]
+    assert estimate_bytes(Trace.of(events, []), 100, {"L000": 60}) == 160
+    assert estimate_bytes(Trace.of([events[0]._replace(visit=-1)], []), 100, {"L000": 60}) == 160
 
 
 def test_a_simulated_step_can_be_estimated() -> None:

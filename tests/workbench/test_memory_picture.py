@@ -6,8 +6,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from l2l_core import RelayConfig, Trace
+from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
 from l2l_core.formula import Machine, Shapes
 from l2l_core.memory import CATEGORIES, format_bytes
 from l2l_core.profile import Profile
@@ -110,6 +112,25 @@ def test_highest_point_is_the_peak_of_the_trace(trace: Trace) -> None:
     assert any(f"peak {format_bytes(peak)}" in line for line in words(svg))
 
 
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_recorded_step_shows_its_peak(stash: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), *(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(5)))
+    config = RelayConfig(micro_batches=2, stash=stash)  # type: ignore[arg-type]
+    batch = (torch.ones(8, 8), torch.zeros(8, 16))
+    device = EmulatedDevice(memory_bytes=100_000)
+    with Relay(model, device=device, layers=list(model[1:]), loss=_squares, config=config) as relay:
+        trace = relay.step(batch).trace
+    peak = trace.peak_bytes("device")
+    svg = draw_memory(Columns.of(trace), top_bytes=1.25 * peak)
+    assert abs(drawn_bytes(svg, 1.25 * peak) - peak) <= 1.25 * peak / (DEVICE.bottom - DEVICE.top) / 2
+    assert "budget 100 kB" in " ".join(words(show_memory(trace).svg))
+    assert [row[1] for row in memory_table(trace).rows if row[0] == "all"] == [format_bytes(peak)]
+
+
+def _squares(outputs: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, batch[1])
+
+
 def test_a_microsecond_in_a_minute_is_not_lost_and_the_picture_stays_small() -> None:
     columns = big()
     svg = draw_memory(columns, top_bytes=2e10, budget_bytes=15 * 10**9, in_core_bytes=10**12)
@@ -165,6 +186,8 @@ def test_in_core_is_a_line_if_near_and_a_factor_if_far() -> None:
     plain = draw_memory(columns)
     assert any("in core would need" in line and "×" not in line for line in words(near))
     assert any(f"in core would need {format_bytes(12 * peak)} = 12 × this peak" in line for line in words(far))
+    live = draw_memory(Columns.of(step(), 3, 6), before=columns, now_s=3.0, in_core_bytes=12 * peak)
+    assert any("= 12 × the last step's peak" in line for line in words(live))
     assert highest(far, DEVICE.bottom) == highest(plain, DEVICE.bottom)  # the relay's curve is not squashed
 
 

@@ -84,7 +84,7 @@ def draw_memory(
         parts += _areas(plot, scale, time, steps, cursor)
         parts += _peak(plot, scale, time, steps[0], "" if now_s is None else " so far")
     parts += draw_strip([(step.columns, step.compute) for step in steps], time, cursor, STRIP)
-    parts += [*_lines(scales[0], used[0], budget_bytes, in_core_bytes), *_time_axis(time)]
+    parts += [*_lines(scales[0], steps[-1], len(steps) > 1, budget_bytes, in_core_bytes), *_time_axis(time)]
     if now_s is not None:
         d = f"M{cursor:.1f} {DEVICE.top:g}V{STRIP + STRIP_HEIGHT:g}M{cursor:.1f} {HOST.top:g}V{HOST.bottom:g}"
         parts.append(path(d, style="axis", width=1.5))
@@ -267,8 +267,8 @@ def _when(peak: Peak, with_event: bool = True) -> str:
     return f"{at}, {kind}{layer}{k}"
 
 
-def _lines(scale: Scale, used: int, budget: int | None, in_core: int | None) -> Iterator[str]:
-    """Budget and in-core need: to scale, or named above the upper edge."""
+def _lines(scale: Scale, step: _Step, is_last: bool, budget: int | None, in_core: int | None) -> Iterator[str]:
+    """Budget and in-core need: to scale, or named above the upper edge, compared with the peak of a step."""
     if budget is not None:
         words = f"budget {format_bytes(budget)}"
         if budget <= scale.high:
@@ -282,7 +282,8 @@ def _lines(scale: Scale, used: int, budget: int | None, in_core: int | None) -> 
             yield path(f"M{LEFT} {scale(in_core):.1f}H{RIGHT}", style="axis", width=1.5, dash="7 4")
             yield _label(LEFT + 6, scale(in_core) - 4, words, "start")
         else:
-            times = f" = {in_core / used:.3g} × this peak" if used else ""
+            used, whose = step.peak_bytes("device"), "the last step's" if is_last else "this"
+            times = f" = {in_core / used:.3g} × {whose} peak" if used else ""
             yield path(f"M{LEFT} {DEVICE.top - 5:g}H{RIGHT}", style="axis", width=1.5, dash="7 4")
             yield text(LEFT + 6, DEVICE.top - 10, f"▲ {words}{times}", style="strong")
 

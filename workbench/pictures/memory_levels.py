@@ -56,7 +56,8 @@ class Levels:
         are drawn from the start of the event on, where they belong.
         """
         at = columns.at(place)
-        at = at[columns.sample_s[at] <= until_s]
+        if until_s < np.inf:
+            at = at[columns.sample_s[at] <= until_s]
         taken_s, nbytes = columns.sample_s[at], columns.sample_bytes[at]
         totals = sum((nbytes[:, i] for i in range(nbytes.shape[1])), np.zeros(len(at), np.int64))
         t_s = taken_s
