@@ -44,8 +44,11 @@ def serve_lab(folder: Path) -> Iterator[str]:
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
     }
+    quiet = folder / ".jupyter/config/lab/user-settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings"
+    quiet.parent.mkdir(parents=True)
+    quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')  # a question that hides what is below it
     command = lab_command(folder, "", port, no_browser=True, as_root=True)
-    command += [f"--IdentityProvider.token={TOKEN}", "--ServerApp.port_retries=0", "--LabApp.news_url=None"]
+    command += [f"--IdentityProvider.token={TOKEN}", "--ServerApp.port_retries=0"]
     with (folder / "lab.log").open("w") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -67,6 +70,7 @@ class Notebook:
         self.page = page
         page.goto(f"{address}/lab/tree/{path}?token={TOKEN}&reset")
         page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell").first.wait_for(timeout=60_000)
+        page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Spinner").wait_for(state="detached")
         self.wait_until_idle()
 
     def cell(self, number: int) -> Locator:
@@ -90,8 +94,8 @@ class Notebook:
 
     def wait_until_idle(self, timeout_s: float = 90) -> None:
         """Wait until the kernel is there and runs no cell."""
-        idle = ".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Notebook-ExecutionIndicator[data-status=idle]"
-        self.page.locator(idle).wait_for(timeout=1000 * timeout_s)
+        status = self.page.locator("#jp-main-statusbar", has_text=re.compile(r"\| Idle"))
+        status.wait_for(timeout=1000 * timeout_s)
 
     def wait_for_count(self, number: int, timeout_s: float = 90) -> None:
         """Wait until a cell has run."""

@@ -60,21 +60,21 @@ class HeaderPanel(Panel):
 
     def _build_settings(self) -> list[ipywidgets.DOMWidget]:
         config = self.session.snapshot().config
-        self._micro_batches = _slider("micro-batches", MICRO_BATCHES, config.micro_batches, "90px", "230px")
-        self._ahead = _slider("layers ahead", AHEAD, config.ahead, "84px", "216px")
+        self._micro_batches = _slider("micro-batches", MICRO_BATCHES, config.micro_batches, "92px", "240px")
+        self._ahead = _slider("layers ahead", AHEAD, config.ahead, "88px", "226px")
         self._stash = ipywidgets.ToggleButtons(
             options=["device", "host"],
             value=config.stash,
             description="stash on",
             tooltips=["Layer inputs wait on the device", "Layer inputs wait in host memory: device memory stays flat"],
             style={"description_width": "58px", "button_width": "60px"},
-            layout={"width": "206px"},
+            layout={"width": "auto"},
         )
         watched = {"micro_batches": self._micro_batches, "ahead": self._ahead, "stash": self._stash}
         widgets = [*watched.values()]
         self._link: ipywidgets.SelectionSlider | None = None
         if isinstance(self.session.relay.device, EmulatedDevice):
-            self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "86px", "276px")
+            self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "92px", "280px")
             self._link.observe(self._guarded(self._change_link), "value")
             widgets.append(self._link)
         for name, widget in watched.items():

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import ipywidgets
 
 from workbench.panels.panel import Panel
-from workbench.pictures.layers import layers_picture, draw_layers
-from workbench.pictures.picture import Picture
+from workbench.pictures.layers import draw_layers, layers_table
+from workbench.pictures.picture import Table
 from workbench.snapshot import LayerRow, Snapshot
 
 
@@ -18,6 +18,7 @@ class LayersPanel(Panel):
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn: Sequence[LayerRow] | None = None
         self._table = ipywidgets.HTML()
+        self._table.add_class("l2l-layers-box")  # scrolls, so that new rows leave it where it is
         return ipywidgets.VBox([self._table])
 
     def draw(self, now: Snapshot) -> None:
@@ -25,5 +26,5 @@ class LayersPanel(Panel):
             self._drawn = now.layers
             self._table.value = draw_layers(now.layers)
 
-    def still(self, now: Snapshot) -> Sequence[Picture]:
-        return [layers_picture(now.layers)]
+    def still(self, now: Snapshot) -> Sequence[Table]:
+        return [layers_table(now.layers)]

@@ -8,7 +8,7 @@ import ipywidgets
 
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
-from workbench.pictures.loss import draw_loss, loss_table, show_loss
+from workbench.pictures.loss import draw_loss, loss_table
 from workbench.pictures.picture import Picture
 from workbench.snapshot import Snapshot
 
@@ -33,4 +33,4 @@ class LossPanel(Panel):
         self._fold.show(lambda: loss_table(now.steps, now.changes))
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
-        return [show_loss(now.steps, now.changes)] if now.steps else []
+        return [Picture(draw_loss(now.steps, now.changes), loss_table(now.steps, now.changes))] if now.steps else []

@@ -14,7 +14,7 @@ import ipywidgets
 from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
 from workbench.pictures.page import bundle_of
-from workbench.pictures.picture import Picture
+from workbench.pictures.picture import Picture, Table
 from workbench.session import Session
 from workbench.snapshot import Snapshot
 
@@ -49,8 +49,8 @@ class Panel(ABC):
         """Bring the widget up to date."""
 
     @abstractmethod
-    def still(self, now: Snapshot) -> Sequence[Picture]:
-        """The same as pictures with their tables."""
+    def still(self, now: Snapshot) -> Sequence[Picture | Table]:
+        """The same as pictures with their tables, or as tables."""
 
     def show(self, now: Snapshot) -> None:
         """Bring the widget up to date; an error in a picture is shown in its place."""

@@ -68,7 +68,7 @@ def _bar(now: Snapshot) -> str:
     if now.steps and now.state == "running" and now.target > now.done:
         left = f", {format_seconds((now.target - now.done) * _pace_s(now))} left"
     return (
-        f'<div class="l2l-bar" role="progressbar" aria-label="steps of this run" '
+        f'<div class="l2l-run" role="progressbar" aria-label="steps of this run" '
         f'aria-valuemin="0" aria-valuemax="{now.target}" aria-valuenow="{now.done}">'
         f'<div style="width:{100 * share:.1f}%;background:{SKY}"></div></div>'
         f"<span>{now.done} of {now.target} steps{left}</span>"

@@ -1,10 +1,10 @@
-"""Pictures for a page without widgets: one bundle of HTML, SVG and text, and the styles of tables and panels."""
+"""Pictures for a page without widgets: one bundle of HTML, SVG and text, and the styles of tables and folds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.pictures.picture import Picture
+from workbench.pictures.picture import Picture, Table
 
 STYLE = """
 .l2l-table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:12px;margin:4px 0}
@@ -15,11 +15,13 @@ STYLE = """
 """.replace("\n", "")
 
 
-def bundle_of(pictures: Sequence[Picture]) -> dict[str, str]:
-    """All pictures with their tables as one output, by MIME type; the first one is the SVG."""
-    body = "".join(f"{picture.svg}{picture.table.to_html()}" for picture in pictures)
+def bundle_of(shown: Sequence[Picture | Table]) -> dict[str, str]:
+    """Pictures with their tables, and tables, as one output by MIME type; its SVG is the first picture."""
+    tables = [one.table if isinstance(one, Picture) else one for one in shown]
+    pictures = [one.svg for one in shown if isinstance(one, Picture)]
+    body = "".join((one.svg + one.table.to_html()) if isinstance(one, Picture) else one.to_html() for one in shown)
     return {
         "text/html": f"<style>{STYLE}</style><div>{body}</div>",
-        "image/svg+xml": pictures[0].svg,
-        "text/plain": "\n\n".join(picture.table.to_text() for picture in pictures),
+        **{"image/svg+xml": svg for svg in pictures[:1]},
+        "text/plain": "\n\n".join(table.to_text() for table in tables),
     }
