@@ -169,6 +169,14 @@ def test_the_line_of_the_algorithm_stands_out() -> None:
     assert len(re.findall(r'class="code">', drawn)) == 3
 
 
+def test_waiting_is_said_where_it_happens() -> None:
+    keys = keys_of(6)
+    waiting = replace(busy(keys), layer=None, waits_for=keys[1], k=-1, lanes={"h2d": busy(keys).lanes["h2d"]})
+    words = words_of(draw_relay(waiting, keys))
+    assert "waits for 1" in words and "awaited 62 %" in words and "back k = 3 of 8" not in words
+    assert "waits for layer 1" in draw_relay(waiting, keys)
+
+
 def test_between_steps_all_layers_rest() -> None:
     moment, keys = busy(keys_of(6)), keys_of(6)
     words = words_of(draw_relay(moment, keys, idle=True))

@@ -88,7 +88,8 @@ def _draw_slot(
         words = words.removeprefix(f"{verb} ") if low else words
         brief, share = f"{at}/{moment.micro_batches}" if at else verb, at / moment.micro_batches if at else 1.0
     elif slot.share < 1.0:
-        words, brief, share = f"loading {100 * slot.share:.0f} %", f"{100 * slot.share:.0f} %", slot.share
+        verb = "awaited" if slot.layer == moment.waits_for else "loading"
+        words, brief, share = f"{verb} {100 * slot.share:.0f} %", f"{100 * slot.share:.0f} %", slot.share
     else:
         words, brief, share = "ready", "ready", 1.0
     busy = computes or slot.share < 1.0

@@ -75,7 +75,6 @@ def _draw_cells(
     parts = [f'<path d="{grid.all_boxes()}" class="well" stroke="currentColor" stroke-opacity="0.25"/>']
     if frozen:
         parts.append(svg.path(grid.hatch([place[key] for key in frozen if key in place]), style="axis", width=0.7))
-    parts.append(svg.path(grid.boxes([place[key] for key in moment.updated if key in place], high=grid.mark), fill=SKY))
     filled = {}
     for slot in moment.slots:
         if slot.layer in place and slot.layer not in solid:
@@ -88,6 +87,8 @@ def _draw_cells(
             parts += _draw_gradient(grid, i, max(0.12, 0.55 * travel.share))
             parts.append(svg.path(grid.boxes(i), stroke=VERMILION, fill="none", width=grid.frame))
     parts += _draw_gradient(grid, [place[key] for key in moment.arrived if key in place and key not in solid], 0.55)
+    updated = [place[key] for key in moment.updated if key in place and key not in solid]
+    parts.append(svg.path(grid.boxes(updated, high=grid.mark), fill=SKY))
     for key, colour in solid.items():
         box = grid.boxes([place[key]], grow=0.0 if grid.legible else 2.0)
         parts.append(svg.path(box, fill=colour, stroke="currentColor", width=grid.frame))
