@@ -27,9 +27,9 @@ class Moments:
     Args:
         columns: events and samples of the step.
         keys: the stack, in order.
-        micro_batches, ahead, stash: settings of the step; micro-batches and `ahead` are counted if not given.
-        before: the step before, which says how many bytes a layer loads and in which order layers come; of the same stack.
-            As `Moments` it need not be prepared for each frame.
+        micro_batches, ahead, stash: settings of the step; micro-batches are counted if not given.
+        before: the step before, of the same stack: it says how many bytes a layer loads and in which order layers come.
+            As `Moments` it need not be prepared again for each frame.
         live: whether the step is still under way, so that `columns` holds only what is over.
     """
 
