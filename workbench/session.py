@@ -141,7 +141,9 @@ class Session:
         """
         if not callable(change):
             raise TypeError(f"change is a {type(change).__name__}: give a function of the relay")
-        return self._submit(_Command(what or "a call between steps", lambda: self._edit(lambda: self._call(change), what)))
+        return self._submit(
+            _Command(what or "a call between steps", lambda: self._edit(lambda: self._call(change), what))
+        )
 
     def reconfigure(self, **settings: Any) -> None:
         """Give the next step other settings: fields of `RelayConfig`, or an emulated link's figures (`LINK`).
@@ -152,7 +154,9 @@ class Session:
         if unknown := [name for name in settings if name not in SETTINGS]:
             raise ValueError(f"there is no setting {unknown[0]!r}; there are {', '.join(SETTINGS)}")
         if (link := [name for name in settings if name in LINK]) and not isinstance(self.relay.device, EmulatedDevice):
-            raise ValueError(f"{link[0]}: the link of {self.relay.device.name} is real; only an emulated one can be set")
+            raise ValueError(
+                f"{link[0]}: the link of {self.relay.device.name} is real; only an emulated one can be set"
+            )
         with self._changed:
             changed = {name: value for name, value in settings.items() if value != self._planned[name]}
             planned = {**self._planned, **changed}
@@ -240,7 +244,9 @@ class Session:
             if self._state == "closed" or not (self._state == "running" or self._queue or self._at_work):
                 return True
             if time.monotonic() >= until_s:
-                raise TimeoutError(f"the session is still {self._state} after step {self.relay.steps}: wait longer, or pause()")
+                raise TimeoutError(
+                    f"the session is still {self._state} after step {self.relay.steps}: wait longer, or pause()"
+                )
             self._changed.wait(min(until_s - time.monotonic(), 0.2))
             return False
 

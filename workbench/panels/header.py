@@ -35,13 +35,20 @@ class HeaderPanel(Panel):
         self._shown: dict[Any, Any] = {}  # by widget, the setting that it was last made to show
         self._title, self._progress = ipywidgets.HTML(), ipywidgets.HTML()
         self._trouble = ipywidgets.HTML()
-        self._skip = _button("Skip this batch", "forward", "Let go of the batch that failed; the next step takes another one")
+        self._skip = _button(
+            "Skip this batch", "forward", "Let go of the batch that failed; the next step takes another one"
+        )
         self._run = _button("Run", "play", "Train for the number of steps on the right; after a pause, go on")
         self._pause = _button("Pause", "pause", "Pause when the step under way is over")
         self._step = _button("Step", "step-forward", "Train one step")
         self._stop = _button("Stop", "stop", "End the run when the step under way is over")
         self._steps = ipywidgets.BoundedIntText(
-            _STEPS, min=1, max=10**9, description="steps", layout={"width": "150px"}, style={"description_width": "42px"}
+            _STEPS,
+            min=1,
+            max=10**9,
+            description="steps",
+            layout={"width": "150px"},
+            style={"description_width": "42px"},
         )
         for button, action in (
             (self._run, self._press_run),
@@ -60,8 +67,8 @@ class HeaderPanel(Panel):
 
     def _build_settings(self) -> list[ipywidgets.DOMWidget]:
         config = self.session.snapshot().config
-        self._micro_batches = _slider("micro-batches", MICRO_BATCHES, config.micro_batches, "92px", "240px")
-        self._ahead = _slider("layers ahead", AHEAD, config.ahead, "88px", "226px")
+        self._micro_batches = _slider("micro-batches", MICRO_BATCHES, config.micro_batches, "100px", "226px")
+        self._ahead = _slider("layers ahead", AHEAD, config.ahead, "88px", "200px")
         self._stash = ipywidgets.ToggleButtons(
             options=["device", "host"],
             value=config.stash,
@@ -74,7 +81,7 @@ class HeaderPanel(Panel):
         widgets = [*watched.values()]
         self._link: ipywidgets.SelectionSlider | None = None
         if isinstance(self.session.relay.device, EmulatedDevice):
-            self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "92px", "280px")
+            self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "94px", "260px")
             self._link.observe(self._guarded(self._change_link), "value")
             widgets.append(self._link)
         for name, widget in watched.items():

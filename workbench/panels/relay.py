@@ -14,7 +14,6 @@ from workbench.pictures.columns import Columns
 from workbench.pictures.moments import Moment, Moments
 from workbench.pictures.picture import Picture
 from workbench.pictures.relay import draw_relay, relay_table, show_relay
-from workbench.pictures.sweep import SHORT_S
 from workbench.snapshot import Snapshot
 
 _PACES = {"slow": 600, "normal": 200, "fast": 50}  # milliseconds per event
@@ -62,7 +61,7 @@ class RelayPanel(Panel):
         self._now = now
         if self._live.value:
             self._take(now.last)
-            self._put(_live_moment(now))
+            self._put(self._live_moment(now))
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
         return [show_relay(now.last)] if now.last is not None else []
@@ -105,7 +104,9 @@ class RelayPanel(Panel):
         with self._drawing:
             if self._moments() is None:
                 return
-            index = bisect_left(self._visits, self._at.value) - 1 if by < 0 else bisect_right(self._visits, self._at.value)
+            index = (
+                bisect_left(self._visits, self._at.value) - 1 if by < 0 else bisect_right(self._visits, self._at.value)
+            )
             self._move(self._visits[min(max(index, 0), len(self._visits) - 1)] - self._at.value)
 
     def _turn_live(self) -> None:
@@ -131,23 +132,22 @@ class RelayPanel(Panel):
         if moment is not None:
             self._fold.show(lambda: relay_table(moment, keys, names))
 
-
-def _live_moment(now: Snapshot) -> Moment | None:
-    """The step under way at this moment; between steps that are over in a few frames, the end of the last one."""
-    if now.progress is None or (now.last is not None and now.last.span_s < SHORT_S):
-        return None
-    progress, config = now.progress, now.config
-    part = Columns.of(progress.trace, progress.events, progress.samples)
-    moments = Moments(
-        part,
-        [layer.key for layer in now.layers],
-        micro_batches=config.micro_batches,
-        ahead=config.ahead,
-        stash=config.stash,
-        before=Columns.of(now.last) if now.last is not None else None,
-        live=True,
-    )
-    return moments.when(progress.now_s)
+    def _live_moment(self, now: Snapshot) -> Moment | None:
+        """The step under way, as far as it is; None between steps."""
+        if now.progress is None:
+            return None
+        progress, settings = now.progress, now.progress.trace.settings
+        part = Columns.of(progress.trace, progress.events, progress.samples)
+        moments = Moments(
+            part,
+            [layer.key for layer in now.layers],
+            micro_batches=settings["micro_batches"],
+            ahead=settings["ahead"],
+            stash=settings["stash"],
+            before=self._moments(),
+            live=True,
+        )
+        return moments.when(progress.now_s)
 
 
 def _button(icon: str, tip: str, action: object) -> ipywidgets.Button:

@@ -20,7 +20,8 @@ white-space:nowrap}
 .l2l-buttons>*,.l2l-player>*,.l2l-settings>*{flex:0 0 auto}
 .l2l-workbench .l2l-buttons>.widget-html{flex:1 1 0;min-width:0;width:auto}
 .l2l-buttons .widget-button,.l2l-player .widget-button,.l2l-player .jupyter-button{height:28px;line-height:28px}
-.l2l-settings{gap:2px 22px}
+.l2l-settings{gap:2px 14px}
+.l2l-settings .widget-readout{min-width:0;width:auto}
 .l2l-settings .widget-toggle-buttons{display:flex;align-items:center;font-size:var(--jp-widgets-font-size)}
 .l2l-settings .widget-toggle-buttons .widget-label{margin-right:6px}
 .l2l-settings .widget-toggle-button{height:26px;line-height:26px;font-size:12px}
