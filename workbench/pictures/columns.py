@@ -66,7 +66,8 @@ class Columns:
     def on(self, lane: str) -> NDArray[np.intp]:
         """Indices of the events of a lane, sorted by start."""
         indices = np.flatnonzero(self.lane == LANES.index(lane))
-        return indices[np.argsort(self.start_s[indices], kind="stable")]
+        start_s = self.start_s[indices]
+        return indices[np.argsort(start_s, kind="stable")] if (start_s[1:] < start_s[:-1]).any() else indices
 
     def at(self, place: str) -> NDArray[np.intp]:
         """Indices of the memory samples of a place, in order of time."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from l2l_core.memory import format_bytes
 from l2l_core.roofline import OVERLAPPING
 from workbench.pictures import svg
+from workbench.pictures.bars import Bars
 from workbench.pictures.busy import is_kind, visits_on
 from workbench.pictures.columns import Columns
 from workbench.pictures.scale import Scale, format_seconds
@@ -38,8 +39,11 @@ class Unit(NamedTuple):
     busy_s: float
 
 
-def draw_labels(units: Sequence[Unit], axis: Scale, y: float) -> Iterator[str]:
-    """Letter and number in the middle of every unit that has room for them, all in one size; `y` is the baseline."""
+def draw_labels(units: Sequence[Unit], hatched: Bars, axis: Scale, y: float) -> Iterator[str]:
+    """Letter and number in the middle of every unit that has room for them, all in one size; `y` is the baseline.
+
+    `hatched` says where hatching must be kept off the letters.
+    """
     fitting, small = [], False
     for unit in units:
         low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
@@ -49,10 +53,13 @@ def draw_labels(units: Sequence[Unit], axis: Scale, y: float) -> Iterator[str]:
             fitting.append(((low + high) / 2, words, kind_colour(unit.kind)))
             small |= high - low < LETTER * len(words) + 3
     for x, words, colour in fitting:
-        # a halo keeps hatching off the letters
-        halo = f'stroke="{colour}" stroke-width="5" stroke-linejoin="round" paint-order="stroke"'
-        style = "small" if small else ""
-        yield f"<g {halo}>{svg.text(x, y, words, style=style, anchor='middle', fill=ink_on(colour))}</g>"
+        half = LETTER * len(words) / 2
+        written = svg.text(x, y, words, style="small" if small else "", anchor="middle", fill=ink_on(colour))
+        if ((hatched.left < x + half) & (hatched.right > x - half)).any():
+            written = (
+                f'<g stroke="{colour}" stroke-width="4" stroke-linejoin="round" paint-order="stroke">{written}</g>'
+            )
+        yield written
 
 
 def label(kind: str, layer: str) -> str:

@@ -73,7 +73,7 @@ def draw_timeline(
         parts += draw_separators(now, lane, on[lane], axis, y, LANE)
         exposed = make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis), (LEFT, RIGHT))
         parts += _draw_hatch(exposed, y)
-        parts += draw_labels(units[lane], axis, y + LANE / 2 + 4)
+        parts += draw_labels(units[lane], exposed, axis, y + LANE / 2 + 4)
     parts += _draw_lane_names(summary)
     if now_s is not None:
         parts.append(svg.path(f"M{axis(min(now_s, axis.high)):.1f} {TOP - 6}V{AXIS}", style="axis", width=1.5))
@@ -153,7 +153,7 @@ def _draw_bars(bars: Bars, columns: Columns, y: float) -> Iterator[str]:
         rail = "".join(
             f"M{x:.1f} {y + LANE + 2:g}h{max(to - x, 0.6):.1f}"
             for x, to, part in zip(left, right, share, strict=True)
-            if part < 0.12 or (to - x) * part < 0.6
+            if part < 0.07 or (to - x) * part < 0.6
         )
         if rail:
             yield svg.path(rail, style="rail", stroke=colour, width=2)
