@@ -10,7 +10,8 @@ border:1px solid var(--jp-border-color2,#8884);border-radius:6px}
 .l2l-workbench .widget-html{width:100%;margin:0}
 .l2l-workbench .widget-html-content{line-height:1.35}
 .l2l-title{display:flex;gap:12px;align-items:center;font-size:13px;font-variant-numeric:tabular-nums}
-.l2l-state{border:2px solid;border-radius:12px;padding:1px 12px;font-weight:600;min-width:78px;text-align:center;white-space:nowrap}
+.l2l-state{border:2px solid;border-radius:12px;padding:1px 12px;font-weight:600;min-width:78px;
+text-align:center;white-space:nowrap}
 .l2l-progress{display:flex;gap:10px;align-items:center;padding-left:10px;font-size:12px;font-variant-numeric:tabular-nums;
 white-space:nowrap}
 .l2l-run{flex:0 0 160px;height:8px;border-radius:4px;background:color-mix(in srgb,currentColor 12%,transparent);overflow:hidden}
@@ -27,8 +28,8 @@ white-space:nowrap}
 .l2l-settings .widget-toggle-button{height:26px;line-height:26px;font-size:12px}
 .l2l-workbench button:focus-visible,.l2l-workbench .noUi-handle:focus-visible{outline:2px solid var(--jp-brand-color1,#1976d2);
 outline-offset:1px}
-.l2l-behind .widget-toggle-button{background:none;box-shadow:none;font-size:12px;height:22px;line-height:22px;padding:0 4px;opacity:.75;
-color:inherit}
+.l2l-behind .widget-toggle-button{background:none;box-shadow:none;font-size:12px;height:22px;line-height:22px;padding:0 4px;
+opacity:.75;color:inherit}
 .l2l-behind .widget-toggle-button:hover{opacity:1;box-shadow:none}
 .l2l-failure{border:1px solid;border-color:@RED;border-left-width:6px;border-radius:4px;padding:8px 12px;font-size:13px}
 .l2l-failure pre{white-space:pre-wrap;font-size:12px;line-height:1.35;margin:4px 0;max-height:320px;overflow:auto}

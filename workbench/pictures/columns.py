@@ -18,7 +18,7 @@ from l2l_core.memory import CATEGORIES
 from l2l_core.trace import LANES, PLACES, Trace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Columns:
     """The first events and samples of a trace, in order of arrival. Times in seconds since the step began.
 
@@ -51,12 +51,17 @@ class Columns:
 
     @staticmethod
     def of(trace: Trace, events: int | None = None, samples: int | None = None) -> Columns:
-        """What had arrived when the trace had so many events and samples; default all. Cheap if asked again."""
+        """What had arrived when the trace had so many events and samples; default all. The same object if asked again."""
         with _reading:
             reader = _readers.get(trace)
             if reader is None:
                 reader = _readers[trace] = _Reader()
-            return reader.read(trace, events, samples)
+            known = trace.counts
+            return reader.read(
+                trace,
+                known[0] if events is None else min(events, known[0]),
+                known[1] if samples is None else min(samples, known[1]),
+            )
 
     @property
     def end_s(self) -> float:
@@ -82,8 +87,15 @@ class _Reader:
         self._sample_times, self._samples = _Rows(1, np.float64), _Rows(1 + len(CATEGORIES), np.int64)
         self._kinds: dict[str, int] = {}
         self._layers: dict[str, int] = {}
+        self._latest: tuple[tuple[int, int], Columns] | None = None
 
-    def read(self, trace: Trace, events: int | None, samples: int | None) -> Columns:
+    def read(self, trace: Trace, events: int, samples: int) -> Columns:
+        """The same object for the same numbers, so that what is made from it can be kept."""
+        if self._latest is None or self._latest[0] != (events, samples):
+            self._latest = (events, samples), self._read(trace, events, samples)
+        return self._latest[1]
+
+    def _read(self, trace: Trace, events: int, samples: int) -> Columns:
         kinds, layers = self._kinds, self._layers
         new, _ = trace.since(self._times.count)
         if new:
@@ -135,8 +147,8 @@ class _Rows:
         self._array[self.count : needed] = rows
         self.count = needed
 
-    def first(self, count: int | None) -> np.ndarray:
-        return self._array[: self.count if count is None else min(count, self.count)]
+    def first(self, count: int) -> np.ndarray:
+        return self._array[:count]
 
 
 _readers: WeakKeyDictionary[Trace, _Reader] = WeakKeyDictionary()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from html import escape
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ def draw_memory(
         top_bytes: end of the device's axis, default from budget, `before` and `now`.
     """
     steps = [_Step.of(now, np.inf if now_s is None else now_s)] + (
-        [_Step.of(before)] if before is not None and now_s is not None else []
+        [_finished(before)] if before is not None and now_s is not None else []
     )
     ends = [step.columns.end_s for step in steps]
     time = Scale(0.0, span_s or round_up(max(*ends, now_s or 0.0, 0.0)), LEFT, RIGHT)
@@ -80,8 +81,9 @@ def draw_memory(
     cursor = RIGHT if now_s is None else min(max(time(now_s), LEFT), RIGHT)
     parts = [*_legend()]
     for plot, scale in zip(PLOTS, scales, strict=True):
+        parts += _under(plot, scale, time, steps, cursor)
         parts += _frame(plot, scale, time, sampled=any(len(step.levels[plot.place].totals) for step in steps))
-        parts += _areas(plot, scale, time, steps, cursor)
+        parts += _areas(plot, scale, time, steps[0], cursor)
         parts += _peak(plot, scale, time, steps[0], "" if now_s is None else " so far")
     parts += draw_strip([(step.columns, step.compute) for step in steps], time, cursor, STRIP)
     parts += [*_lines(scales[0], steps[-1], len(steps) > 1, budget_bytes, in_core_bytes), *_time_axis(time)]
@@ -151,14 +153,35 @@ def _device_top(used: int, budget: int | None, in_core: int | None, starting: bo
 # Areas ---------------------------------------------------------------------------------------------------------------
 
 
-def _areas(plot: Plot, scale: Scale, time: Scale, steps: Sequence[_Step], cursor: float) -> Iterator[str]:
-    """The step up to the cursor, and the one before from there on."""
-    whole = cursor >= RIGHT
-    end = cursor if not whole else min(RIGHT, max(time(steps[0].columns.end_s), LEFT + 1))
-    yield group(_stacked(plot, scale, time, steps[0].levels[plot.place], LEFT, end))
+def _well(plot: Plot, left: float, right: float) -> str:
+    return rect(left, plot.top, right - left, plot.bottom - plot.top, style="well")
+
+
+def _under(plot: Plot, scale: Scale, time: Scale, steps: Sequence[_Step], cursor: float) -> Iterator[str]:
+    """What lies behind the areas: from the cursor on, the step before."""
+    yield _well(plot, LEFT, RIGHT)
     for step in steps[1:]:
-        end = min(RIGHT, time(step.columns.end_s))
-        yield group(_stacked(plot, scale, time, step.levels[plot.place], cursor, end, plain=True), style="ghost")
+        yield _ghost(step.columns, plot, scale, time)
+        yield rect(LEFT, plot.top - 2, cursor - LEFT, plot.bottom - plot.top + 2, style="page")
+        yield _well(plot, LEFT, cursor)
+
+
+@lru_cache(maxsize=4)
+def _finished(columns: Columns) -> _Step:
+    return _Step.of(columns)
+
+
+@lru_cache(maxsize=8)
+def _ghost(columns: Columns, plot: Plot, scale: Scale, time: Scale) -> str:
+    """The whole step before: it stays the same while the cursor moves over it, so it is drawn once."""
+    end, levels = min(RIGHT, time(columns.end_s)), _finished(columns).levels[plot.place]
+    return group(_stacked(plot, scale, time, levels, LEFT, end, plain=True), style="ghost")
+
+
+def _areas(plot: Plot, scale: Scale, time: Scale, step: _Step, cursor: float) -> Iterator[str]:
+    """The step, up to the cursor."""
+    end = cursor if cursor < RIGHT else min(RIGHT, max(time(step.columns.end_s), LEFT + 1))
+    yield group(_stacked(plot, scale, time, step.levels[plot.place], LEFT, end))
 
 
 def _stacked(
@@ -230,7 +253,6 @@ def _legend() -> Iterator[str]:
 
 
 def _frame(plot: Plot, scale: Scale, time: Scale, sampled: bool) -> Iterator[str]:
-    yield rect(LEFT, plot.top, RIGHT - LEFT, plot.bottom - plot.top, style="well")
     yield text(LEFT - 8, plot.top - plot.title, plot.name, style="strong", anchor="end")
     lines = [f"M{time(mark):.1f} {plot.top:g}V{plot.bottom:g}" for mark in ticks(0.0, time.high, 11)]
     if not sampled:

@@ -22,6 +22,6 @@ def bundle_of(shown: Sequence[Picture | Table]) -> dict[str, str]:
     body = "".join((one.svg + one.table.to_html()) if isinstance(one, Picture) else one.to_html() for one in shown)
     return {
         "text/html": f"<style>{STYLE}</style><div>{body}</div>",
-        **{"image/svg+xml": svg for svg in pictures[:1]},
+        **({"image/svg+xml": pictures[0]} if pictures else {}),
         "text/plain": "\n\n".join(table.to_text() for table in tables),
     }

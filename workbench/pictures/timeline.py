@@ -7,6 +7,7 @@ It draws what a trace says and computes no advice. How events become few bars is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from textwrap import wrap
 
 import numpy as np
@@ -58,11 +59,12 @@ def draw_timeline(
     reach_s = max([now.end_s, now_s or 0.0, *([before.end_s] if before is not None else [])])
     axis = Scale(0.0, span_s or round_up(reach_s), LEFT, RIGHT)
     height = HEIGHT + (len(PHASES) * SLOT + 10 if said else 0)
-    parts = [*_draw_wells(), *_draw_axis(axis)]
+    parts = [*_draw_wells(LEFT, RIGHT)]
     if before is not None and now_s is not None:
-        ghosts = (_draw_bars(_bars(before, before.on(lane), axis, now_s, 130), before, y) for lane, y in _lanes())
-        parts.append(svg.group(("".join(ghost) for ghost in ghosts), style="ghost"))
-    parts += _draw_phases(now, axis)
+        cursor = axis(min(now_s, axis.high))
+        parts += [_draw_ghost(before, axis), svg.rect(LEFT, TOP, cursor - LEFT, AXIS - TOP, style="page")]
+        parts += _draw_wells(LEFT, cursor)
+    parts += [*_draw_axis(axis), *_draw_phases(now, axis)]
     px_s = axis.high / (RIGHT - LEFT)
     narrowest_s = px_s * (NARROWEST_TIP if now_s is None else NARROWEST)
     on = {lane: now.on(lane) for lane in LANES}
@@ -118,17 +120,23 @@ def _lanes() -> Iterator[tuple[str, float]]:
     return ((lane, TOP + i * PITCH) for i, lane in enumerate(LANES))
 
 
-def _draw_wells() -> Iterator[str]:
+def _draw_wells(left: float, right: float) -> Iterator[str]:
     for _, y in _lanes():
-        yield svg.rect(LEFT, y, RIGHT - LEFT, LANE, style="well")
+        yield svg.rect(left, y, right - left, LANE, style="well")
 
 
-def _bars(columns: Columns, on: NDArray[np.intp], axis: Scale, from_s: float = 0.0, at_most: int = 260) -> Bars:
-    """Bars of the events of a lane from `from_s` to the end of the axis."""
-    on = on[(columns.stop_s[on] > from_s) & (columns.start_s[on] < axis.high)]
-    start_s = np.maximum(columns.start_s[on], from_s)
-    within = (min(axis(from_s), axis.last), axis.last)
-    return make_bars(_place(start_s, axis), _place(columns.stop_s[on], axis), columns.kind[on], at_most, within=within)
+@lru_cache(maxsize=4)
+def _draw_ghost(before: Columns, axis: Scale) -> str:
+    """The whole step before: it stays the same while the cursor moves over it, so it is drawn once."""
+    ghosts = (_draw_bars(_bars(before, before.on(lane), axis, at_most=130), before, y) for lane, y in _lanes())
+    return svg.group(("".join(ghost) for ghost in ghosts), style="ghost")
+
+
+def _bars(columns: Columns, on: NDArray[np.intp], axis: Scale, at_most: int = 260) -> Bars:
+    """Bars of the events of a lane, as far as the axis goes."""
+    on = on[columns.start_s[on] < axis.high]
+    left, right = _place(columns.start_s[on], axis), _place(columns.stop_s[on], axis)
+    return make_bars(left, right, columns.kind[on], at_most, within=(axis.first, axis.last))
 
 
 def _place(times_s: NDArray[np.float64], axis: Scale) -> NDArray[np.float64]:
