@@ -259,6 +259,15 @@ def test_exposed_copies_are_hatched_and_hidden_ones_are_not() -> None:
     assert not hatched(parse(draw_timeline(Columns.of(hidden), span_s=10)))
 
 
+def test_narrow_exposed_copies_are_hatched_up_to_their_share() -> None:
+    """A thousand copies, the first 0.6 ms of each ms before compute goes on: too narrow to be hatched one by one."""
+    rows = [("h2d", "load", i / 1_000, (i + 0.8) / 1_000, "L000") for i in range(1_000)]
+    rows += [("compute", "forward", (i + 0.6) / 1_000, (i + 1) / 1_000, "L000") for i in range(1_000)]
+    strokes = hatched(parse(draw_timeline(Columns.of(hand_made(*rows)), span_s=1)))
+    assert min(y for _, y in strokes) == pytest.approx(74 + 0.4 * 34, abs=1) and max(y for _, y in strokes) == 108
+    assert min(x for x, _ in strokes) < LEFT + 2 and max(x for x, _ in strokes) > LEFT + WIDE - 2
+
+
 # -- words -----------------------------------------------------------------------------------------------------------
 
 

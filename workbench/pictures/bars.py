@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 _PITCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # px
 _LEVELS = 12  # shares that differ by less are drawn alike
+_HATCHED = 0.15  # the least share that is hatched
 _SEAM = 0.02  # px between bars that count as touching
 
 
@@ -97,5 +98,9 @@ def _join(bars: Bars) -> Bars:
 
 
 def make_hatched(left: NDArray[np.float64], right: NDArray[np.float64], within: tuple[float, float]) -> Bars:
-    """Bars for exposed intervals, sorted and apart, in px: wide ones as they are, narrow ones by their share of columns."""
-    return make_bars(left, right, np.zeros(len(left), np.int64), 30, first_pitch=4.0, within=within)
+    """Bars for exposed intervals, sorted and apart, in px: wide ones as they are, narrow ones by their share of columns.
+
+    Shares too small for a stroke are left out.
+    """
+    bars = make_bars(left, right, np.zeros(len(left), np.int64), 30, first_pitch=4.0, within=within)
+    return Bars(*(column[bars.share >= _HATCHED] for column in bars))

@@ -42,7 +42,7 @@ class Unit(NamedTuple):
 def draw_labels(units: Sequence[Unit], hatched: Bars, axis: Scale, y: float) -> Iterator[str]:
     """Letter and number in the middle of every unit that has room for them, all in one size; `y` is the baseline.
 
-    `hatched` says where hatching must be kept off the letters.
+    A halo keeps hatching off the letters, and separators where there is room for it.
     """
     fitting, small = [], False
     for unit in units:
@@ -50,12 +50,13 @@ def draw_labels(units: Sequence[Unit], hatched: Bars, axis: Scale, y: float) -> 
         words = label(unit.kind, unit.layer)
         full = unit.busy_s >= _FULL * (unit.stop_s - unit.start_s)
         if high - low >= max(NARROWEST, SMALL_LETTER * len(words) + 1) and full:
-            fitting.append(((low + high) / 2, words, kind_colour(unit.kind)))
+            roomy = unit.count > 1 and high - low >= LETTER * len(words) + 6
+            fitting.append(((low + high) / 2, words, kind_colour(unit.kind), roomy))
             small |= high - low < LETTER * len(words) + 3
-    for x, words, colour in fitting:
+    for x, words, colour, roomy in fitting:
         half = LETTER * len(words) / 2
         written = svg.text(x, y, words, style="small" if small else "", anchor="middle", fill=ink_on(colour))
-        if ((hatched.left < x + half) & (hatched.right > x - half)).any():
+        if roomy or ((hatched.left < x + half) & (hatched.right > x - half)).any():
             written = (
                 f'<g stroke="{colour}" stroke-width="4" stroke-linejoin="round" paint-order="stroke">{written}</g>'
             )

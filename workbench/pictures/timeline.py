@@ -169,7 +169,7 @@ def _draw_bars(bars: Bars, columns: Columns, y: float) -> Iterator[str]:
 
 def _draw_hatch(exposed: Bars, y: float) -> Iterator[str]:
     boxes = zip(exposed.left.tolist(), exposed.right.tolist(), (LANE * exposed.share).tolist(), strict=True)
-    lines = "".join(svg.hatch(x, y + LANE - high, to - x, high, 6) for x, to, high in boxes if high >= 5)
+    lines = "".join(svg.hatch(x, y + LANE - high, to - x, high, 6) for x, to, high in boxes)
     if lines:
         yield svg.path(lines, style="hatch")
 
