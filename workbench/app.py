@@ -13,6 +13,7 @@ from workbench.batches import BatchSource
 from workbench.loggers import Logger
 from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
+from workbench.panels.explore import ExplorePanel
 from workbench.panels.header import HeaderPanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
@@ -48,7 +49,7 @@ class Workbench:
         scheduler: Scheduler | None = None,
     ) -> None:
         self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler)
-        kinds = (HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel, LayersPanel)
+        kinds = (HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel, LayersPanel, ExplorePanel)
         self.panels = tuple(kind(self.session) for kind in kinds)
         style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
         self.widget = ipywidgets.VBox([style, *(panel.widget for panel in self.panels)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from weakref import ref
 
@@ -16,11 +17,14 @@ from workbench.pictures.timeline import draw_timeline, show_timeline, timeline_t
 from workbench.snapshot import Snapshot
 
 
+PACE_S = 1.0
+
+
 class TimelinePanel(Panel):
     """Lanes over time, exposed copies hatched, overlap in figures, and what binds each phase of the last step."""
 
     def build(self) -> ipywidgets.DOMWidget:
-        self._span_s = 0.0
+        self._span_s = self._next_s = 0.0
         self._told: tuple[ref[Trace] | None, Sequence[str]] = None, ()
         self._picture, self._fold = ipywidgets.HTML(), Fold("The last step's lanes as a table")
         return ipywidgets.VBox([self._picture, self._fold.widget])
@@ -31,17 +35,21 @@ class TimelinePanel(Panel):
             self._picture.value = '<p class="l2l-empty">The timeline appears with the first step.</p>'
             return
         self._span_s = sweep.span_s
-        self._picture.value = draw_timeline(**sweep._asdict(), names=_names(now), said=self._say(now.last))
+        self._picture.value = draw_timeline(
+            **sweep._asdict(), names=_names(now), said=self._say(now.last, now.state == "running")
+        )
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
         return [show_timeline(now.last)] if now.last is not None else []
 
-    def _say(self, last: Trace | None) -> Sequence[str]:
+    def _say(self, last: Trace | None, running: bool) -> Sequence[str]:
         """What binds the last step; the table is made along with it."""
         if last is None:
             return ()
         told, sentences = self._told
-        if told is None or told() is not last:
+        in_a_hurry = running and time.monotonic() < self._next_s  # nobody reads sentences that change all the time
+        if told is None or (told() is not last and not in_a_hurry):
+            self._next_s = time.monotonic() + PACE_S
             sentences = [str(bound) for bound in last.bound_by()]
             self._told = ref(last), sentences
             self._fold.show(lambda: timeline_table(last))

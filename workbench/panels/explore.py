@@ -1,0 +1,78 @@
+"""The last step for zooming and hovering: plotly figures, made when they are asked for."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+
+import ipywidgets
+import plotly.graph_objects as go
+
+from l2l_core import Trace
+from workbench.panels.panel import Panel, failure_html
+from workbench.pictures.figures import loss_figure, memory_figure, timeline_figure
+from workbench.pictures.picture import Picture
+from workbench.snapshot import Snapshot
+
+Make = Callable[[Snapshot], go.Figure]
+
+FIGURES: dict[str, Make] = {
+    "timeline": lambda now: timeline_figure(_last(now)),
+    "memory of the device": lambda now: memory_figure(_last(now), "device", now.budget_bytes, now.in_core_bytes),
+    "memory of the host": lambda now: memory_figure(_last(now), "host"),
+    "loss": lambda now: loss_figure({now.model: now.steps}, now.changes),
+}
+_NOTHING = "nothing"
+
+
+class ExplorePanel(Panel):
+    """One plotly figure of the last finished step.
+
+    It does not follow the session: a figure that one zooms into must hold still. Newest step brings it up to date.
+    """
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._choice = ipywidgets.Dropdown(
+            options=[_NOTHING, *FIGURES], description="explore", style={"description_width": "52px"}
+        )
+        self._choice.observe(lambda _: self._open(), "value")
+        self._again = ipywidgets.Button(
+            description="Newest step", icon="refresh", tooltip="Show the last finished step", layout={"width": "auto"}
+        )
+        self._again.on_click(lambda _: self._open())
+        self._place = ipywidgets.VBox()
+        return ipywidgets.VBox([ipywidgets.HBox([self._choice, self._again]), self._place])
+
+    def draw(self, now: Snapshot) -> None:
+        """Nothing: the figure holds still."""
+
+    def still(self, now: Snapshot) -> Sequence[Picture]:
+        return ()
+
+    def _open(self) -> None:
+        with self._drawing:
+            old, self._place.children = self._place.children, self._make()
+            for widget in old:
+                widget.close()
+
+    def _make(self) -> tuple[ipywidgets.DOMWidget, ...]:
+        make = FIGURES.get(self._choice.value)
+        now = self.session.snapshot()
+        if make is None:
+            return ()
+        if now.last is None:
+            return (ipywidgets.HTML('<p class="l2l-empty">There is something to explore after the first step.</p>'),)
+        try:
+            figure = make(now)
+            figure.update_layout(
+                title=f"{self._choice.value}, step {now.step}" if make is not FIGURES["loss"] else "loss"
+            )
+            return (go.FigureWidget(figure),)
+        except Exception as error:
+            message = f"The figure could not be made: {error!r}"
+            return (ipywidgets.HTML(failure_html(message, traceback.format_exc())),)
+
+
+def _last(now: Snapshot) -> Trace:
+    assert now.last is not None
+    return now.last
