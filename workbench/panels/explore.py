@@ -64,9 +64,8 @@ class ExplorePanel(Panel):
             return (ipywidgets.HTML('<p class="l2l-empty">There is something to explore after the first step.</p>'),)
         try:
             figure = make(now)
-            figure.update_layout(
-                title=f"{self._choice.value}, step {now.step}" if make is not FIGURES["loss"] else "loss"
-            )
+            name = self._choice.value
+            figure.update_layout(title_text=name if name == "loss" else f"{name}, step {now.step}", width=960)
             return (go.FigureWidget(figure),)
         except Exception as error:
             message = f"The figure could not be made: {error!r}"

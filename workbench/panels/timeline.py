@@ -16,7 +16,6 @@ from workbench.pictures.sweep import sweep_of
 from workbench.pictures.timeline import draw_timeline, show_timeline, timeline_table
 from workbench.snapshot import Snapshot
 
-
 PACE_S = 1.0
 
 

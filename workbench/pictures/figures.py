@@ -267,7 +267,7 @@ def _finish(figure: go.Figure, title: str, height: int) -> go.Figure:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": _INK},
-        legend={"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0, "xanchor": "left", "traceorder": "normal"},
+        legend={"orientation": "h", "y": -0.3, "yanchor": "top", "x": 0, "xanchor": "left", "traceorder": "normal"},
         uirevision="l2l",  # zoom and hidden kinds stay when the data change
         showlegend=True,
     )
