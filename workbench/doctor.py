@@ -60,6 +60,8 @@ class Facts:
     wanted: tuple[Wanted, ...]
     installed: Mapping[str, str | None]  # by the name in `wanted`; None: not installed
     widget_manager: Path | None
+    kernel: str | None  # the Python that a notebook of ours would start
+    this_python: str
     torch_error: str | None  # why `import torch` failed, if it did
     cuda: str | None  # name of the device
     ram_bytes: int | None
@@ -110,6 +112,19 @@ def find_widget_manager() -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
+def find_kernel() -> str | None:
+    """The Python behind the kernel `python3`, by the rule that Jupyter starts it with; None if there is no such kernel."""
+    try:
+        from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+    except ModuleNotFoundError:
+        return None
+    try:
+        command = KernelSpecManager().get_kernel_spec("python3").argv[0]
+    except (NoSuchKernel, IndexError):
+        return None
+    return sys.executable if re.fullmatch(r"python(3(\.\d+)?)?", command) else command
+
+
 def look_at_torch() -> tuple[str | None, str | None]:
     """(why torch does not import, name of the CUDA device); None for what there is not."""
     try:
@@ -147,6 +162,8 @@ def gather(root: Path = ROOT) -> Facts:
         wanted=wanted,
         installed={each.name: installed_version(each.name) for each in wanted},
         widget_manager=find_widget_manager(),
+        kernel=find_kernel(),
+        this_python=sys.executable,
         torch_error=torch_error,
         cuda=cuda,
         ram_bytes=ram_bytes,
@@ -182,6 +199,18 @@ def judge_widgets(manager: Path | None) -> Row:
     if manager is None:
         return Row("widget manager", "missing", "fail", "panels would show as text: pip install jupyterlab_widgets")
     return Row("widget manager", "present", "ok", "JupyterLab draws the panels; reload open pages after an upgrade")
+
+
+def judge_kernel(kernel: str | None, this_python: str) -> Row:
+    """A kernel that was registered once for another environment hides the one of this environment."""
+    remedy = f"{this_python} -m ipykernel install --sys-prefix"
+    if kernel is None:
+        return Row("kernel", "missing", "fail", f"notebooks could not start: {remedy}")
+    if os.path.abspath(kernel) != os.path.abspath(this_python):
+        return Row(
+            "kernel", kernel, "note", f"notebooks start another Python: jupyter kernelspec remove python3, or {remedy}"
+        )
+    return Row("kernel", "python3", "ok", "notebooks start this Python")
 
 
 def judge_device(torch_error: str | None, cuda: str | None) -> Row:
@@ -222,6 +251,7 @@ def diagnose(facts: Facts) -> list[Row]:
     return [
         judge_python(facts.python, facts.python_range),
         *(judge_version(wanted, facts.installed[wanted.name]) for wanted in facts.wanted),
+        judge_kernel(facts.kernel, facts.this_python),
         judge_widgets(facts.widget_manager),
         judge_device(facts.torch_error, facts.cuda),
         judge_ram(facts.ram_bytes, facts.free_ram_bytes),

@@ -19,6 +19,8 @@ HEALTHY = Facts(
     wanted=(TORCH, IPYKERNEL),
     installed={"torch": "2.13.0+cpu", "ipykernel": "7.4.0"},
     widget_manager=Path("package.json"),
+    kernel=".venv/bin/python",
+    this_python=".venv/bin/python",
     torch_error=None,
     cuda="H200",
     ram_bytes=32 * GIB,
@@ -40,10 +42,19 @@ def with_ipykernel(version: str | None) -> Facts:
 def test_a_healthy_machine_is_all_ok() -> None:
     rows = diagnose(HEALTHY)
     assert [each.check for each in rows] == [
-        "Python", "torch", "ipykernel", "widget manager", "device", "RAM", "cores", "disk",
+        "Python", "torch", "ipykernel", "kernel", "widget manager", "device", "RAM", "cores", "disk",
     ]  # fmt: skip
     assert {each.status for each in rows} == {"ok"}
     assert all(each.advice and "\n" not in each.advice for each in rows)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "status", "advice"),
+    [(None, "fail", "could not start"), ("elsewhere/python", "note", "start another Python")],
+)
+def test_the_kernel_is_this_python(kernel: str | None, status: str, advice: str) -> None:
+    found = row(replace(HEALTHY, kernel=kernel), "kernel")
+    assert found.status == status and advice in found.advice and "-m ipykernel install --sys-prefix" in found.advice
 
 
 @pytest.mark.parametrize(
