@@ -201,6 +201,27 @@ def test_core_modules_import_each_other_without_cycles() -> None:
     assert find_cycle(graph) is None, "imports point one way (docs/ARCHITECTURE.md)"
 
 
+def test_the_workbench_has_layers_too() -> None:
+    """Pictures draw what they are given; a session knows no widgets; only panels and the app do."""
+    files = {module_name(path): path for path in sorted((ROOT / "workbench").rglob("*.py"))}
+    graph = {name: imported(path, set(files), typing=False) for name, path in files.items()}
+    assert find_cycle({name: others & set(files) for name, others in graph.items()}) is None
+    widgets = {"ipywidgets", "IPython", "anywidget", "workbench.app"}
+    headless = [name for name in graph if name.startswith(("workbench.pictures", "workbench.s", "workbench.l"))]
+    assert {"workbench.session", "workbench.snapshot", "workbench.loggers", "workbench.pictures.relay"} <= {*headless}
+    strays = {
+        f"{name} imports {other}"
+        for name in headless
+        if name != "workbench.lesson"  # asks questions in a widget
+        for other in graph[name]
+        if other in widgets or other.startswith("workbench.panels")
+    }
+    assert not strays, sorted(strays)
+    impure = {"threading", "time", "random", "datetime", "torch"}
+    drawing = {name: graph[name] & impure for name in graph if name.startswith("workbench.pictures.")}
+    assert {name: found for name, found in drawing.items() if found} == {"workbench.pictures.columns": {"threading"}}
+
+
 def test_reference_is_written_with_torch_alone() -> None:
     # the oracle must not share code with what it judges
     path = CORE / "reference.py"
