@@ -86,7 +86,7 @@ class Display:
     def _page(self, now: Snapshot) -> Bundle:
         bundle = self._still(now)
         hide = f".jp-OutputArea:has(.{self._name}-live) .{self._name}-still{{display:none}}"
-        gone = f".jp-OutputArea-child:has(+ .jp-OutputArea-child .{self._name}-still) .jupyter-widgets:not(:has(*))"
+        gone = f".jp-OutputArea-child:has(+ .jp-OutputArea-child .{self._name}-still)>.jupyter-widgets:not(:has(*))"
         style = f"<style>{hide} {gone}{{display:none}}</style>"
         return {**bundle, "text/html": f'{style}<div class="{self._name}-still">{bundle["text/html"]}</div>'}
 

@@ -9,7 +9,7 @@ border:1px solid var(--jp-border-color2,#8884);border-radius:6px}
 .l2l-workbench .widget-vbox,.l2l-workbench .widget-vbox>*{flex-shrink:0}
 .l2l-workbench .widget-html{width:100%;margin:0}
 .l2l-workbench .widget-html-content{line-height:1.35}
-.l2l-title{display:flex;gap:12px;align-items:center;font-size:13px;font-variant-numeric:tabular-nums}
+.l2l-title{display:flex;gap:12px;align-items:center;font-size:13px;white-space:nowrap;overflow:hidden;font-variant-numeric:tabular-nums}
 .l2l-state{border:2px solid;border-radius:12px;padding:1px 12px;font-weight:600;min-width:78px;
 text-align:center;white-space:nowrap}
 .l2l-progress{display:flex;gap:10px;align-items:center;padding-left:10px;font-size:12px;font-variant-numeric:tabular-nums;
@@ -22,7 +22,7 @@ white-space:nowrap}
 .l2l-workbench .l2l-buttons>.widget-html{flex:1 1 0;min-width:0;width:auto}
 .l2l-buttons .widget-button,.l2l-player .widget-button,.l2l-player .jupyter-button{height:28px;line-height:28px}
 .l2l-settings{gap:2px 14px}
-.l2l-settings .widget-readout{min-width:0;width:auto}
+.l2l-settings .widget-readout{flex:0 0 auto;min-width:2.2em;width:auto;max-width:none;white-space:nowrap;overflow:visible}
 .l2l-settings .widget-toggle-buttons{display:flex;align-items:center;font-size:var(--jp-widgets-font-size)}
 .l2l-settings .widget-toggle-buttons .widget-label{margin-right:6px}
 .l2l-settings .widget-toggle-button{height:26px;line-height:26px;font-size:12px}

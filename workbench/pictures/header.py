@@ -37,9 +37,10 @@ def _state(now: Snapshot) -> str:
 
 
 def _facts(now: Snapshot) -> list[str]:
-    weights = format_bytes(4 * now.num_params)
     facts = [
-        f"{now.model}, {len(now.layers)} layers, {_count(now.num_params)} weights ({weights})",
+        now.model,
+        f"{len(now.layers)} layers",
+        f"{_count(now.num_params)} weights",
         now.device,
         f"step {now.step}",
     ]
