@@ -1,0 +1,100 @@
+"""A relay small enough for tests of what looks at it, layers that wait or fail when told to, and a few ways to wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from l2l_core import Device, EmulatedDevice, Relay, RelayConfig
+from workbench.session import Session
+
+WIDTH = 8
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """A residual block that can be told to wait for a signal, or to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gate: threading.Event | None = None
+        self.entered = threading.Event()
+        self.error: Exception | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.entered.set()
+        if self.gate is not None:
+            assert self.gate.wait(20)
+        if self.error is not None:
+            raise self.error
+        return x + torch.tanh(self.linear(x))
+
+
+def make_relay(config: RelayConfig | None = None, device: Device | None = None) -> Relay:
+    """Four layers between two of the shell."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, WIDTH), *(Layer() for _ in range(4)), nn.Linear(WIDTH, 1))
+    return Relay(
+        model,
+        partial(torch.optim.AdamW, lr=1e-2),
+        device or EmulatedDevice(),
+        list(model)[1:5],
+        _mse,
+        config=config or RelayConfig(micro_batches=2),
+    )
+
+
+def _mse(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, batch[1])
+
+
+def make_batches(count: int = 5) -> list[Batch]:
+    """Batches of six rows."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)) for _ in range(count)]
+
+
+@contextmanager
+def held(relay: Relay) -> Iterator[None]:
+    """Steps stay in the first layer as long as this is entered; a step must be begun inside."""
+    first: Any = relay.model[1]
+    first.entered.clear()
+    first.gate = gate = threading.Event()
+    try:
+        yield
+    finally:
+        first.gate = None
+        gate.set()
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    """Look again and again; fail when it takes too long."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, f"still not so after {timeout_s} s"
+        time.sleep(0.005)
+
+
+def enter(relay: Relay) -> None:
+    """Wait until a step under way has come to the first layer."""
+    first: Any = relay.model[1]
+    assert first.entered.wait(20)
+
+
+def train(session: Session, steps: int) -> None:
+    """Train so many steps and wait for them."""
+    session.run(steps)
+    session.wait(20)
+
+
+def threads_named(*names: str) -> list[str]:
+    """Threads of these names that are alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
