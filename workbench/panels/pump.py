@@ -7,10 +7,11 @@ fewer there are.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from workbench.session import Session
 from workbench.snapshot import Snapshot
@@ -26,12 +27,14 @@ class Pump:
     """Calls views with snapshots of one session, on a thread that lives as long as there are views.
 
     Invariant: a view is called by one thread at a time, and never after `remove` has returned, unless it is being called
-    by the thread that removes it.
+    by the thread that removes it. A view that fails is logged and removed; the others go on.
     """
 
     def __init__(self, session: Session, hz: float = HZ, share: float = SHARE) -> None:
-        self._session, self._hz, self._share = session, hz, share
+        self._session = ref(session)  # weak: `_pumps` must not keep sessions that nobody else keeps
+        self._hz, self._share = hz, share
         self._views: list[View] = []
+        self._alone = threading.Event()  # there are no views, so that the thread need not sleep any longer
         self._drawing = threading.RLock()
         self._thread: threading.Thread | None = None
         self.frames = 0
@@ -45,11 +48,14 @@ class Pump:
 
     def add(self, view: View) -> None:
         """Show the session to `view` from now on, at once for a start."""
+        session = self._session()
+        assert session is not None, "whoever shows a session has it"
         with self._drawing:
-            view(self._session.snapshot())
+            view(session.snapshot())
             self._views.append(view)
+            self._alone.clear()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="pump", daemon=True)
+                self._thread = threading.Thread(target=self._work, args=(session,), name="pump", daemon=True)
                 self._thread.start()
 
     def remove(self, view: View) -> None:
@@ -57,6 +63,8 @@ class Pump:
         with self._drawing:
             if view in self._views:
                 self._views.remove(view)
+            if not self._views:
+                self._alone.set()
 
     def join(self) -> None:
         """Wait for the end of the thread, once no views are left."""
@@ -64,26 +72,36 @@ class Pump:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _work(self) -> None:
+    def _work(self, session: Session) -> None:
         shown: Snapshot | None = None
         while True:
             began_s = time.thread_time()
-            now = self._session.snapshot()
+            now = session.snapshot()
             with self._drawing:
                 if not self._views:
                     self._thread = None
                     return
                 if shown is None or now.number != shown.number or now.progress is not None:
-                    for view in list(self._views):
-                        view(now)
+                    self._draw(now)
                     self.frames += 1
                 shown = now
             cost_s = time.thread_time() - began_s
             self.busy_s += cost_s
-            time.sleep(max(1 / self._hz, cost_s / self._share - cost_s))
-            if now.progress is None and now.state != "running":
-                self._session.wait_for_change(now.number, _QUIET_S)
+            left = self._alone.wait(max(1 / self._hz, cost_s / self._share - cost_s))
+            if not left and now.progress is None and now.state != "running":
+                session.wait_for_change(now.number, _QUIET_S)
+
+    def _draw(self, now: Snapshot) -> None:
+        for view in list(self._views):
+            if view not in self._views:
+                continue  # another view has removed it
+            try:
+                view(now)
+            except Exception:
+                _log.exception("a view of the session has failed and is shown no more")
+                self.remove(view)
 
 
+_log = logging.getLogger(__name__)
 _pumps: WeakKeyDictionary[Session, Pump] = WeakKeyDictionary()
 _making = threading.Lock()
