@@ -75,7 +75,7 @@ def held(relay: Relay) -> Iterator[None]:
         gate.set()
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
     """Look again and again; fail when it takes too long."""
     until_s = time.monotonic() + timeout_s
     while not condition():
