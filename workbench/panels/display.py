@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
+from IPython import get_ipython
 from IPython.display import display
 
 from workbench.panels.pump import Pump
@@ -42,33 +43,42 @@ class Display:
         self._name = f"l2l-{widget.model_id[:12]}"
         widget.add_class(f"{self._name}-live")
         widget._view_count = 0  # asks the page to say how often it shows the widget
-        self._seen = self._open = False
+        widget.observe(self._look_again, "_view_count")
+        self._seen = self._open = self._closed = False
         self._stilled = -1  # number of the snapshot that the still shows
         self._output: Any = None
         self._drawing = threading.RLock()
 
     def open(self) -> None:
-        """Put widget and still on the page, below the cell that runs."""
+        """Put widget and still on the page, below the cell that runs. Outside of a notebook the still's text is printed."""
         now = self._session.snapshot()
-        display({WIDGET: _view_of(self._widget)}, raw=True)
-        self._output = display(self._page(now), raw=True, display_id=True)
+        page = self._page(now)
+        if get_ipython() is None:
+            print(page["text/plain"])
+        elif self._closed:
+            display(page, raw=True)
+        else:
+            display({WIDGET: _view_of(self._widget)}, raw=True)
+            self._output = display(page, raw=True, display_id=True)
         self._stilled = now.number
-        if not self._open:
+        if not self._open and not self._closed:
             self._open = True
             Pump.of(self._session).add(self._look)
 
     def bundle(self) -> Bundle:
-        """Widget and still as one output, for pages that choose between them."""
-        return {WIDGET: _view_of(self._widget), **self._page(self._session.snapshot())}
+        """Widget and still as one output, for pages that choose between them; once closed, the still alone."""
+        page = self._page(self._session.snapshot())
+        return page if self._closed else {WIDGET: _view_of(self._widget), **page}
 
     def close(self) -> None:
         """Take the widget away and stop drawing; the still stays, up to date. Closing twice is fine."""
-        Pump.of(self._session).remove(self._look)
+        if self._open:
+            Pump.of(self._session).remove(self._look)
         with self._drawing:
             if self._output is not None:
                 self._output.update(self._page(self._session.snapshot()), raw=True)
                 self._output = None
-            self._open = False
+            self._open, self._closed = False, True
             _close(self._widget)
 
     def _look(self, now: Snapshot) -> None:
@@ -83,6 +93,11 @@ class Display:
             if self._widget._view_count or not self._seen:
                 self._show(now)
 
+    def _look_again(self, change: dict[str, Any]) -> None:
+        """The page shows the widget again: let it show what has happened meanwhile."""
+        if change["new"] and not change["old"]:
+            self._look(self._session.snapshot())
+
     def _page(self, now: Snapshot) -> Bundle:
         bundle = self._still(now)
         hide = f".jp-OutputArea:has(.{self._name}-live) .{self._name}-still{{display:none}}"
@@ -96,6 +111,10 @@ def _view_of(widget: ipywidgets.DOMWidget) -> dict[str, Any]:
 
 
 def _close(widget: ipywidgets.Widget) -> None:
-    for child in getattr(widget, "children", ()):
-        _close(child)
+    """Close it with its children, layouts and styles: the registry of widgets keeps each until then."""
+    parts = [getattr(widget, name) for name in widget.keys]
     widget.close()
+    for part in parts:
+        for one in part if isinstance(part, (tuple, list)) else (part,):
+            if isinstance(one, ipywidgets.Widget) and one.comm is not None:
+                _close(one)

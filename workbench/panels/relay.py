@@ -42,7 +42,8 @@ class RelayPanel(Panel):
         )
         self._pace = ipywidgets.Dropdown(options=list(_PACES), value="normal", layout={"width": "90px"})
         self._fold = Fold("The moment in words")
-        ipywidgets.jslink((self._play, "value"), (self._at, "value"))  # in the page, so that playing does not stutter
+        link = ipywidgets.jslink((self._play, "value"), (self._at, "value"))  # in the page: playing does not stutter
+        self._play.observe(lambda change: link.close() if change["new"] is None else None, "comm")  # nobody else has it
         moves = [
             _button("fast-backward", "Visit before", lambda: self._visit(-1)),
             _button("step-backward", "Event before", lambda: self._move(-1)),
