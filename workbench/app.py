@@ -107,7 +107,7 @@ class Workbench:
             panel.show(now)
 
     def _still(self, now: Snapshot) -> Bundle:
-        return bundle_of([picture for panel in self.panels for picture in panel.still(now)])
+        return bundle_of([picture for panel in self.panels for picture in panel.page(now)])
 
     def _ipython_display_(self) -> None:
         self._display.open()

@@ -63,7 +63,18 @@ class Panel(ABC):
     def fail(self, error: Exception) -> None:
         """Say in the panel that drawing it has failed."""
         box = self.widget.children[0] if isinstance(self.widget, ipywidgets.Box) else self.widget
-        box.value = failure_html(f"{type(self).__name__} could not be drawn: {error!r}", traceback.format_exc())
+        box.value = failure_html(self._blame(error), traceback.format_exc())
+
+    def page(self, now: Snapshot) -> Sequence[Picture | Table]:
+        """The still, or what went wrong with it."""
+        try:
+            return self.still(now)
+        except Exception as error:
+            lines = [(line,) for line in traceback.format_exc().splitlines()]
+            return [Table(self._blame(error), ("traceback",), lines)]
+
+    def _blame(self, error: Exception) -> str:
+        return f"{type(self).__name__} could not be drawn: {error!r}"
 
     def close(self, wait: bool = True) -> None:
         """Take the panel off the page; the session goes on."""
@@ -76,7 +87,7 @@ class Panel(ABC):
         return self._display
 
     def _bundle(self, now: Snapshot) -> Bundle:
-        return bundle_of(self.still(now))
+        return bundle_of(self.page(now))
 
     def _ipython_display_(self) -> None:
         self._shown().open()
