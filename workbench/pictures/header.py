@@ -29,7 +29,7 @@ def header_picture(now: Snapshot) -> Picture:
     words = f"{_state(now)}: {' · '.join(_facts(now))}"
     line = svg.document(960, 26, words, words, [svg.text(0, 17, words, style="strong")])
     rows = [(name, str(value)) for name, value in _settings(now).items()]
-    return Picture(line, Table("Settings of the next step", ("setting", "value"), rows))
+    return Picture(line, Table("Settings of the next step", ("setting", "value"), rows, note=words))
 
 
 def _state(now: Snapshot) -> str:
