@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets
 
-from l2l_core import EmulatedDevice
+from l2l_core import EmulatedDevice, TornStep
 from l2l_core.memory import format_bytes
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures.header import header_html, header_picture, progress_html
@@ -31,8 +32,12 @@ class HeaderPanel(Panel):
     """
 
     def build(self) -> ipywidgets.DOMWidget:
-        self._following = self._refused = False
-        self._shown: dict[Any, Any] = {}  # by widget, the setting that it was last made to show
+        self._refused = False
+        self._follower: int | None = (
+            None  # thread that lets the controls follow: what they call then is no hand's doing
+        )
+        self._told: dict[Any, Any] = {}  # by widget, the setting that it was last made to show
+        self._since = 0  # older snapshots do not have yet what was set here last
         self._title, self._progress = ipywidgets.HTML(), ipywidgets.HTML()
         self._trouble = ipywidgets.HTML()
         self._skip = _button(
@@ -66,7 +71,8 @@ class HeaderPanel(Panel):
         return ipywidgets.VBox([self._title, buttons, settings, self._trouble_box])
 
     def _build_settings(self) -> list[ipywidgets.DOMWidget]:
-        config = self.session.snapshot().config
+        now = self.session.snapshot()
+        config = now.config
         self._micro_batches = _slider("micro-batches", MICRO_BATCHES, config.micro_batches, "100px", "226px")
         self._ahead = _slider("layers ahead", AHEAD, config.ahead, "88px", "200px")
         self._stash = ipywidgets.ToggleButtons(
@@ -82,6 +88,7 @@ class HeaderPanel(Panel):
         self._link: ipywidgets.SelectionSlider | None = None
         if isinstance(self.session.relay.device, EmulatedDevice):
             self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "94px", "260px")
+            _move(self._link, _link_of(now))
             self._link.observe(self._guarded(self._change_link), "value")
             widgets.append(self._link)
         for name, widget in watched.items():
@@ -96,7 +103,8 @@ class HeaderPanel(Panel):
         self._follow(now)
         if now.failure is not None:
             step = f"Step {now.failure.step}, {now.failure.during}: {now.failure.error}"
-            self._say(f"{step}: {now.failure.message}", now.failure.traceback, now.failure.after)
+            skips = now.failure.during == "step" and now.failure.error != TornStep.__name__
+            self._say(f"{step}: {now.failure.message}", now.failure.traceback, now.failure.after, skips)
         elif self._trouble_box.layout.display != "none" and not self._refused:
             self._trouble_box.layout.display = "none"
 
@@ -105,26 +113,34 @@ class HeaderPanel(Panel):
 
     def _follow(self, now: Snapshot) -> None:
         """Let the sliders show settings that were changed elsewhere, and only those: a hand may be on another one."""
+        if now.number < self._since:
+            return
         values = {
             self._micro_batches: now.config.micro_batches,
             self._ahead: now.config.ahead,
             self._stash: now.config.stash,
-            **({self._link: now.figures["h2d_bytes_per_s"] or math.inf} if self._link is not None else {}),
+            **({self._link: _link_of(now)} if self._link is not None else {}),
         }
-        self._following = True
+        self._follower = threading.get_ident()
         try:
             for widget, value in values.items():
-                if value != self._shown.get(widget, widget.value):
+                if value != self._told.get(widget, widget.value):
                     _move(widget, value)
-                self._shown[widget] = value
+                self._told[widget] = value
         finally:
-            self._following = False
+            self._follower = None
 
     def _press_run(self) -> None:
         now = self.session.snapshot()
-        if now.state == "running":
+        if (now.state == "running" and not now.pausing) or {"run", "step"} & set(now.queued):
             return  # pressing twice must not train twice as long
-        self.session.run(None if now.state in ("paused", "failed") and now.target != now.done else self._steps.value)
+        if now.pausing and "stop" not in now.queued:
+            # After its last step a run has nothing left to go on with, and would begin one without end.
+            if now.target is None or now.done + 1 < now.target:
+                self.session.run()
+            return
+        goes_on = now.state in ("paused", "failed") and now.target != now.done
+        self.session.run(None if goes_on else self._steps.value)
 
     def _change_link(self) -> None:
         assert self._link is not None
@@ -135,20 +151,24 @@ class HeaderPanel(Panel):
         """A widget's callback: an error is shown below the buttons, where whoever pressed one looks."""
 
         def callback(*_: object) -> None:
-            if self._following:
+            if self._follower == threading.get_ident():
                 return
             try:
                 self._refused = False
                 action()
+                self._since = self.session.snapshot().number
             except Exception as error:
                 self._refused = True
-                self._say(str(error), traceback.format_exc(), "")
+                self._say(str(error), traceback.format_exc())
+                with self._drawing:  # what was not set is not shown as if it were
+                    self._told.clear()
+                    self._follow(self.session.snapshot())
 
         return callback
 
-    def _say(self, message: str, details: str, after: str) -> None:
+    def _say(self, message: str, details: str, after: str = "", skips: bool = False) -> None:
         self._trouble.value = failure_html(message, details, after)
-        self._skip.layout.display = "" if after else "none"
+        self._skip.layout.display = "" if skips else "none"
         self._trouble_box.layout.display = ""
 
 
@@ -170,10 +190,14 @@ def _slider(words: str, options: Sequence[Any], value: Any, label: str, width: s
     )
 
 
+def _link_of(now: Snapshot) -> float:
+    return float(now.figures["h2d_bytes_per_s"] or math.inf)
+
+
 def _move(widget: Any, value: Any) -> None:
     """Let a slider or a choice show a value, which its options need not have yet."""
-    options = [option if isinstance(option, tuple) else (option, option) for option in widget.options]
+    options = [option if isinstance(option, tuple) else (str(option), option) for option in widget.options]
     if value not in [v for _, v in options]:
-        name = f"{format_bytes(value)}/s" if isinstance(value, float) else str(value)
+        name = str(value) if isinstance(value, int) else f"{format_bytes(round(value))}/s"
         widget.options = sorted([*options, (name, value)], key=lambda pair: pair[1])
     widget.value = value
