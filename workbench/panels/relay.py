@@ -36,9 +36,9 @@ class RelayPanel(Panel):
         self._live = ipywidgets.ToggleButton(
             value=True, description="Live", icon="circle", tooltip="Follow the session", layout={"width": "auto"}
         )
-        self._play = ipywidgets.Play(interval=_PACES["normal"], show_repeat=False, layout={"width": "auto"})
+        self._play = ipywidgets.Play(max=0, interval=_PACES["normal"], show_repeat=False, layout={"width": "auto"})
         self._at = ipywidgets.IntSlider(
-            description="event", readout=False, continuous_update=True, layout={"width": "320px"}
+            max=0, description="event", readout=False, continuous_update=True, layout={"width": "320px"}
         )
         self._pace = ipywidgets.Dropdown(options=list(_PACES), value="normal", layout={"width": "90px"})
         self._fold = Fold("The moment in words")
@@ -98,6 +98,8 @@ class RelayPanel(Panel):
 
     def _move(self, by: int) -> None:
         with self._drawing:
+            if self._moments() is None:
+                return
             self._live.value = False
             self._at.value = min(max(self._at.value + by, 0), self._at.max)
 
