@@ -42,4 +42,4 @@ def sweep_of(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
 
 def _steady(span_s: float, end_s: float) -> float:
     """The end of the axis: it moves only when it must, or when most of the axis is empty."""
-    return span_s if end_s <= span_s <= 2 * end_s else round_up(1.05 * end_s)
+    return span_s if 0 < end_s <= span_s <= 2 * end_s else round_up(1.05 * end_s)
