@@ -447,7 +447,7 @@ def test_the_header_says_the_state_in_words_and_colour(state: Any) -> None:
 
 def test_the_header_says_what_trains_and_how_far_it_is() -> None:
     words = words_of(header_html(make_snapshot()))
-    assert "GPT, 3 layers, 1.23 M weights (4.94 MB)" in words and "step 0" in words and "loss" not in words
+    assert "GPT · 3 layers · 1.23 M weights" in words and "step 0" in words and "loss" not in words
     words = words_of(header_html(make_snapshot(step=3, steps=make_rows(9.0, 0.2, 0.3))))
     assert "step 3" in words and "loss 0.3333" in words and "300 ms per step" in words, "a median of the last steps"
     words = words_of(header_html(make_snapshot(model=NAUGHTY, device=NAUGHTY)))
@@ -498,7 +498,7 @@ def test_the_header_as_a_picture_has_the_settings_as_a_table() -> None:
     root = ET.fromstring(picture.svg)
     words = root.findtext(f"{SVG}text") or ""
     assert (
-        words.startswith(f"paused: {NAUGHTY}, 3 layers") and root.findtext(f"{SVG}desc") == words == picture.table.note
+        words.startswith(f"paused: {NAUGHTY} · 3 layers") and root.findtext(f"{SVG}desc") == words == picture.table.note
     )
     assert dict(picture.table.rows) == {
         "micro-batches": "4",

@@ -80,7 +80,7 @@ def test_outside_of_a_notebook_only_text_is_printed(relay: Relay, capsys: pytest
     bench._ipython_display_()
     printed = capsys.readouterr().out
     bench.close()
-    assert "Sequential, 4 layers" in printed and "micro-batches" in printed
+    assert "Sequential · 4 layers" in printed and "micro-batches" in printed
     assert "<svg" not in printed and "model_id" not in printed
 
 
