@@ -28,7 +28,8 @@ white-space:nowrap}
 .l2l-settings .widget-toggle-button{height:26px;line-height:26px;font-size:12px}
 .l2l-workbench button:focus-visible,.l2l-workbench .noUi-handle:focus-visible{outline:2px solid var(--jp-brand-color1,#1976d2);
 outline-offset:1px}
-.l2l-behind .widget-toggle-button{align-self:flex-start;background:none;box-shadow:none;font-size:12px;height:22px;line-height:22px;padding:0 4px;
+.l2l-behind .widget-toggle-button{align-self:flex-start;background:none;
+box-shadow:none;font-size:12px;height:22px;line-height:22px;padding:0 4px;
 opacity:.75;color:inherit}
 .l2l-behind .widget-toggle-button:hover{opacity:1;box-shadow:none}
 .l2l-failure{border:1px solid;border-color:@RED;border-left-width:6px;border-radius:4px;padding:8px 12px;font-size:13px}
