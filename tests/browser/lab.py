@@ -1,19 +1,25 @@
-"""A JupyterLab server of our own and a page in chromium: what the browser tests drive."""
+"""A JupyterLab server of our own and what is on its pages: what the browser tests drive and read."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import psutil
+from nbformat.sign import NotebookNotary
+from nbformat.v4 import new_code_cell, new_notebook
 
 from workbench.lab import lab_command
 
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "out" / "browser"  # screenshots of the last run
 TOKEN = "browser-tests"
+THEMES = "lab/user-settings/@jupyterlab/apputils-extension/themes.jupyterlab-settings"
 
 
 def find_chromium() -> str | None:
@@ -30,9 +37,57 @@ def find_chromium() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
+@dataclass(frozen=True)
+class Lab:
+    """JupyterLab as it runs: its address, the folder that it serves, its process."""
+
+    address: str
+    folder: Path
+    process: psutil.Process
+
+    def write(self, name: str, cells: list[str]) -> str:
+        """A notebook of these code cells; its path below the folder."""
+        kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+        nbformat.write(new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata=kernel), self.folder / name)
+        return name
+
+    def copy(self, notebook: Path) -> str:
+        """A notebook of the repository, trusted as `workbench lab` does it; its path below the folder."""
+        shutil.copy(notebook, self.folder)
+        notary = NotebookNotary(data_dir=str(self.folder / ".jupyter/data"))
+        try:
+            notary.sign(nbformat.read(notebook, as_version=4))
+        finally:
+            notary.store.close()
+        return notebook.name
+
+    def set_theme(self, name: str) -> None:
+        """The theme of pages that are opened from now on."""
+        path = self.folder / ".jupyter/config" / THEMES
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"theme": name}))
+
+    def kernels(self) -> list[psutil.Process]:
+        """The processes of all kernels."""
+        return [process for process in self.process.children() if "ipykernel" in " ".join(process.cmdline())]
+
+    def shut_down_kernels(self) -> None:
+        """End all kernels, as a person does in the list of running kernels."""
+        old = self.process.children(recursive=True)
+        for session in json.loads(self._ask("GET", "sessions")):
+            self._ask("DELETE", f"sessions/{session['id']}")
+        left = psutil.wait_procs(old, 20)[1]
+        assert not left, f"shut down and still there: {left}"
+
+    def _ask(self, method: str, what: str) -> bytes:
+        request = urllib.request.Request(f"{self.address}/api/{what}?token={TOKEN}", method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.read()
+
+
 @contextmanager
-def serve_lab(folder: Path) -> Iterator[str]:
-    """JupyterLab on `folder`, with settings of its own; gives the address of its root."""
+def serve_lab(folder: Path) -> Iterator[Lab]:
+    """JupyterLab on `folder`, with settings of its own; nothing of it is left at the end."""
     port = _free_port()
     settings = {name: str(folder / ".jupyter" / name) for name in ("config", "data", "runtime", "ipython")}
     env = {
@@ -53,43 +108,77 @@ def serve_lab(folder: Path) -> Iterator[str]:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             _wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", server, folder / "lab.log")
-            yield f"http://127.0.0.1:{port}"
+            yield Lab(f"http://127.0.0.1:{port}", folder, psutil.Process(server.pid))
         finally:
-            server.terminate()
+            below = psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
+            server.terminate()  # shuts its kernels down
             try:
                 server.wait(20)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+            for process in psutil.wait_procs(below, 5)[1]:
+                process.kill()
 
 
 class Notebook:
     """A notebook open in JupyterLab, as a person sees it."""
 
-    def __init__(self, page: Page, address: str, path: str) -> None:
-        self.page = page
-        page.goto(f"{address}/lab/tree/{path}?token={TOKEN}&reset")
-        page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell").first.wait_for(timeout=60_000)
-        page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Spinner").wait_for(state="detached")
+    def __init__(self, page: Page, lab: Lab, path: str) -> None:
+        self.page, self.path = page, path
+        page.goto(f"{lab.address}/lab/tree/{path}?token={TOKEN}&reset")
+        self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+        self.panel.locator(".jp-Cell").first.wait_for(timeout=60_000)
+        self.panel.locator(".jp-Spinner").wait_for(state="detached")
         self.wait_until_idle()
 
     def cell(self, number: int) -> Locator:
         """The code cell of this number, from 0."""
-        return self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-CodeCell").nth(number)
+        return self.panel.locator(".jp-CodeCell").nth(number)
 
-    def run_all(self) -> None:
-        """Run every cell, from the menu."""
-        self._choose("Run", "Run All Cells")
+    def output(self, number: int) -> str:
+        """What is read below a cell."""
+        return "\n".join(self.cell(number).locator(".jp-OutputArea-output:visible").all_inner_texts()).strip()
 
-    def run_cell(self, number: int) -> None:
-        """Click into a cell and press Shift-Enter."""
+    def run_cell(self, number: int, timeout_s: float = 90) -> str:
+        """Click into a cell, press Shift-Enter, wait until it has run; what it has printed."""
+        self.start_cell(number)
+        self.wait_for_cell(number, timeout_s)
+        return self.output(number)
+
+    def start_cell(self, number: int) -> None:
+        """Click into a cell and press Shift-Enter; the prompt is then a star until the cell has run."""
+        prompt = self.cell(number).locator(".jp-InputPrompt")
+        prompt.evaluate(
+            """prompt => { window.started = false;
+            new MutationObserver(() => { window.started = true }).observe(prompt, {childList: true, characterData: true,
+            subtree: true}) }"""
+        )
         self.cell(number).locator(".cm-content").click()
         self.page.keyboard.press("Shift+Enter")
+        until(lambda: self.page.evaluate("window.started"), self.page, f"cell {number} to start", step_ms=5)
+
+    def wait_for_cell(self, number: int, timeout_s: float = 90) -> None:
+        """Wait until a cell has run that has started."""
+        prompt = self.cell(number).locator(".jp-InputPrompt")
+        until(
+            lambda: re.search(r"\[\d+\]", prompt.inner_text()),
+            self.page,
+            f"cell {number} to end",
+            timeout_s,
+            step_ms=10,
+        )
 
     def restart(self) -> None:
         """Restart the kernel, from the menu, and confirm."""
-        self._choose("Kernel", re.compile("^Restart Kernel…|^Restart Kernel\\.\\.\\."))
+        self.choose("Kernel", re.compile("^Restart Kernel(…|\\.\\.\\.)"))
+        self.page.evaluate(
+            """() => { const bar = document.getElementById("jp-main-statusbar"); window.wasBusy = false;
+            new MutationObserver(() => { window.wasBusy ||= !bar.innerText.includes("| Idle") })
+            .observe(bar, {subtree: true, childList: true, characterData: true}) }"""
+        )
         self.page.locator(".jp-Dialog .jp-mod-accept").click()
+        until(lambda: self.page.evaluate("window.wasBusy"), self.page, "the kernel to go")
         self.wait_until_idle()
 
     def wait_until_idle(self, timeout_s: float = 90) -> None:
@@ -97,22 +186,126 @@ class Notebook:
         status = self.page.locator("#jp-main-statusbar", has_text=re.compile(r"\| Idle"))
         status.wait_for(timeout=1000 * timeout_s)
 
-    def wait_for_count(self, number: int, timeout_s: float = 90) -> None:
-        """Wait until a cell has run."""
-        prompt = self.cell(number).locator(".jp-InputPrompt")
-        until_s = time.monotonic() + timeout_s
-        while not re.search(r"\[\d+\]", prompt.inner_text()):
-            assert time.monotonic() < until_s, f"cell {number} has not run: {prompt.inner_text()!r}"
-            self.page.wait_for_timeout(50)
-
     def save(self) -> None:
-        """Save, from the keyboard."""
-        self.page.keyboard.press("Control+s")
-        self.page.wait_for_timeout(500)
+        """Save, from the menu, and wait until it is saved."""
+        self.choose("File", re.compile("^Save Notebook$"))
+        self.page.locator(".jp-NotebookPanel:not(.jp-mod-dirty)").wait_for(state="attached")
+        self.page.locator(".lm-TabBar-tab.lm-mod-current.jp-mod-dirty").wait_for(state="detached")
 
-    def _choose(self, menu: str, item: str | re.Pattern[str]) -> None:
+    def choose(self, menu: str, item: str | re.Pattern[str]) -> None:
+        """An item of the menu bar."""
         self.page.locator(".lm-MenuBar-itemLabel", has_text=re.compile(f"^{menu}$")).click()
         self.page.locator(".lm-Menu-itemLabel", has_text=item).first.click()
+
+    def bench(self, number: int) -> Bench:
+        """The live workbench below a cell."""
+        return Bench(self.page, self.cell(number).locator(".l2l-workbench"))
+
+
+class Bench:
+    """A live workbench on the page, as a person sees it."""
+
+    def __init__(self, page: Page, root: Locator) -> None:
+        self.page, self.root = page, root
+        root.locator(".l2l-state").wait_for(timeout=20_000)
+        self.root.scroll_into_view_if_needed()
+
+    @property
+    def title(self) -> str:
+        """The line of facts."""
+        return self.root.locator(".l2l-title").inner_text()
+
+    @property
+    def state(self) -> str:
+        """The word of the state, without its sign."""
+        return self.root.locator(".l2l-state").inner_text().split(" ", 1)[1]
+
+    @property
+    def step(self) -> int:
+        """The number of finished steps."""
+        return int(_find(r"step (\d+)", self.title))
+
+    @property
+    def loss(self) -> float:
+        """The last step's loss."""
+        return float(_find(r"loss ([\d.e+-]+)", self.title))
+
+    @property
+    def moment(self) -> str:
+        """What is written in the relay picture."""
+        return " ".join(self.picture(0).locator("text").all_text_contents())
+
+    @property
+    def event(self) -> int:
+        """The number of the event that the relay picture shows."""
+        return int(_find(r"event (\d+) of \d+", self.moment))
+
+    def picture(self, number: int) -> Locator:
+        """Relay 0, timeline 1, memory 2, loss 3."""
+        return self.root.locator("svg.l2l").nth(number)
+
+    def button(self, name: str) -> Locator:
+        """A button by its words, or by what it says to a pointer that rests on it."""
+        return self.root.locator(f'button:text-is("{name}"), button[title="{name}"]')
+
+    def press(self, name: str) -> None:
+        """Click a button."""
+        self.button(name).click()
+
+    def handle(self, name: str) -> Locator:
+        """What is dragged of the slider with this label."""
+        return self.root.locator(".widget-hslider", has_text=name).locator(".noUi-handle")
+
+    def wait_for_state(self, state: str, timeout_s: float = 30) -> None:
+        """Wait until the header says so."""
+        until(lambda: self.state == state, self.page, f"the state {state!r}", timeout_s)
+
+    def wait_for_step(self, step: int, timeout_s: float = 30) -> None:
+        """Wait until so many steps are done."""
+        until(lambda: self.step >= step, self.page, f"step {step}", timeout_s)
+
+    def watch(self) -> Callable[[], list[dict[str, Any]]]:
+        """From now on note what header and pictures show, every 15 ms; returns a function that gives the notes so far."""
+        self.root.evaluate(_WATCH)
+        return lambda: self.page.evaluate("window.notes")
+
+    def screenshot(self, name: str) -> None:
+        """Keep what is seen in `PICTURES`."""
+        keep(self.root, name)
+
+
+_WATCH = """root => {
+    window.notes = []; clearInterval(window.watching);
+    window.watching = setInterval(() => {
+        const title = root.querySelector(".l2l-title").innerText, pictures = root.querySelectorAll("svg.l2l");
+        const note = {state: root.querySelector(".l2l-state").innerText, step: +(/step (\\d+)/.exec(title) || [0, -1])[1],
+            loss: (/loss ([\\d.]+)/.exec(title) || [0, ""])[1],
+            event: [...pictures[0].querySelectorAll("text")].map(e => e.textContent).find(t => t.startsWith("event ")) || "",
+            timeline: pictures[1] ? pictures[1].querySelectorAll("*").length + pictures[1].textContent : ""};
+        const last = window.notes.at(-1);
+        if (!last || JSON.stringify(last) !== JSON.stringify(note)) window.notes.push(note);
+    }, 15);
+}"""
+
+
+def until(holds: Callable[[], Any], page: Page, what: str, timeout_s: float = 30, step_ms: float = 40) -> None:
+    """Wait until a condition holds; `what` is said when it never does."""
+    until_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until_s, f"waited {timeout_s} s for {what}"
+        page.wait_for_timeout(step_ms)
+
+
+def keep(what: Page | Locator, name: str) -> None:
+    """A screenshot in `PICTURES`."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    what.screenshot(path=PICTURES / f"{name}.png")
+
+
+def _find(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found, f"no {pattern!r} in {text!r}"
+    return found[1]
 
 
 def _free_port() -> int:
@@ -131,8 +324,3 @@ def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path, timeout_
             if server.poll() is not None or time.monotonic() > until_s:
                 raise RuntimeError(f"JupyterLab did not start: {error}\n{log.read_text()[-3000:]}") from error
             time.sleep(0.1)
-
-
-__all__ = ["PICTURES", "ROOT", "TOKEN", "Notebook", "find_chromium", "serve_lab"]
-if __name__ == "__main__":
-    sys.exit("a helper of the tests, not a program")
