@@ -100,10 +100,16 @@ class Display:
 
     def _page(self, now: Snapshot) -> Bundle:
         bundle = self._still(now)
-        hide = f".jp-OutputArea:has(.{self._name}-live) .{self._name}-still{{display:none}}"
-        gone = f".jp-OutputArea-child:has(+ .jp-OutputArea-child .{self._name}-still)>.jupyter-widgets:not(:has(*))"
-        style = f"<style>{hide} {gone}{{display:none}}</style>"
-        return {**bundle, "text/html": f'{style}<div class="{self._name}-still">{bundle["text/html"]}</div>'}
+        live, still = f".{self._name}-live", f".{self._name}-still"
+        lost = ".jupyter-widgets-disconnected"  # from its kernel: JupyterLab leaves it there, with a sign at every part
+        rules = (
+            f".jp-OutputArea:has({live}:not({lost})) {still}",
+            f".jp-OutputArea {live}{lost}",
+            # what stands in the widget's place where it is gone: nothing, or words about loading it in vain
+            f".jp-OutputArea-child:has(+ .jp-OutputArea-child {still})>.jp-OutputArea-output:not(:has(*))",
+        )
+        style = f"<style>{','.join(rules)}{{display:none}}</style>"
+        return {**bundle, "text/html": f'{style}<div class="{still[1:]}">{bundle["text/html"]}</div>'}
 
 
 def _view_of(widget: ipywidgets.DOMWidget) -> dict[str, Any]:
