@@ -43,6 +43,7 @@ class HeaderPanel(Panel):
         self._skip = _button(
             "Skip this batch", "forward", "Let go of the batch that failed; the next step takes another one"
         )
+        self._skip.add_class("l2l-skip")
         self._run = _button("Run", "play", "Train for the number of steps on the right; after a pause, go on")
         self._pause = _button("Pause", "pause", "Pause when the step under way is over")
         self._step = _button("Step", "step-forward", "Train one step")
@@ -89,6 +90,7 @@ class HeaderPanel(Panel):
         if isinstance(self.session.relay.device, EmulatedDevice):
             self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "94px", "260px")
             _move(self._link, _link_of(now))
+            self._link.add_class("l2l-link")
             self._link.observe(self._guarded(self._change_link), "value")
             widgets.append(self._link)
         for name, widget in watched.items():

@@ -23,14 +23,15 @@ white-space:nowrap}
 .l2l-buttons .widget-button,.l2l-player .widget-button,.l2l-player .jupyter-button{height:28px;line-height:28px}
 .l2l-settings{gap:2px 14px}
 .l2l-settings .widget-readout{flex:0 0 auto;min-width:2.2em;width:auto;max-width:none;white-space:nowrap;overflow:visible}
+.l2l-settings .l2l-link .widget-readout{min-width:5.2em}
 .l2l-settings .widget-toggle-buttons{display:flex;align-items:center;font-size:var(--jp-widgets-font-size)}
 .l2l-settings .widget-toggle-buttons .widget-label{margin-right:6px}
 .l2l-settings .widget-toggle-button{height:26px;line-height:26px;font-size:12px}
 .l2l-workbench button:focus-visible,.l2l-workbench .noUi-handle:focus-visible{outline:2px solid var(--jp-brand-color1,#1976d2);
 outline-offset:1px}
-.l2l-behind .widget-toggle-button{align-self:flex-start;background:none;
-box-shadow:none;font-size:12px;height:22px;line-height:22px;padding:0 4px;
-opacity:.75;color:inherit}
+.l2l-behind>.widget-toggle-button,.l2l-skip{align-self:flex-start}
+.l2l-behind .widget-toggle-button{background:none;box-shadow:none;font-size:12px;height:22px;line-height:22px;
+padding:0 4px;opacity:.75;color:inherit}
 .l2l-behind .widget-toggle-button:hover{opacity:1;box-shadow:none}
 .l2l-failure{border:1px solid;border-color:@RED;border-left-width:6px;border-radius:4px;padding:8px 12px;font-size:13px}
 .l2l-failure pre{white-space:pre-wrap;font-size:12px;line-height:1.35;margin:4px 0;max-height:320px;overflow:auto}
