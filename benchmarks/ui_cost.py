@@ -4,10 +4,11 @@
     python benchmarks/ui_cost.py --rounds 8
     python benchmarks/ui_cost.py --quick
 
-Steps: blocks with a `Workbench` on a page and blocks with a `Session` alone, in turn, on the same relay. There is no
-browser: every panel is drawn into its widget, and the widgets' messages go nowhere. Two models, both on one core with
-the stash on the host behind a link of 100 MB/s: the demo's, and a GPT-2 of 12 layers, 256 wide. A step should take at
-most 1.03 times as long.
+Steps: a block with a `Workbench` on a page between two with a `Session` alone, again and again, on the same relay. There
+is no browser: every panel is drawn into its widget, and the widgets' messages go nowhere. Two models, both on one core
+with the stash on the host behind a link of 100 MB/s: the demo's, and a GPT-2 of 12 layers, 256 wide. A step should take
+at most 1.03 times as long as the mean of those around it. How the two blocks that are alone compare with each other says
+what the machine's noise is; drawing's share of a core is counted, and is the most that it can take from anybody.
 
 Answers: a real kernel trains, and is asked for `1+1` again and again, until the result arrives as a page would get it.
 95 of 100 answers should take at most 50 ms.
@@ -46,8 +47,8 @@ TARGETS = {"ratio": 1.03, "p95_ms": 50.0}
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, help="pairs of blocks per model")
-    parser.add_argument("--block-s", type=float, default=4.0, help="seconds of a block, about")
+    parser.add_argument("--rounds", type=int, default=6, help="of three blocks, per model")
+    parser.add_argument("--block-s", type=float, default=3.0, help="seconds of a block, about")
     parser.add_argument("--requests", type=int, default=200, help="to the kernel, per state")
     parser.add_argument("--quick", action="store_true", help="two short rounds and few requests: does it work at all?")
     args = parser.parse_args()
@@ -65,12 +66,20 @@ def main() -> None:
         [(state, len(ms), *quantiles(ms).values()) for state, ms in answers.items()],
     )
     answered = {state: quantiles(ms) for state, ms in answers.items()}
-    kept = {
-        "steps": all(found["ratio"]["median"] <= TARGETS["ratio"] for found in steps.values()),
-        "answers": answered["trains and draws"]["p95_ms"] <= TARGETS["p95_ms"],
-    }
-    print(", ".join(f"{name}: {'within' if ok else 'MISSED'}" for name, ok in kept.items()), f"the targets {TARGETS}")
-    report("ui_cost", {"settings": vars(args), "targets": TARGETS, "kept": kept, "steps": steps, "answers": answered})
+    verdicts = {name: judge_steps(found) for name, found in steps.items()}
+    late = answered["trains and draws"]["p95_ms"] > TARGETS["p95_ms"]
+    verdicts["answers"] = "missed" if late else "within"
+    print(f"targets {TARGETS}: " + ", ".join(f"{name}: {verdict}" for name, verdict in verdicts.items()))
+    results = {"settings": vars(args), "targets": TARGETS, "verdicts": verdicts, "steps": steps, "answers": answered}
+    report("ui_cost", results)
+
+
+def judge_steps(found: dict[str, Any]) -> str:
+    """Whether the target was met, as far as the noise lets one tell."""
+    median = found["ratio"]["median"]
+    if median <= TARGETS["ratio"]:
+        return "within"
+    return "not told from noise" if median <= found["noise"]["max"] else "missed"
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -95,23 +104,30 @@ def make_device(budget_bytes: int | None = None) -> EmulatedDevice:
 
 
 def measure_steps(relay: Relay, batch: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Blocks of steps with and without the workbench in turn; the side that begins changes."""
+    """Blocks of steps with the workbench between blocks without it."""
     with threads(1):
         with Session(relay, [batch]) as session:  # metered, and warm
             session.run(2)
             step_s = session.wait().steps[-1].seconds
         steps = max(2, round(args.block_s / step_s))
-        seconds: dict[str, list[float]] = {"looking": [], "alone": []}
         drawing = Drawing()
-        for round_ in range(args.rounds):
-            for side in list(seconds)[:: -1 if round_ % 2 else 1]:
-                with looking(relay, batch, drawing) if side == "looking" else Session(relay, [batch]) as session:
+        sides = {
+            "before": lambda: Session(relay, [batch]),
+            "looking": lambda: looking(relay, batch, drawing),
+            "after": lambda: Session(relay, [batch]),
+        }
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(args.rounds):
+            for side, opened in sides.items():
+                with opened() as session:
                     session.run(steps)
                     seconds[side].append(statistics.fmean(row.seconds for row in session.wait().steps))
+    seconds["alone"] = [(a + b) / 2 for a, b in zip(seconds["before"], seconds["after"], strict=True)]
     return {
         "steps_per_block": steps,
-        "step_s": {side: spread(values) for side, values in seconds.items()},
+        "step_s": {side: spread(seconds[side]) for side in ("alone", "looking")},
         "ratio": ratio(seconds, "looking", "alone"),
+        "noise": spread(max(a / b, b / a) for a, b in zip(seconds["before"], seconds["after"], strict=True)),
         **drawing.figures(),
     }
 
@@ -167,9 +183,16 @@ def looking(relay: Relay, batch: Any, drawing: Drawing) -> Iterator[Session]:
 def show_steps(steps: dict[str, dict[str, Any]]) -> None:
     """Three tables."""
     show(
-        ("model", "step alone, ms", "looking / alone", "min", "max", "steps per block"),
+        ("model", "steps per block", "step alone, ms", "looking / alone", "min", "max", "alone / alone", "max"),
         [
-            (name, 1e3 * found["step_s"]["alone"]["median"], *found["ratio"].values(), found["steps_per_block"])
+            (
+                name,
+                found["steps_per_block"],
+                1e3 * found["step_s"]["alone"]["median"],
+                *found["ratio"].values(),
+                found["noise"]["median"],
+                found["noise"]["max"],
+            )
             for name, found in steps.items()
         ],
     )
