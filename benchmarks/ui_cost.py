@@ -47,7 +47,7 @@ TARGETS = {"ratio": 1.03, "p95_ms": 50.0}
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, help="of three blocks, per model")
+    parser.add_argument("--rounds", type=int, default=5, help="of three blocks, per model")
     parser.add_argument("--block-s", type=float, default=3.0, help="seconds of a block, about")
     parser.add_argument("--requests", type=int, default=200, help="to the kernel, per state")
     parser.add_argument("--quick", action="store_true", help="two short rounds and few requests: does it work at all?")
@@ -67,19 +67,25 @@ def main() -> None:
     )
     answered = {state: quantiles(ms) for state, ms in answers.items()}
     verdicts = {name: judge_steps(found) for name, found in steps.items()}
-    late = answered["trains and draws"]["p95_ms"] > TARGETS["p95_ms"]
-    verdicts["answers"] = "missed" if late else "within"
+    verdicts["answers"] = judge_answers(answered)
     print(f"targets {TARGETS}: " + ", ".join(f"{name}: {verdict}" for name, verdict in verdicts.items()))
     results = {"settings": vars(args), "targets": TARGETS, "verdicts": verdicts, "steps": steps, "answers": answered}
     report("ui_cost", results)
 
 
 def judge_steps(found: dict[str, Any]) -> str:
-    """Whether the target was met, as far as the noise lets one tell."""
-    median = found["ratio"]["median"]
-    if median <= TARGETS["ratio"]:
+    """Whether the target was met, if blocks that are alone are near enough to each other to tell."""
+    if found["noise"]["median"] > TARGETS["ratio"]:
+        return "not told from noise"
+    return "within" if found["ratio"]["median"] <= TARGETS["ratio"] else "missed"
+
+
+def judge_answers(answered: dict[str, dict[str, float]]) -> str:
+    """Whether the target was met, and whether it is drawing that misses it."""
+    late = [state for state, found in answered.items() if found["p95_ms"] > TARGETS["p95_ms"]]
+    if "trains and draws" not in late:
         return "within"
-    return "not told from noise" if median <= found["noise"]["max"] else "missed"
+    return "missed without drawing too" if "trains" in late else "missed"
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
