@@ -51,6 +51,8 @@ def test_panel_alone_shows_and_follows(open_notebook: Callable[..., Notebook], p
 
     until(changed, page, "six different timelines")
     assert "compute" in live.locator("svg text").all_text_contents()
+    fold = live.locator(".l2l-behind button").bounding_box()
+    assert fold is not None and fold["width"] < 300, "the style of the workbench"
     keep(notebook.cell(1), "panel_alone")
 
 

@@ -13,6 +13,7 @@ import ipywidgets
 
 from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
+from workbench.panels.style import STYLE
 from workbench.pictures.page import bundle_of
 from workbench.pictures.picture import Picture, Table
 from workbench.session import Session
@@ -82,7 +83,9 @@ class Panel(ABC):
 
     def _shown(self) -> Display:
         if self._display is None:
-            self._display = Display(self.session, self.widget, self.show, self._bundle)
+            style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
+            alone = ipywidgets.VBox([style, self.widget])
+            self._display = Display(self.session, alone, self.show, self._bundle)
             belongs_to_cell(self)
         return self._display
 
