@@ -23,7 +23,7 @@ def test_player_goes_through_the_last_step(open_notebook: Callable[..., Notebook
     bench.wait_for_step(1)
     bench.press("Pause")
     bench.wait_for_state("paused")
-    assert "no step is under way" in bench.moment
+    until(lambda: "no step is under way" in bench.moment, page, "the picture of rest")
 
     bench.press("Next event")
     until(lambda: "event 2 of" in bench.moment, page, "the second event")

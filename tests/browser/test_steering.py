@@ -100,7 +100,7 @@ def test_error_in_a_layer_is_readable_and_mended(open_notebook: Callable[..., No
     bench.press("Run")
     bench.wait_for_step(3)
     assert bench.state == "running"
-    assert not alert.is_visible()
+    until(lambda: not alert.is_visible(), page, "the message to go")
 
 
 def test_kernel_answers_while_training_runs(open_notebook: Callable[..., Notebook], page: Page) -> None:
