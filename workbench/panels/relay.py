@@ -37,8 +37,8 @@ class RelayPanel(Panel):
             value=True, description="Live", icon="circle", tooltip="Follow the session", layout={"width": "auto"}
         )
         self._play = ipywidgets.Play(max=0, interval=_PACES["normal"], show_repeat=False, layout={"width": "auto"})
-        self._at = ipywidgets.IntSlider(
-            max=0, description="event", readout=False, continuous_update=True, layout={"width": "320px"}
+        self._at = ipywidgets.IntSlider(  # in the page, the End key goes to the first `max` there was, cut to today's
+            max=10**9, description="event", readout=False, continuous_update=True, layout={"width": "320px"}
         )
         self._pace = ipywidgets.Dropdown(options=list(_PACES), value="normal", layout={"width": "90px"})
         self._fold = Fold("The moment in words")
@@ -76,7 +76,7 @@ class RelayPanel(Panel):
         self._trace, self._step = trace, None
         self._placing = True
         try:
-            last = max(0, trace.counts[0] - 1)
+            last = max(1, trace.counts[0] - 1)
             for widget in (self._play, self._at):
                 widget.max = last
         finally:

@@ -33,6 +33,7 @@ AXIS = TOP + 3 * PITCH + LANE + 8
 LEGEND, FIGURES, HEIGHT = AXIS + 44, AXIS + 84, AXIS + 118
 LINE, SLOT = 15, 35  # px: from line to line and from phase to phase of what is said
 COLUMNS = 132  # characters that fit beside a phase's name
+LIVE_BARS = 130  # of a lane at most, in pictures that are drawn many times a second
 MOST_BYTES = 55_000  # tooltips are left out rather than to exceed this
 
 
@@ -71,7 +72,7 @@ def draw_timeline(
     units = {lane: find_units(now, lane, on[lane], narrowest_s) for lane in LANES}
     for lane, y in _lanes():
         exposed_s = summary.exposed[lane]
-        parts += _draw_bars(_bars(now, on[lane], axis), now, y)
+        parts += _draw_bars(_bars(now, on[lane], axis, LIVE_BARS if now_s is not None else 260), now, y)
         parts += draw_separators(now, lane, on[lane], axis, y, LANE)
         exposed = make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis), (LEFT, RIGHT))
         parts += _draw_hatch(exposed, y)
@@ -128,7 +129,7 @@ def _draw_wells(left: float, right: float) -> Iterator[str]:
 @lru_cache(maxsize=4)
 def _draw_ghost(before: Columns, axis: Scale) -> str:
     """The whole step before: it stays the same while the cursor moves over it, so it is drawn once."""
-    ghosts = (_draw_bars(_bars(before, before.on(lane), axis, at_most=130), before, y) for lane, y in _lanes())
+    ghosts = (_draw_bars(_bars(before, before.on(lane), axis, LIVE_BARS), before, y) for lane, y in _lanes())
     return svg.group(("".join(ghost) for ghost in ghosts), style="ghost")
 
 
