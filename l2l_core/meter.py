@@ -51,10 +51,17 @@ class Meter:
     def enter(self, kind: str, layer: str, k: int) -> None:
         """A compute event begins."""
         self._label = f"{kind} {layer}"
-        self._device.doing = lambda: f"{kind} of {layer}" + (f", micro-batch {k}" if k >= 0 else "")
+        self._device.doing = lambda: self._name(kind, layer, k)
         self._device.take_high()
         if self._replay is not None:
             self._book(self._expected(self._replay)[1])
+
+    def _name(self, kind: str, layer: str, k: int) -> str:
+        """A compute event for people: "forward of h.3 (L003), micro-batch 1"."""
+        whole = {"shell": "the model's code outside of layers"}.get(kind, kind)
+        name = self._trace.names.get(layer, "")
+        of = "" if layer == "shell" else f" of {name} ({layer})" if name else f" of {layer}"
+        return f"{whole}{of}" + (f", micro-batch {k}" if k >= 0 else "")
 
     def leave(self) -> None:
         """The compute event ends."""

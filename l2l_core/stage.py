@@ -123,6 +123,8 @@ class Stage:
             DeviceOutOfMemory: in place of the error of the device's own allocator; says what was booked.
         """
         ledger = self.parts.device.ledger
+        if isinstance(error, Exception) and not isinstance(error, MemoryError) and (doing := ledger.doing()):
+            error.add_note(f"The relay was at: {doing}.")
         refused = ledger.refused(error) if isinstance(error, torch.OutOfMemoryError) else None  # while all is booked
         self._stack.close()
         if refused is not None:

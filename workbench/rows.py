@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from l2l_core import Relay, StepResult, TornStep
@@ -10,6 +11,8 @@ from l2l_core.memory import format_bytes
 from workbench.pictures.columns import Columns
 from workbench.pictures.timeline import timeline_summary
 from workbench.snapshot import During, Failure, LayerRow, StepRow
+
+BANDWIDTHS = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 
 
 def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
@@ -47,7 +50,7 @@ def explain(error: BaseException, during: During, steps: int) -> Failure:
     """What a person has to know of an error, after `steps` finished steps."""
     number = steps + (during in ("batch", "step"))
     printed = "".join(traceback.format_exception(error))
-    message = str(error) or "no message"
+    message = "\n".join([str(error) or "no message", *getattr(error, "__notes__", ())])
     return Failure(number, during, type(error).__name__, message, printed, _what_holds(error, during))
 
 
@@ -61,6 +64,15 @@ def _what_holds(error: BaseException, during: During) -> str:
         "scheduler": "The step itself is done and counted: Run goes on.",
         "logger": "The step itself is done and counted, but may not be logged: Run goes on.",
     }[during]
+
+
+def settings_words(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What differs between two sets of settings, as "micro_batches 4 → 8"; both directions of a link at once as "link"."""
+    names = [name for name in new if new[name] != old.get(name)]
+    values = {name: f"{show_setting(name, old.get(name))} → {show_setting(name, new[name])}" for name in names}
+    if len({values.get(name) for name in BANDWIDTHS}) == 1 and BANDWIDTHS[0] in values:
+        values = {"link" if name == BANDWIDTHS[0] else name: v for name, v in values.items() if name != BANDWIDTHS[1]}
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def show_setting(name: str, value: Any) -> str:

@@ -26,7 +26,7 @@ from l2l_core import EmulatedDevice, Relay, RelayConfig, StepResult, TornStep, T
 from workbench.batches import Batches, BatchSource
 from workbench.in_core_bytes import in_core_bytes
 from workbench.loggers import Logger
-from workbench.rows import explain, layer_rows, show_setting, step_row
+from workbench.rows import explain, layer_rows, settings_words, step_row
 from workbench.snapshot import Change, During, Failure, Progress, Snapshot, State, StepRow
 
 LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
@@ -81,6 +81,8 @@ class Session:
         self._number = 0
         self._during: During = "step"
         self._planned = {**_settings_of(relay.config), **relay.device.figures()}  # once everything queued is done
+        self._used = dict(self._planned)  # settings of the last step
+        self._set_since: Change | None = None  # what was set since then
         self._steps: list[StepRow] = []
         self._changes: list[Change] = []
         self._layers = layer_rows(relay)
@@ -158,13 +160,12 @@ class Session:
                 f"{link[0]}: the link of {self.relay.device.name} is real; only an emulated one can be set"
             )
         with self._changed:
-            changed = {name: value for name, value in settings.items() if value != self._planned[name]}
-            planned = {**self._planned, **changed}
+            planned = {**self._planned, **settings}
             _config_of(planned), EmulatedDevice(None, *_link_of(planned))  # both refuse what is out of range
-            if not changed:
+            if planned == self._planned:
                 return
-            words = (f"{n} {show_setting(n, self._planned[n])} → {show_setting(n, v)}" for n, v in changed.items())
-            self._submit(_Command(what := ", ".join(words), lambda: self._edit(lambda: self._apply(planned), what)))
+            what = settings_words(self._planned, planned)
+            self._submit(_Command(what, lambda: self._set(planned)))
             self._planned = planned
 
     def close(self, wait: bool = True) -> None:
@@ -333,13 +334,28 @@ class Session:
         value = change()
         with self._changed:
             self._layers = layer_rows(self.relay)
-            if not what:
-                return value
-            self._changes.append(made := Change(self.relay.steps, what))
+        if what:
+            self._record(Change(self.relay.steps, what))
+        return value
+
+    def _set(self, planned: dict[str, Any]) -> None:
+        """Settings since the last step are one change, however often they were set."""
+        self._during = "edit"
+        self._apply(planned)
+        with self._changed:
+            if self._set_since is not None:
+                self._changes.remove(self._set_since)
+                self._set_since = None
+        if what := settings_words(self._used, planned):
+            self._set_since = Change(self.relay.steps, what)
+            self._record(self._set_since)
+
+    def _record(self, made: Change) -> None:
+        with self._changed:
+            self._changes.append(made)
         self._during = "logger"
         for logger in self._loggers:
             logger.log_change(made)
-        return value
 
     def _call(self, change: Callable[[Relay], Any]) -> Any:
         old = self.relay.config
@@ -399,6 +415,7 @@ class Session:
         with self._changed:
             self._steps.append(row)
             self._layers, self._last = layers, result.trace
+            self._used, self._set_since = {**_settings_of(self.relay.config), **self.relay.device.figures()}, None
             self._done += 1
             if self._left is not None:
                 self._left -= 1

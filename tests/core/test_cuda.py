@@ -445,7 +445,7 @@ def test_the_allocators_own_error_comes_with_the_ledgers_table() -> None:
         relay.step((torch.randn(4, 8), torch.randn(4, 8)))
         before = copy_state(model)
         when["out"] = True
-        with pytest.raises(DeviceOutOfMemory, match="has no memory left during forward of L000") as caught:
+        with pytest.raises(DeviceOutOfMemory, match="has no memory left during forward of .*L000") as caught:
             relay.step((torch.randn(4, 8), torch.randn(4, 8)))
         assert caught.value.requested_bytes == 20 << 20 and caught.value.bytes_by_category["weights"] > 0
         for word in ("Tried to allocate 20.00 MiB", "weights", "slots", "Remedy"):

@@ -260,6 +260,19 @@ def test_settings_act_on_the_next_step(relay: Relay) -> None:
     assert now.changes == (Change(1, what),)
 
 
+def test_settings_since_the_last_step_are_one_change(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.step()
+        for micro_batches in (3, 6):
+            session.reconfigure(micro_batches=micro_batches, h2d_bytes_per_s=2e6, d2h_bytes_per_s=2e6)
+            session.wait(20)
+        session.step()
+        session.reconfigure(ahead=2)
+        session.reconfigure(ahead=1)
+        now = session.wait(20)
+    assert now.changes == (Change(1, "micro_batches 2 → 6, link unlimited → 2 MB/s"),)
+
+
 def test_settings_that_are_as_they_were_are_no_change(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.reconfigure(micro_batches=2, h2d_bytes_per_s=None)
@@ -516,6 +529,7 @@ def test_snapshots_are_of_one_moment_while_others_steer(relay: Relay) -> None:
         def look() -> None:
             while not over.is_set():
                 seen.append(session.snapshot())
+                time.sleep(1e-4)  # or it would hardly ever let go of the interpreter
 
         looker = threading.Thread(target=look)
         looker.start()

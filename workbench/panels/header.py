@@ -13,7 +13,7 @@ import ipywidgets
 from l2l_core import EmulatedDevice, TornStep
 from l2l_core.memory import format_bytes
 from workbench.panels.panel import Panel, failure_html
-from workbench.pictures.header import header_html, header_picture, progress_html
+from workbench.pictures.header import header_html, header_picture, progress_html, title_of
 from workbench.pictures.picture import Picture
 from workbench.snapshot import Snapshot
 
@@ -104,9 +104,10 @@ class HeaderPanel(Panel):
         self._pause.button_style = "warning" if now.state == "paused" or now.pausing else ""
         self._follow(now)
         if now.failure is not None:
-            step = f"Step {now.failure.step}, {now.failure.during}: {now.failure.error}"
             skips = now.failure.during == "step" and now.failure.error != TornStep.__name__
-            self._say(f"{step}: {now.failure.message}", now.failure.traceback, now.failure.after, skips)
+            self._say(
+                f"{title_of(now.failure)}: {now.failure.message}", now.failure.traceback, now.failure.after, skips
+            )
         elif self._trouble_box.layout.display != "none" and not self._refused:
             self._trouble_box.layout.display = "none"
 

@@ -19,7 +19,7 @@ from workbench.snapshot import Snapshot
 View = Callable[[Snapshot], None]
 
 HZ = 10.0
-SHARE = 0.05  # of a core
+SHARE = 0.03  # of a core
 _QUIET_S = 0.5  # between two looks at a session where nothing happens
 
 

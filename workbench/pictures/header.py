@@ -9,7 +9,7 @@ from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import GREEN, GREY, ORANGE, SKY, VERMILION
-from workbench.snapshot import Snapshot
+from workbench.snapshot import Failure, Snapshot
 
 STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
 STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "✕", "closed": "○"}
@@ -22,6 +22,20 @@ def header_html(now: Snapshot) -> str:
     state = f'<span class="l2l-state" style="border-color:{colour}">{STATE_SIGNS[now.state]} {_state(now)}</span>'
     facts = " · ".join(escape(fact) for fact in _facts(now))
     return f'<div class="l2l-title">{state}<span>{facts}</span></div>'
+
+
+_FAILED = {
+    "batch": "The batch of step {step} could not be had",
+    "step": "Step {step} failed",
+    "edit": "The change after step {step} failed",
+    "scheduler": "The learning rate's schedule failed after step {step}",
+    "logger": "A logger failed after step {step}",
+}
+
+
+def title_of(failure: Failure) -> str:
+    """What failed and with which error, in a few words."""
+    return f"{_FAILED[failure.during].format(step=failure.step)}: {failure.error}"
 
 
 def header_picture(now: Snapshot) -> Picture:
@@ -64,7 +78,9 @@ def progress_html(now: Snapshot) -> str:
 def _bar(now: Snapshot) -> str:
     if now.target is None:
         return f"<span>{now.done} steps, until stopped</span>"
-    share = now.done / now.target if now.target else 0.0
+    if not now.target:
+        return "<span>no steps asked for</span>"
+    share = now.done / now.target
     left = ""
     if now.steps and now.state == "running" and now.target > now.done:
         left = f", {format_seconds((now.target - now.done) * _pace_s(now))} left"

@@ -106,7 +106,7 @@ def timeline_table(trace: Trace) -> Table:
         rows.append((LANE_NAMES[lane], f"{len(on):,}", moved, format_seconds(busy_s), share, exposed))
     said = [f"{_percent(summary.overlap)} of copy time hidden under compute.", *(f"{b}." for b in trace.bound_by())]
     return Table(
-        title=f"Timeline of step {trace.step}: {format_seconds(summary.span_s)}",
+        title=f"Timeline of step {trace.step + 1}: {format_seconds(summary.span_s)}",
         header=("lane", "events", "bytes", "busy", "share of step", "exposed"),
         rows=rows,
         note=" ".join(said),
