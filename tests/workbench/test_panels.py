@@ -685,3 +685,14 @@ def test_a_workbench_steers_its_session(relay: Relay) -> None:
 def test_a_workbench_refuses_what_is_no_relay() -> None:
     with pytest.raises(TypeError, match="a session takes an l2l_core.Relay"):
         Workbench(torch.nn.Linear(1, 1), [])  # type: ignore[arg-type]
+
+
+def test_live_stops_the_player_and_is_not_undone_by_its_last_ticks(session: Session) -> None:
+    panel = player(session)
+    panel._play.playing = True
+    panel._at.value = 5
+    assert not find(panel, "Live").value
+    find(panel, "Live").value = True
+    assert not panel._play.playing
+    panel._at.value = 6  # was under way from the page
+    assert find(panel, "Live").value and "no step is under way" in picture_of(panel)

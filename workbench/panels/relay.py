@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from workbench.pictures.picture import Picture
 from workbench.pictures.relay import draw_relay, relay_table, show_relay
 from workbench.snapshot import Snapshot
 
+LATE_S = 0.7  # after Live was pressed, the page may still send where the player was
 _PACES = {"slow": 600, "normal": 200, "fast": 50}  # milliseconds per event
 
 
@@ -32,6 +34,7 @@ class RelayPanel(Panel):
         self._trace: Trace | None = None  # of that step
         self._visits: Sequence[int] = ()  # events with which a visit begins
         self._placing = False
+        self._live_since_s = -LATE_S
         self._picture = ipywidgets.HTML()
         self._live = ipywidgets.ToggleButton(
             value=True, description="Live", icon="circle", tooltip="Follow the session", layout={"width": "auto"}
@@ -91,7 +94,8 @@ class RelayPanel(Panel):
 
     def _scrub(self) -> None:
         with self._drawing:
-            if self._placing or (step := self._moments()) is None:
+            late = self._live.value and time.monotonic() < self._live_since_s + LATE_S
+            if self._placing or late or (step := self._moments()) is None:
                 return
             self._live.value = False
             self._put(step.at(min(self._at.value, step.count - 1)))
@@ -114,7 +118,10 @@ class RelayPanel(Panel):
 
     def _turn_live(self) -> None:
         with self._drawing:
-            if self._live.value and self._now is not None:
+            if not self._live.value:
+                return
+            self._play.playing, self._live_since_s = False, time.monotonic()
+            if self._now is not None:
                 self.draw(self._now)
 
     def _put(self, moment: Moment | None) -> None:
