@@ -687,8 +687,8 @@ def test_a_workbench_refuses_what_is_no_relay() -> None:
         Workbench(torch.nn.Linear(1, 1), [])  # type: ignore[arg-type]
 
 
-def test_live_stops_the_player_and_is_not_undone_by_its_last_ticks(session: Session) -> None:
-    panel = player(session)
+def test_live_stops_the_player_and_is_not_undone_by_its_last_ticks(player: RelayPanel) -> None:
+    panel = player
     panel._play.playing = True
     panel._at.value = 5
     assert not find(panel, "Live").value
