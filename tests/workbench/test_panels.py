@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ipywidgets
@@ -22,6 +23,7 @@ from workbench.panels.memory import MemoryPanel
 from workbench.panels.panel import Panel
 from workbench.panels.relay import RelayPanel
 from workbench.panels.timeline import TimelinePanel
+from workbench.pictures.memory import memory_table
 from workbench.pictures.moments import Moments
 from workbench.session import Session
 from workbench.snapshot import Snapshot
@@ -565,7 +567,28 @@ def test_a_change_of_settings_is_marked_in_the_loss_at_once(session: Session) ->
     session.reconfigure(ahead=2)
     session.wait(20)
     shown(panel)
-    assert panel.widget.children[0].value != before
+    once = panel.widget.children[0].value
+    assert once != before
+    session.reconfigure(ahead=3)
+    session.wait(20)
+    shown(panel)
+    assert panel.widget.children[0].value != once, "still one change, but another"
+
+
+def test_the_table_behind_memory_is_of_the_step_that_is_drawn(session: Session) -> None:
+    panel = MemoryPanel(session)
+    fold = next(one for one in widgets_of(panel) if isinstance(one, ipywidgets.ToggleButton))
+    fold.value = True
+    train(session, 1)
+    first = session.snapshot()
+    session.reconfigure(micro_batches=1, stash="host")
+    train(session, 1)
+    last = session.snapshot()
+    panel.show(first)
+    panel.show(replace(first, step=last.step))  # the relay is done with a step, the session not yet
+    panel.show(last)
+    assert last.last is not None
+    assert memory_table(last.last, last.in_core_bytes).to_html(folded=False) in html_of(panel)
 
 
 # Every panel ----------------------------------------------------------------------------------------------------------

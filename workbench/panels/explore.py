@@ -65,7 +65,7 @@ class ExplorePanel(Panel):
         try:
             figure = make(now)
             name = self._choice.value
-            figure.update_layout(title_text=name if name == "loss" else f"{name}, step {now.step}", width=960)
+            figure.update_layout(title_text=name if name == "loss" else f"{name}, step {now.last.step + 1}", width=960)
             return (go.FigureWidget(figure),)
         except Exception as error:
             message = f"The figure could not be made: {error!r}"

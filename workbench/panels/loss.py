@@ -10,19 +10,19 @@ from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
 from workbench.pictures.loss import draw_loss, loss_table
 from workbench.pictures.picture import Picture
-from workbench.snapshot import Snapshot
+from workbench.snapshot import Change, Snapshot
 
 
 class LossPanel(Panel):
     """The loss of every step, with the changes that were made in between."""
 
     def build(self) -> ipywidgets.DOMWidget:
-        self._drawn = (-1, -1)
+        self._drawn: tuple[int, Sequence[Change]] = (-1, ())
         self._picture, self._fold = ipywidgets.HTML(), Fold("Losses as a table")
         return ipywidgets.VBox([self._picture, self._fold.widget])
 
     def draw(self, now: Snapshot) -> None:
-        known = len(now.steps), len(now.changes)
+        known = len(now.steps), now.changes
         if known == self._drawn:
             return
         self._drawn = known

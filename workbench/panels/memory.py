@@ -32,8 +32,8 @@ class MemoryPanel(Panel):
         self._picture.value = draw_memory(
             **sweep._asdict(), budget_bytes=now.budget_bytes, in_core_bytes=now.in_core_bytes
         )
-        if (last := now.last) is not None and self._tabled != now.step:
-            self._tabled = now.step
+        if (last := now.last) is not None and self._tabled != last.step:
+            self._tabled = last.step
             self._fold.show(lambda: memory_table(last, now.in_core_bytes))
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
