@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from l2l_core.batch import Batch
@@ -21,7 +21,7 @@ class Batches:
     """
 
     def __init__(self, source: BatchSource) -> None:
-        if isinstance(source, dict) or not (callable(source) or isinstance(source, Iterable)):
+        if isinstance(source, Mapping) or not (callable(source) or isinstance(source, Iterable)):
             raise TypeError(
                 f"batches is a {type(source).__name__}: give an iterable of batches (a DataLoader, a list) or a function "
                 "that returns one; for the same batch in every step, [batch]"

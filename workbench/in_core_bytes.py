@@ -59,7 +59,7 @@ def estimate_bytes(trace: Trace, weight_bytes: int, gradient_bytes: Mapping[str,
     """
     columns = Columns.of(trace)
     gradients = sum(gradient_bytes.values())
-    fixed = weight_bytes + _most(columns, "host", "optimizer") + _batch_bytes(columns)
+    fixed = weight_bytes + _most(columns, "host", "optimizer") + batch_bytes(trace)
     graphs = _Graphs.of(columns, on_host=trace.settings.get("stash") == "host")
     if graphs is None:
         return fixed + gradients
@@ -133,7 +133,9 @@ def _activations(columns: Columns, compute: NDArray[np.intp]) -> tuple[Numbers, 
     return np.append(0, after[:-1]), during, after
 
 
-def _batch_bytes(columns: Columns) -> int:
+def batch_bytes(trace: Trace) -> int:
+    """Bytes of the batch of a finished step, as they were copied to the device."""
+    columns = Columns.of(trace)
     return int(columns.nbytes[columns.kind == _index(columns, "batch")].sum())
 
 

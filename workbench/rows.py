@@ -50,8 +50,15 @@ def explain(error: BaseException, during: During, steps: int) -> Failure:
     """What a person has to know of an error, after `steps` finished steps."""
     number = steps + (during in ("batch", "step"))
     printed = "".join(traceback.format_exception(error))
-    message = "\n".join([str(error) or "no message", *getattr(error, "__notes__", ())])
+    message = "\n".join([_words_of(error) or "no message", *getattr(error, "__notes__", ())])
     return Failure(number, during, type(error).__name__, message, printed, _what_holds(error, during))
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:
+        return f"its message cannot be read: {second!r}"
 
 
 def _what_holds(error: BaseException, during: During) -> str:

@@ -13,18 +13,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm.auto import tqdm
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, StepResult, TornStep, Trace
 from workbench.batches import Batches, BatchSource
-from workbench.in_core_bytes import in_core_bytes
+from workbench.in_core_bytes import batch_bytes, in_core_bytes
 from workbench.loggers import Logger
 from workbench.rows import explain, layer_rows, settings_words, step_row
 from workbench.snapshot import Change, During, Failure, Progress, Snapshot, State, StepRow
@@ -50,7 +51,7 @@ class Session:
         batches: an iterable that begins again when it ends (a DataLoader, a list), an iterator, or a function without
             arguments that returns a batch.
         loggers: get every finished step and every change, see `loggers.py`; they are closed with the session.
-        scheduler: of the learning rate, stepped after every step.
+        scheduler: of the learning rate, stepped after every step; a `ReduceLROnPlateau` gets the step's loss.
 
     Raises:
         TypeError: not a relay, or batches of no such kind.
@@ -80,12 +81,12 @@ class Session:
         self._closing = False
         self._number = 0
         self._during: During = "step"
-        self._planned = {**_settings_of(relay.config), **relay.device.figures()}  # once everything queued is done
+        self._planned = _settings_of(relay)  # once everything queued is done
         self._used = dict(self._planned)  # settings of the last step
         self._set_since: Change | None = None  # what was set since then
         self._steps: list[StepRow] = []
         self._changes: list[Change] = []
-        self._layers = layer_rows(relay)
+        self._layers, self._finished = layer_rows(relay), relay.steps
         self._num_params = sum(unit.num_params for unit in (relay.shell, *relay.stack))
         self._last: Trace | None = None
         self._under_way: Callable[[], Trace | None] = lambda: None
@@ -143,9 +144,7 @@ class Session:
         """
         if not callable(change):
             raise TypeError(f"change is a {type(change).__name__}: give a function of the relay")
-        return self._submit(
-            _Command(what or "a call between steps", lambda: self._edit(lambda: self._call(change), what))
-        )
+        return self._submit(_Command(what or "a call between steps", lambda: self._edit(change, what)))
 
     def reconfigure(self, **settings: Any) -> None:
         """Give the next step other settings: fields of `RelayConfig`, or an emulated link's figures (`LINK`).
@@ -165,7 +164,7 @@ class Session:
             if planned == self._planned:
                 return
             what = settings_words(self._planned, planned)
-            self._submit(_Command(what, lambda: self._set(planned)))
+            self._submit(_Command(what, lambda: self._set(settings), settings))
             self._planned = planned
 
     def close(self, wait: bool = True) -> None:
@@ -201,7 +200,7 @@ class Session:
                 figures={name: self._planned[name] for name in self.relay.device.figures()},
                 config=_config_of(self._planned),
                 queued=tuple(waiting),
-                step=self.relay.steps,
+                step=self._finished,
                 done=self._done,
                 target=None if self._left is None else self._done + self._left,
                 steps=tuple(self._steps),
@@ -235,7 +234,8 @@ class Session:
                 while not self._has_settled(until_s):
                     _advance(bar, self.snapshot())
             except KeyboardInterrupt:
-                self.pause()
+                with suppress(RuntimeError):  # closed meanwhile
+                    self.pause()
                 raise
             _advance(bar, now := self.snapshot())
             return now
@@ -272,9 +272,14 @@ class Session:
     def _work(self, earlier: Session | None) -> None:
         if earlier is not None:
             earlier._thread.join()  # it may be in the middle of a step
+            with self._changed:
+                self._look_at_relay()
+                self._used = _settings_of(self.relay)
+                self._touch()
         del earlier
         while (command := self._next()) is not None:
             self._do(command)
+            del command  # its error knows the frames of the step, and these all tensors
         self._during = "logger"
         for logger in self._loggers:
             self._do(_Command("close", logger.close))
@@ -296,7 +301,11 @@ class Session:
 
     def _do(self, command: _Command) -> None:
         """Run a command. An error stops the run and is shown, but does not end the session."""
-        command.future.set_running_or_notify_cancel()
+        if not command.future.set_running_or_notify_cancel():
+            with self._changed:
+                self._at_work = False
+                self._touch()
+            return
         try:
             value = command.action()
         except BaseException as error:
@@ -306,6 +315,7 @@ class Session:
                 self._at_work = False
                 self._touch()
             command.future.set_exception(error)
+            del command  # the error knows this frame
             return
         with self._changed:
             self._at_work = False
@@ -329,19 +339,26 @@ class Session:
             if self._state == "running" or left is not None:
                 self._state = "idle" if self._left == 0 else "paused"
 
-    def _edit(self, change: Callable[[], Any], what: str) -> Any:
+    def _edit(self, change: Callable[[Relay], Any], what: str) -> Any:
         self._during = "edit"
-        value = change()
-        with self._changed:
-            self._layers = layer_rows(self.relay)
+        try:
+            value = change(self.relay)
+        finally:
+            with self._changed:
+                self._look_at_relay()
         if what:
             self._record(Change(self.relay.steps, what))
         return value
 
-    def _set(self, planned: dict[str, Any]) -> None:
+    def _set(self, settings: Mapping[str, Any]) -> None:
         """Settings since the last step are one change, however often they were set."""
         self._during = "edit"
-        self._apply(planned)
+        planned = {**_settings_of(self.relay), **settings}
+        try:
+            self._apply(planned)
+        finally:
+            with self._changed:
+                self._look_at_relay()
         with self._changed:
             if self._set_since is not None:
                 self._changes.remove(self._set_since)
@@ -357,13 +374,14 @@ class Session:
         for logger in self._loggers:
             logger.log_change(made)
 
-    def _call(self, change: Callable[[Relay], Any]) -> Any:
-        old = self.relay.config
-        value = change(self.relay)
-        if self.relay.config is not old:
-            with self._changed:
-                self._planned.update(_settings_of(self.relay.config))
-        return value
+    def _look_at_relay(self) -> None:
+        """A change may have done anything to the relay; settings that still wait come on top."""
+        self._layers, self._finished = layer_rows(self.relay), self.relay.steps
+        self._planned = _settings_of(self.relay)
+        for command in self._queue:
+            with suppress(ValueError):  # no longer fits: its turn will tell
+                _config_of(planned := {**self._planned, **command.settings})
+                self._planned = planned
 
     def _apply(self, planned: dict[str, Any]) -> None:
         self.relay.config = _config_of(planned)
@@ -383,7 +401,9 @@ class Session:
         self._batches.used()
         row = self._count(result)
         self._during = "scheduler"
-        if self._scheduler is not None:
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(result.loss)
+        elif self._scheduler is not None:
             self._scheduler.step()
         self._during = "logger"
         for logger in self._loggers:
@@ -409,13 +429,14 @@ class Session:
     def _count(self, result: StepResult) -> StepRow:
         """A step has succeeded: note it, and see whether the run goes on."""
         row, layers = step_row(self.relay.steps, result), layer_rows(self.relay)
-        like = self.relay.config, result.samples, tuple(layer.key for layer in layers)
+        frozen = tuple((layer.key, layer.frozen) for layer in layers)
+        like = self.relay.config, result.samples, batch_bytes(result.trace), frozen
         if like != self._in_core[0]:
             self._in_core = like, in_core_bytes(self.relay, result.trace)
         with self._changed:
             self._steps.append(row)
-            self._layers, self._last = layers, result.trace
-            self._used, self._set_since = {**_settings_of(self.relay.config), **self.relay.device.figures()}, None
+            self._layers, self._last, self._finished = layers, result.trace, row.step
+            self._used, self._set_since = _settings_of(self.relay), None
             self._done += 1
             if self._left is not None:
                 self._left -= 1
@@ -430,14 +451,16 @@ class _Command:
 
     what: str
     action: Callable[[], Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)  # that it will make
     future: Future[Any] = field(default_factory=Future)
 
 
 _sessions: WeakKeyDictionary[Relay, ref[Session]] = WeakKeyDictionary()
 
 
-def _settings_of(config: RelayConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in fields(config)}
+def _settings_of(relay: Relay) -> dict[str, Any]:
+    config = relay.config
+    return {**{field.name: getattr(config, field.name) for field in fields(config)}, **relay.device.figures()}
 
 
 def _config_of(settings: dict[str, Any]) -> RelayConfig:

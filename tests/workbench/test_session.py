@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import _thread
 import copy
+import gc
 import threading
 import time
+from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
+from workbench.in_core_bytes import in_core_bytes
 from workbench.session import Session
 from workbench.snapshot import Change, Snapshot, StepRow
 
@@ -203,7 +208,7 @@ def test_a_function_makes_every_batch(relay: Relay) -> None:
     assert made == [0, 1, 2]
 
 
-@pytest.mark.parametrize("source", [3, {"input_ids": torch.zeros(2, 2)}])
+@pytest.mark.parametrize("source", [3, {"input_ids": torch.zeros(2, 2)}, UserDict(input_ids=torch.zeros(2, 2))])
 def test_what_is_no_source_of_batches_is_refused(relay: Relay, source: Any) -> None:
     with pytest.raises(TypeError, match="an iterable of batches"):
         Session(relay, source)
@@ -288,6 +293,67 @@ def test_a_setting_that_an_edit_makes_is_seen(relay: Relay) -> None:
     assert relay.config == RelayConfig(micro_batches=6, ahead=2)
 
 
+def test_a_call_that_is_cancelled_while_it_waits_is_not_made(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    called: list[Relay] = []
+    with Session(relay, make_batches()) as session:
+        session.step()
+        assert first.entered.wait(20)
+        assert session.edit(called.append).cancel()
+        first.gate.set()
+        assert session.wait(20).state == "idle" and not called
+        session.step()
+        assert session.wait(20).step == 2
+
+
+def test_a_setting_and_a_change_that_wait_together_do_not_undo_each_other(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.step()
+        assert first.entered.wait(20)
+        session.edit(lambda relay: setattr(relay, "config", replace(relay.config, stash="host")), "stash by hand")
+        session.reconfigure(micro_batches=3)
+        first.gate.set()
+        now = session.wait(20)
+    assert now.config == relay.config == RelayConfig(micro_batches=3, stash="host")
+
+
+def test_a_setting_that_no_longer_fits_is_refused_when_its_turn_comes(relay: Relay) -> None:
+    go_on = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.reconfigure(update="deferred")
+        session.wait(20)
+        session.edit(lambda relay: go_on.wait(20) and setattr(relay, "config", RelayConfig(update="eager")), "by hand")
+        session.reconfigure(max_grad_norm=1.0)
+        go_on.set()
+        now = session.wait(20)
+        assert now.failure is not None and "max_grad_norm=1.0 with update='eager'" in now.failure.message
+        assert now.config == relay.config == RelayConfig(update="eager")
+        session.step()
+        assert session.wait(20).state == "idle"
+
+
+def test_what_a_failing_change_has_set_is_seen(relay: Relay) -> None:
+    def change(relay: Relay) -> None:
+        relay.config = RelayConfig(micro_batches=6)
+        raise RuntimeError("half way")
+
+    with Session(relay, make_batches()) as session:
+        session.edit(change, "by hand")
+        assert session.wait(20).config.micro_batches == 6
+
+
+def test_a_link_that_a_change_throttles_is_seen_and_stays(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.edit(lambda relay: relay.device.throttle(3e6, 3e6), "throttle")
+        assert session.wait(20).figures["h2d_bytes_per_s"] == 3e6
+        session.reconfigure(ahead=2)
+        session.wait(20)
+    assert relay.device.figures()["h2d_bytes_per_s"] == 3e6
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -343,6 +409,47 @@ def test_what_in_core_training_would_need_is_known_after_the_first_step(relay: R
         session.step()
         now = session.wait(20)
     assert now.in_core_bytes is not None and now.in_core_bytes > 16 * now.num_params
+
+
+class Watched(nn.Sequential):
+    """Takes a snapshot whenever something goes through its buffers, as what comes after a step does."""
+
+    session: Session | None = None
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        if self.session is not None:
+            self.seen.append(self.session.snapshot())
+        return super().buffers(recurse)
+
+
+def test_a_step_is_counted_when_its_row_is_there() -> None:
+    model = Watched(nn.Linear(4, WIDTH), *(Layer() for _ in range(2)), nn.Linear(WIDTH, 1))
+    model.seen = []
+    with Relay(model, device=EmulatedDevice(), layers=list(model)[1:3], loss=mse) as relay:
+        with Session(relay, make_batches()) as session:
+            model.session = session
+            session.run(2)
+            session.wait(20)
+            model.session = None
+    assert model.seen
+    assert all(now.step == len(now.steps) for now in model.seen)
+
+
+def test_in_core_needs_follow_what_is_trained_and_how_long_batches_are(relay: Relay) -> None:
+    def freeze(relay: Relay) -> None:
+        for param in relay.model[1].parameters():
+            param.requires_grad_(False)
+
+    with Session(relay, make_batches()) as session:
+        session.step()
+        whole = session.wait(20)
+        session.edit(freeze, "freeze")
+        session.step()
+        frozen = session.wait(20)
+    assert frozen.in_core_bytes is not None and whole.in_core_bytes is not None
+    assert frozen.in_core_bytes == in_core_bytes(relay, frozen.last) != whole.in_core_bytes
+    assert whole.layers[0].grad_norm and frozen.layers[0].frozen
+    assert frozen.layers[0].grad_norm is None and frozen.layers[0].update_ratio is None, "statistics of the last step"
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
@@ -422,6 +529,52 @@ def test_a_source_of_batches_that_fails_is_asked_again(relay: Relay) -> None:
         assert session.wait(20).done == 2
 
 
+def test_what_a_failed_step_held_is_let_go(relay: Relay) -> None:
+    held: list[ref[torch.Tensor]] = []
+
+    def fail(layer: nn.Module, args: tuple[torch.Tensor]) -> None:
+        held.append(ref(args[0]))
+        raise RuntimeError("no room")
+
+    gc.collect()
+    gc.disable()
+    hook = relay.model[2].register_forward_pre_hook(fail)
+    try:
+        with Session(relay, make_batches()) as session:
+            session.step()
+            assert session.wait(20).state == "failed"
+            deadline_s = time.monotonic() + 2
+            while held[0]() is not None and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            assert held[0]() is None, "on a device it would take up memory"
+    finally:
+        gc.enable()
+        hook.remove()
+
+
+def test_an_error_that_cannot_be_read_is_shown_all_the_same(relay: Relay) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("nothing to say")
+
+    relay.model[2].error = Mute()
+    with Session(relay, make_batches()) as session:
+        session.step()
+        now = session.wait(5)
+        assert now.state == "failed" and now.failure is not None and now.failure.error == "Mute"
+        relay.model[2].error = None
+        session.run()
+        assert session.wait(20).step == 1
+
+
+def test_a_step_that_ends_in_stop_iteration_has_failed(relay: Relay) -> None:
+    relay.model[2].error = StopIteration()
+    with Session(relay, make_batches()) as session:
+        session.run(2)
+        now = session.wait(20)
+        assert now.state == "failed" and now.failure is not None and now.failure.error == "StopIteration"
+
+
 # Loggers and schedulers -----------------------------------------------------------------------------------------------
 
 
@@ -477,6 +630,16 @@ def test_the_learning_rate_follows_its_schedule(relay: Relay) -> None:
         session.run(5)
         now = session.wait(20)
     assert [row.loss for row in now.steps] == losses
+
+
+def test_a_schedule_that_follows_the_loss_gets_it(relay: Relay) -> None:
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(relay.optimizer, patience=0, threshold=1e9)
+    with Session(relay, make_batches(), scheduler=schedule) as session:
+        session.run(3)
+        now = session.wait(20)
+    assert now.failure is None and now.step == 3
+    assert schedule.best == min(row.loss for row in now.steps) or schedule.num_bad_epochs >= 0
+    assert relay.optimizer.param_groups[0]["lr"] < 1e-2
 
 
 # The end --------------------------------------------------------------------------------------------------------------
@@ -545,3 +708,36 @@ def test_snapshots_are_of_one_moment_while_others_steer(relay: Relay) -> None:
     numbers = [one.number for one in seen]
     assert numbers == sorted(numbers)
     assert copy.copy(seen[-1]).steps == seen[-1].steps
+
+
+def test_a_session_that_takes_over_shows_what_the_earlier_one_set_last(relay: Relay) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def change(relay: Relay) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        relay.config = RelayConfig(micro_batches=6)
+
+    old = Session(relay, make_batches())
+    old.edit(change)
+    assert begun.wait(20)
+    with Session(relay, make_batches()) as new:
+        new.reconfigure(ahead=2)
+        go_on.set()
+        now = new.wait(20)
+        assert now.config == relay.config == RelayConfig(micro_batches=6, ahead=2)
+    old.close()
+
+
+def test_an_interrupt_while_waiting_for_a_session_that_closes_is_an_interrupt(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    session = Session(relay, make_batches())
+    session.run()
+    assert first.entered.wait(20)
+    session.close(wait=False)
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        session.wait(20)
+    first.gate.set()
+    session.close()
