@@ -183,6 +183,21 @@ def test_a_still_that_cannot_be_drawn_says_so_and_the_rest_goes_on(page: Page, r
             panel.close()
 
 
+def test_where_it_is_shown_twice_both_stills_are_brought_up_to_date(page: Page, relay: Relay) -> None:
+    bench = Workbench(relay, make_batches())
+    for cell in ("a", "b"):
+        page.run(cell)
+        bench._ipython_display_()
+    train(bench.session, 2)
+    bench.close()
+    latest = {
+        output["transient"]["display_id"]: output["data"]["text/plain"]
+        for output in page.outputs
+        if "text/plain" in output["data"]
+    }
+    assert latest and all("step 2" in text for text in latest.values())
+
+
 # Closing --------------------------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,8 @@ class Display:
             display(page, raw=True)
         else:
             display({WIDGET: _view_of(self._widget)}, raw=True)
-            self._output = display(page, raw=True, display_id=True)
+            same = self._output.display_id if self._output is not None else True  # so that one update reaches all
+            self._output = display(page, raw=True, display_id=same)
         self._stilled = now.number
         if not self._open and not self._closed:
             self._open = True
