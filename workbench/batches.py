@@ -50,5 +50,12 @@ class Batches:
         try:
             return next(self._iterator)
         except StopIteration:
-            self._iterator = iter(self._source)  # an iterator gives itself, and ends again
-            return next(self._iterator)
+            self._iterator = iter(self._source)
+            if self._iterator is self._source:
+                raise  # an iterator has ended for good
+        for batch in self._iterator:
+            return batch
+        raise ValueError(
+            "batches holds no batch, so there is nothing to train on: give a source that is not empty; a DataLoader with "
+            "drop_last=True is, if its dataset is smaller than a batch"
+        )

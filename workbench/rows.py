@@ -69,7 +69,7 @@ def _what_holds(error: BaseException, during: During) -> str:
         "step": "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip lets it go.",
         "edit": "What the change did before its error stays: Run goes on from here.",
         "scheduler": "The step itself is done and counted: Run goes on.",
-        "logger": "The step itself is done and counted, but may not be logged: Run goes on.",
+        "logger": "The step or change itself is done and counted, but may not be logged: Run goes on.",
     }[during]
 
 

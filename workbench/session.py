@@ -111,7 +111,10 @@ class Session:
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ValueError(f"steps={steps!r}: must be a positive integer, or None to go on")
-        self._submit(_Command("run", lambda: self._begin(steps)))
+        with self._changed:
+            stops = "stop" in [command.what for command in self._queue]
+            goes_on = steps is None and self._state == "running" and not stops
+            self._submit(_Command("run", lambda: self._begin(steps, goes_on=goes_on)))
 
     def step(self) -> None:
         """Train one step; a run under way pauses after it."""
@@ -310,10 +313,8 @@ class Session:
             value = command.action()
         except BaseException as error:
             with self._changed:
-                self._failure = explain(error, self._during, self.relay.steps)
-                self._state, self._owes_step = "failed", False
                 self._at_work = False
-                self._touch()
+                self._fail(error)
             command.future.set_exception(error)
             del command  # the error knows this frame
             return
@@ -322,10 +323,18 @@ class Session:
             self._touch()
         command.future.set_result(value)
 
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = explain(error, self._during, self.relay.steps)
+            self._state, self._owes_step = "failed", False
+            self._touch()
+
     # -- on the thread -------------------------------------------------------------------------------------------------
 
-    def _begin(self, steps: int | None, pauses: bool = False) -> None:
+    def _begin(self, steps: int | None, pauses: bool = False, goes_on: bool = False) -> None:
         with self._changed:
+            if goes_on and self._left == 0:
+                return  # what it was to go on with has come to its end meanwhile
             if self._left == 0 or (steps is not None and self._state != "running"):
                 self._left, self._done = steps, 0
             elif steps is not None and self._left is not None:
@@ -370,9 +379,16 @@ class Session:
     def _record(self, made: Change) -> None:
         with self._changed:
             self._changes.append(made)
+        self._tell(lambda logger: logger.log_change(made))
+
+    def _tell(self, tell: Callable[[Logger], None]) -> None:
+        """Tell all loggers. When one fails the run stops, but the others are told, and what was done is done."""
         self._during = "logger"
         for logger in self._loggers:
-            logger.log_change(made)
+            try:
+                tell(logger)
+            except Exception as error:
+                self._fail(error)
 
     def _look_at_relay(self) -> None:
         """A change may have done anything to the relay; settings that still wait come on top."""
@@ -405,9 +421,7 @@ class Session:
             self._scheduler.step(result.loss)
         elif self._scheduler is not None:
             self._scheduler.step()
-        self._during = "logger"
-        for logger in self._loggers:
-            logger.log_step(row)
+        self._tell(lambda logger: logger.log_step(row))
 
     def _step(self, batch: Any) -> StepResult:
         try:

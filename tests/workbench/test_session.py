@@ -181,6 +181,28 @@ def test_an_interrupt_while_waiting_pauses_the_run(relay: Relay) -> None:
         assert session.wait(20).state == "paused"
 
 
+def test_going_on_in_the_last_step_of_a_run_does_not_begin_one_without_end(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.run(1)
+        assert first.entered.wait(20)
+        session.run()
+        first.gate.set()
+        now = session.wait(5)
+        assert (now.state, now.done, now.target) == ("idle", 1, 1)
+        first.gate = threading.Event()
+        first.entered.clear()
+        session.run(1)
+        assert first.entered.wait(20)
+        session.stop()
+        session.run()  # what comes after a stop is a run of its own
+        first.gate.set()
+        while (now := session.snapshot()).step < 4:
+            time.sleep(0.005)
+        assert now.target is None
+
+
 # Batches --------------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +228,16 @@ def test_a_function_makes_every_batch(relay: Relay) -> None:
         session.run(3)
         session.wait(20)
     assert made == [0, 1, 2]
+
+
+def test_a_source_without_a_batch_says_so(relay: Relay) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(3, 4), torch.randn(3, 1)), batch_size=4, drop_last=True)
+    for source in (loader, []):
+        with Session(relay, source) as session:
+            session.run(2)
+            now = session.wait(20)
+            assert now.failure is not None and now.failure.during == "batch"
+            assert "no batch" in now.failure.message and "drop_last" in now.failure.message
 
 
 @pytest.mark.parametrize("source", [3, {"input_ids": torch.zeros(2, 2)}, UserDict(input_ids=torch.zeros(2, 2))])
@@ -615,6 +647,26 @@ def test_a_failing_logger_loses_no_step(relay: Relay) -> None:
         assert now.step == now.done == 1
         session.run()
         assert session.wait(20).step == 2
+
+
+def test_other_loggers_are_told_when_one_fails(relay: Relay) -> None:
+    good, bad = Recorder(), Recorder(fails=True)
+    with Session(relay, make_batches(), loggers=[bad, good]) as session:
+        session.step()
+        now = session.wait(20)
+    assert now.failure is not None and now.failure.during == "logger" and tuple(good.steps) == now.steps != ()
+
+
+def test_a_change_that_cannot_be_logged_is_made_and_its_result_arrives(relay: Relay) -> None:
+    class Full(Recorder):
+        def log_change(self, change: Change) -> None:
+            raise OSError("disk full")
+
+    with Session(relay, make_batches(), loggers=[Full()]) as session:
+        assert session.edit(lambda relay: 42, "count").result(20) == 42
+        now = session.wait(20)
+        assert now.state == "failed" and now.failure is not None and now.failure.during == "logger"
+        assert "change" in now.failure.after and now.changes == (Change(0, "count"),)
 
 
 def test_the_learning_rate_follows_its_schedule(relay: Relay) -> None:
