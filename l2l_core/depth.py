@@ -1,0 +1,201 @@
+"""Which numbers of a configuration tell the depth of a stack, and which of its lists have one entry per layer.
+
+No model family is known by name. A *config* is an object that a module keeps and that has `to_dict` (transformers), is a
+dataclass, or is a dict or plain object under a name like "config". The evidence is a field's value (the old depth), its
+name ("layer", "block" or "depth" is in it) and its *role*: what else the name says ("decoder" in `num_decoder_layers`)
+must occur in the path to the stack. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+_COUNTED = {"layer", "block", "depth"}
+_FILLING = {"num", "n", "number", "of", "count", "total", "hidden", "config", "cfg", "model"} | _COUNTED
+_CONFIG_NAMES = {"config", "cfg", "conf", "hparam", "arg"}
+_PER_LAYER = {"layer", "block", "type"}
+_INDEX_WORDS = {"only", "idx", "id", "index", "indice", "indexe"}
+# A list that is about another part of the model has one of these in its name, and the path to the stack has not.
+_PARTS = {"encoder", "decoder", "vision", "text", "audio", "speech", "image", "video", "mtp", "feature"}
+
+
+# --- configs -------------------------------------------------------------------------------------------------------
+
+
+def is_config(name: str, value: Any) -> bool:
+    """Whether the attribute `name` with this value is a configuration."""
+    if value is None or isinstance(value, nn.Module | int | float | str | list | tuple | type):
+        return False
+    named = bool(words(name) & _CONFIG_NAMES)
+    if hasattr(value, "to_dict") and hasattr(value, "__dict__"):
+        return named and "generation" not in name
+    if is_dataclass(value):
+        return hasattr(value, "__dict__") and (named or name == "params")
+    return named and (isinstance(value, dict) or (hasattr(value, "__dict__") and not callable(value)))
+
+
+def fields(config: Any) -> dict[str, Any]:
+    """The fields of a config by name: those that it stores. Writing here passes no validation and no alias."""
+    return config if isinstance(config, dict) else vars(config)
+
+
+def alias(config: Any, name: str) -> str:
+    """The name under which a config of transformers stores `name` (GPT-2: num_hidden_layers is n_layer)."""
+    names = getattr(config, "attribute_map", None)
+    return names.get(name, name) if isinstance(names, Mapping) else name
+
+
+def nested(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The config and those inside it, with dotted prefix ("", "text_config.")."""
+    yield prefix, config
+    for name, value in list(fields(config).items()):
+        if isinstance(name, str) and not name.startswith("_") and prefix.count(".") < 3:
+            plain = isinstance(value, dict | SimpleNamespace) and isinstance(config, dict | SimpleNamespace)
+            if plain or is_config(name, value) or (hasattr(value, "to_dict") and not isinstance(value, type)):
+                yield from nested(value, f"{prefix}{name}.")
+
+
+# --- the depth -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the model a stack is, as far as names and numbers can say.
+
+    Attributes:
+        words: of the path to the container and of the class that owns it.
+        depth: number of layers.
+        stage: position of the stack among the stages, if it is one of several in a list; else None.
+        stages: how many there are.
+    """
+
+    words: frozenset[str]
+    depth: int
+    stage: int | None = None
+    stages: int = 0
+
+
+@dataclass(frozen=True)
+class DepthField:
+    """A number that is the depth of a stack: field `name` of `config`, or element `at` of that field."""
+
+    config: Any
+    name: str  # as stored
+    label: str  # dotted, from the config that a module holds
+    at: int | None = None
+    role: frozenset[str] = frozenset()
+
+    def value(self, depth: int) -> Any:
+        """What the field becomes."""
+        if self.at is None:
+            return depth
+        old = fields(self.config)[self.name]
+        return type(old)(depth if i == self.at else value for i, value in enumerate(old))
+
+
+def depth_fields(config: Any, place: Place) -> list[DepthField]:
+    """All fields of `config`, and of configs inside it, that may be the depth of the stack at `place`."""
+    found = []
+    for prefix, inner in nested(config):
+        for name, value in fields(inner).items():
+            if not isinstance(name, str) or name.startswith("_") or not words(name) & _COUNTED:
+                continue
+            role = words(prefix + name) - _FILLING
+            if not role <= place.words:
+                continue
+            if place.stage is None and _is_int(value) and value == place.depth:
+                found.append(DepthField(inner, name, prefix + name, role=role))
+            elif place.stage is not None and isinstance(value, list | tuple) and len(value) == place.stages:
+                if all(map(_is_int, value)) and value[place.stage] == place.depth:
+                    found.append(DepthField(inner, name, prefix + name, place.stage, role))
+    return found
+
+
+def best(found: Sequence[DepthField]) -> list[DepthField]:
+    """The most specific; of several that are equally so, `num_hidden_layers`. Several are left if nothing decides."""
+    most = max((len(field.role) for field in found), default=0)
+    left = [field for field in found if len(field.role) == most]
+    standard = [field for field in left if field.name == alias(field.config, "num_hidden_layers")]
+    return standard if len(left) > 1 and len(standard) == 1 else left
+
+
+def is_depth_name(name: str, place: Place) -> bool:
+    """Whether an attribute of a module that holds the stack may be its depth (`num_layers`)."""
+    return bool(words(name) & _COUNTED) and words(name) - _FILLING <= place.words
+
+
+# --- per layer -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """A field that says something about every layer: `entries`, and how a list of entries is written."""
+
+    config: Any
+    name: str
+    entries: tuple[Hashable, ...]  # one per layer
+    write: Callable[[Sequence[Any]], Any]
+    values: tuple[Any, ...] = ()
+
+
+def layer_lists(config: Any, place: Place) -> list[LayerList]:
+    """The fields of `config` with one entry per layer, with the positions of some layers, or with a pattern of them."""
+    if place.stage is not None:  # a list is then about the stages
+        return []
+    found = (layer_list(config, name, value, place) for name, value in fields(config).items())
+    return [each for each in found if each is not None]
+
+
+def layer_list(config: Any, name: str, value: Any, place: Place) -> LayerList | None:
+    """`value` as a list about the layers of the stack at `place`, if it is one."""
+    if not isinstance(name, str) or name.startswith("_") or not isinstance(value, list | tuple):
+        return None
+    parts, kind = words(name), type(value)
+    if not parts & (_PER_LAYER | _INDEX_WORDS) or (parts & _PARTS) - place.words:
+        return None
+    pattern = _expanded(value)
+    if pattern is not None and len(pattern) == place.depth:
+        return LayerList(config, name, _hashable(pattern), lambda new: kind([[list(new), 1]]), tuple(pattern))
+    is_indices = all(map(_is_int, value)) and list(value) == sorted(set(value))
+    is_indices = is_indices and all(0 <= i < place.depth for i in value)
+    if is_indices and (parts & _INDEX_WORDS or (value and len(value) != place.depth)):
+        member = tuple(i in value for i in range(place.depth))
+        return LayerList(config, name, member, lambda new: kind(i for i, is_in in enumerate(new) if is_in), member)
+    if len(value) == place.depth and parts & _PER_LAYER:
+        return LayerList(config, name, _hashable(value), kind, tuple(value))
+    return None
+
+
+def _expanded(value: Sequence[Any]) -> list[Any] | None:
+    """[[["global", "local"], 2]] is global, local, global, local."""
+    pairs = [each for each in value if isinstance(each, list | tuple) and len(each) == 2]
+    if not value or len(pairs) != len(value):
+        return None
+    if not all(isinstance(names, list | tuple) and _is_int(times) for names, times in pairs):
+        return None
+    return [name for names, times in pairs for _ in range(times) for name in names]
+
+
+def _hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
+    return tuple(value if isinstance(value, Hashable) else repr(value) for value in values)
+
+
+# --- words ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def words(name: str) -> frozenset[str]:
+    """The words of a name, singular: {"num", "decoder", "layer"} of `num_decoder_layers`, {"bert", "encoder"} of BertEncoder."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return frozenset(part.lower().removesuffix("s") for part in parts)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

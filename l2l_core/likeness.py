@@ -1,0 +1,147 @@
+"""What tells layers of one stack apart, and what a model would build at each position.
+
+A layer's *features* are the shapes of its parameters by name, and the numbers and strings that its modules keep as
+attributes. Features that differ between the layers of a stack are explained by the configuration (a list with one entry
+per layer), or they belong to the position: only the first block of a T5 stack owns the position bias that all use. In
+the second case other layers cannot stand there: the model that is built from the configuration would differ.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from l2l_core.depth import is_config, words
+
+Feature = tuple[str, str]  # ("parameter" | "attribute", dotted name)
+Features = Mapping[Feature, Hashable]
+
+_TORCH_OWN = frozenset(vars(nn.Module())) | {"training"}
+_POSITION_WORDS = {"id", "idx", "index", "number"}
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What is looked up in a layer once. Names only: it must not keep the layer alive.
+
+    Attributes:
+        features: what tells it apart. Equal features are the same object.
+        positions: (submodule, attribute) of integers that may be the layer's position.
+        configs: (submodule, attribute) of configuration objects.
+    """
+
+    features: Features
+    positions: tuple[tuple[str, str], ...]
+    configs: tuple[tuple[str, str], ...]
+
+
+_known: WeakKeyDictionary[nn.Module, Anatomy] = WeakKeyDictionary()  # an edit of 1,000 layers must not look again
+_interned: dict[frozenset[tuple[Feature, Hashable]], Features] = {}
+
+
+def anatomy(layer: nn.Module) -> Anatomy:
+    """The layer's anatomy, as it was when first asked for."""
+    if layer not in _known:
+        _known[layer] = _look(layer)
+    return _known[layer]
+
+
+def look_again(layer: nn.Module) -> None:
+    """Forget the layer's anatomy: it may have been changed since it was last seen."""
+    _known.pop(layer, None)
+
+
+def attributes_at(layer: nn.Module, path: str) -> dict[str, Any]:
+    """The attributes of the submodule at `path` ("" is the layer itself)."""
+    for part in path.split(".") if path else ():
+        layer = layer._modules[part]  # type: ignore[assignment] - the path is of a module
+    return vars(layer)
+
+
+def _look(layer: nn.Module) -> Anatomy:
+    features: dict[Feature, Hashable] = {("attribute", "class"): type(layer).__qualname__}
+    positions, configs = [], []
+    for path, module in layer.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                features["parameter", f"{path}.{name}".lstrip(".")] = tuple(param.shape)
+        is_dropout = "drop" in type(module).__name__.lower()
+        for name, value in vars(module).items():
+            if name in _TORCH_OWN or name.startswith("_"):
+                continue
+            if is_config(name, value):
+                configs.append((path, name))
+            elif isinstance(value, int) and not isinstance(value, bool) and is_position(name):
+                positions.append((path, name))
+            elif isinstance(value, int | float | str) and not is_dropout and "drop" not in name:
+                # Dropout may grow with depth; it is no part of what the layer computes in evaluation.
+                features["attribute", f"{path}.{name}".lstrip(".")] = value
+    key = frozenset(features.items())
+    return Anatomy(_interned.setdefault(key, features), tuple(positions), tuple(configs))
+
+
+def is_position(name: str) -> bool:
+    """Whether an attribute of this name may hold a layer's position (layer_idx, layer_id, block_index, idx)."""
+    parts = words(name)
+    return bool(parts & _POSITION_WORDS) and (bool(parts & {"layer", "block"}) or parts <= _POSITION_WORDS)
+
+
+def varying(features: Sequence[Features]) -> list[Feature]:
+    """The features in which some differ."""
+    kinds = list({id(each): each for each in features}.values())
+    names = dict.fromkeys(name for kind in kinds for name in kind)
+    return [name for name in names if len({kind.get(name) for kind in kinds}) > 1]
+
+
+def explained(
+    name: Feature, old: Sequence[Features], entries: Sequence[Hashable], new_entries: Sequence[Hashable]
+) -> list[Hashable] | None:
+    """The value of a feature at every new position as the entries of the configuration explain it.
+
+    Args:
+        old, entries: features and entries of the layers that stand in the stack.
+        new_entries: the entries of the layers that are to stand there.
+
+    Returns:
+        One value per new position, `UNKNOWN` for an entry that is new; None if the entries do not explain the feature.
+    """
+    known: dict[Hashable, Hashable] = {}
+    for entry, features in zip(entries, old, strict=True):
+        if known.setdefault(entry, features.get(name)) != features.get(name):
+            return None
+    return [known.get(entry, UNKNOWN) for entry in new_entries]
+
+
+UNKNOWN = object()
+
+
+def by_position(name: Feature, old: Sequence[Features], count: int) -> list[Hashable]:
+    """The value of a feature at `count` positions, judged by the old ones: they repeat, or the last one goes on."""
+    values = [features.get(name) for features in old]
+    for period in range(2, len(values) // 2 + 1):
+        if all(value == values[i % period] for i, value in enumerate(values)):
+            return [values[i % period] for i in range(count)]
+    return [values[min(i, len(values) - 1)] for i in range(count)]
+
+
+def built(model: nn.Module, config: Any, name: str) -> list[Features]:
+    """Features of the layers in the container `name` that the model's class would build from `config`.
+
+    Nothing is allocated: the model is built on the meta device. Any class may be here, so any exception may come.
+    """
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        container = type(model)(config).get_submodule(name)
+    layers = [child for child in container.children() if any(True for _ in child.parameters())]
+    return [_look(layer).features for layer in layers]
+
+
+def described(name: Feature) -> str:
+    """A feature, for a message."""
+    return ("parameter " if name[0] == "parameter" else "") + name[1]
