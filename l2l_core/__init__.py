@@ -4,6 +4,16 @@ from l2l_core.bounds import Bound as Bound
 from l2l_core.config import RelayConfig as RelayConfig
 from l2l_core.cuda import CudaDevice as CudaDevice
 from l2l_core.device import Device as Device
+from l2l_core.edit import Drop as Drop
+from l2l_core.edit import Duplicate as Duplicate
+from l2l_core.edit import Edit as Edit
+from l2l_core.edit import Freeze as Freeze
+from l2l_core.edit import Insert as Insert
+from l2l_core.edit import Interpolate as Interpolate
+from l2l_core.edit import Move as Move
+from l2l_core.edit import Replace as Replace
+from l2l_core.edit import Swap as Swap
+from l2l_core.edit import Unfreeze as Unfreeze
 from l2l_core.emulated import EmulatedDevice as EmulatedDevice
 from l2l_core.formula import Machine as Machine
 from l2l_core.formula import Shapes as Shapes

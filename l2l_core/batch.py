@@ -49,6 +49,14 @@ def split(batch: Batch, micro_batches: int) -> list[Any]:
     return [pytree.tree_unflatten([part[k] for part in parts], spec) for k in range(micro_batches)]
 
 
+def first_rows(batch: Batch, count: int) -> Any:
+    """The first `count` rows of a batch, or all of them if there are fewer."""
+    rows = rows_of(batch)
+    leaves, spec = pytree.tree_flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
+    parts = [_cut(leaf, rows, max(1, -(-rows // count)))[0] for leaf in leaves]
+    return pytree.tree_unflatten(parts, spec)
+
+
 def rows_of(batch: Batch) -> int:
     """Number of rows (samples) of a batch."""
     return _count_rows(batch, pytree.tree_leaves(batch))

@@ -73,6 +73,7 @@ class State:
         units: the shell, then the layers in order.
         store: the EPS of these units.
         random_state: the thread's generators.
+        edits: what was edited, as plain data.
     """
 
     config: dict[str, Any]
@@ -80,6 +81,7 @@ class State:
     units: tuple[Unit, ...]
     store: LayerStore
     random_state: RandomState
+    edits: dict[str, Any]
 
     @staticmethod
     def of(
@@ -89,9 +91,10 @@ class State:
         layers: Sequence[Unit],
         store: LayerStore,
         random_state: RandomState,
+        edits: dict[str, Any],
     ) -> State:
         """The state of a relay between two steps."""
-        return State(asdict(config), steps, (shell, *layers), store, random_state)
+        return State(asdict(config), steps, (shell, *layers), store, random_state, edits)
 
     @property
     def keys_and_names(self) -> list[list[str]]:
@@ -192,6 +195,8 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
         "config": state.config,
         "units": state.keys_and_names,
         "versions": state.versions,
+        "warmups": {block.key: block.warmup for block in state.blocks if block.warmup},
+        "edits": state.edits,
         "trainable": state.trainable,
         "optimizer": state.optimizer_class,
         "groups": state.groups(),
@@ -284,9 +289,9 @@ class Saved:
         return self.manifest["steps"]
 
     @property
-    def layer_names(self) -> list[str]:
-        """Dotted names of the layers, in order."""
-        return [name for _, name in self.manifest["units"][1:]]
+    def layers(self) -> dict[str, str]:
+        """Dotted names of the layers by key, in order."""
+        return dict(self.manifest["units"][1:])
 
     def restore_into(self, state: State) -> None:
         """Give the relay that `state` was taken from the saved weights, buffers, optimizer and random state.
@@ -311,6 +316,7 @@ class Saved:
             group.update(values)
         for block in state.blocks:
             block.version = self.manifest["versions"][block.key]
+            block.warmup = self.manifest.get("warmups", {}).get(block.key, 0)
         _put(random_state)
 
     def _check(self, state: State) -> None:

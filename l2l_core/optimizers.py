@@ -102,6 +102,13 @@ def sync_settings(part: Optimizer, whole: Optimizer) -> None:
         mine.update((name, value) for name, value in theirs.items() if name != "params")
 
 
+def scale_rate(part: Optimizer, factor: float) -> None:
+    """Multiply the learning rate of every group, until the settings are taken over again."""
+    if factor != 1.0:
+        for group in part.param_groups:
+            group["lr"] = group["lr"] * factor
+
+
 def fire_hooks(hooks: Mapping[int, Callable[..., Any]], optimizer: Optimizer) -> None:
     """Call the user's step hooks once for a whole step of the relay."""
     for hook in hooks.values():

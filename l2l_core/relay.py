@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,13 +18,17 @@ from torch.utils import _pytree as pytree
 
 from l2l_core import files
 from l2l_core.ambient import RandomState
-from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, join, rows_of, shares, split
+from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, first_rows, join, rows_of, shares, split
 from l2l_core.checks import check_model, refuse_checkpointing
 from l2l_core.config import RelayConfig
 from l2l_core.cuda import CudaDevice
 from l2l_core.device import Device
+from l2l_core.edit import Edit
+from l2l_core.edited import Edited
+from l2l_core.editor import Editor
 from l2l_core.emulated import EmulatedDevice
 from l2l_core.interrupt import interrupts_wait
+from l2l_core.journal import Entry, History
 from l2l_core.layers import resolve_layers
 from l2l_core.loop import Loop, TrainLoop
 from l2l_core.memory import Ledger
@@ -72,7 +76,7 @@ class Relay:
             adopted. Default AdamW with a learning rate of 1e-4.
         device: "auto" (a GPU if PyTorch finds one, else "cpu"), "cpu" (emulated, without limits), "cuda", "cuda:n", or a
             Device.
-        layers: the layers, as modules or dotted names; default `find_layers(model)`.
+        layers: the layers, as modules or dotted names, or a mapping from keys of your own; default `find_layers(model)`.
         loss: ``loss(outputs, batch) -> scalar``; default ``outputs.loss``.
         objective: ``objective(model, micro_batch) -> scalar``, in place of both.
         weight: what a micro-batch counts for; default its targets that are not -100, or else its rows.
@@ -87,7 +91,7 @@ class Relay:
         model: nn.Module,
         optimizer: OptimizerFactory | Optimizer = _DEFAULT_OPTIMIZER,
         device: str | Device = "auto",
-        layers: Iterable[nn.Module | str] | None = None,
+        layers: Iterable[nn.Module | str] | Mapping[str, nn.Module | str] | None = None,
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         objective: Objective | None = None,
         weight: Weight | None = None,
@@ -96,24 +100,28 @@ class Relay:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
         refuse_checkpointing(model)
+        keys, layers = (list(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         found = resolve_layers(model, layers)
+        keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
         self.config = config
         self._call = ModelCall(model, loss, objective)
         self._weight = weight or default_weight(model, loss is not None)
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
-        made, order = make_optimizer(optimizer, model), list(model.parameters())
-        modules = {f"L{i:03d}": module for i, module in enumerate(found.values())}
+        made = make_optimizer(optimizer, model)
+        modules = dict(zip(keys, found.values(), strict=True))
         shell, units = build_units(model, modules, self.device.host_empty)
         self._parts = Parts(model, self.device, self.host, shell, units, Wires(self.device, self.host))
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
-        self._store = LayerStore(self._parts.units, made, order, self.host, self.device.host_empty, cores)
+        self._store = LayerStore(self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores)
         self._steps = 0
         self._predicted: Sequence[Unit] = units
         self._metered: tuple[Any, Metered] | None = None  # of the last metered step, and what it depends on
         self._inferred: dict[Any, Metered] = {}  # what was checked by a first inference
         self._trace: Trace | None = None
+        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
+        self._history = History(self._editor)
         self._busy = threading.Lock()
         self._closed = False
 
@@ -163,6 +171,11 @@ class Relay:
         self._parts.wires.close()
         self._store.close()
         self.device.close()
+
+    @property
+    def journal(self) -> tuple[Entry, ...]:
+        """What was edited so far, oldest first."""
+        return self._history.journal
 
     # -- what a relay does ---------------------------------------------------------------------------------------------
 
@@ -215,6 +228,39 @@ class Relay:
                 torch_device=self.device.torch_device,
             )
 
+    def apply(self, *edits: Edit) -> Edit:
+        """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
+
+        Returns:
+            The inverse edit: applied next, it brings weights, optimizer state and loss back to the bit.
+
+        Raises:
+            ValueError, TypeError: an edit that cannot be carried out; lists what would be valid. Nothing is changed then.
+        """
+        with interrupts_wait(), self._exclusive():
+            with self._editing():
+                return self._history.apply(edits, self._steps)
+
+    def undo(self) -> Entry:
+        """Undo the last edit: what it changed comes back to the bit, other layers keep what they have learned since.
+
+        Raises:
+            ValueError: there is none, or its layers were dropped for good.
+        """
+        with interrupts_wait(), self._exclusive():
+            with self._editing():
+                return self._history.undo(self._steps)
+
+    def redo(self) -> Entry:
+        """Do again what was undone last.
+
+        Raises:
+            ValueError: nothing was undone since the last edit.
+        """
+        with interrupts_wait(), self._exclusive():
+            with self._editing():
+                return self._history.redo(self._steps)
+
     def save(self, folder: str | Path) -> Path:
         """Save weights, optimizer, random state and step to `folder`, atomically; returns the folder.
 
@@ -239,7 +285,8 @@ class Relay:
 
         Args:
             folder: what `save` wrote.
-            model: a model of the same structure; its weights are replaced.
+            model: a model of the structure that the saved one had when its relay was made, or has now; layers that were
+                inserted, dropped or moved since are so here, and weights are replaced.
             optimizer: of the same kind and groups; its state and settings are replaced.
             options: `device`, `layers`, `loss`, `objective`, `weight`, `config` of the constructor; the saved config is
                 the default, and the saved layers are.
@@ -249,8 +296,11 @@ class Relay:
         """
         state = files.load(Path(folder))
         options.setdefault("config", RelayConfig(**state.config))
-        options.setdefault("layers", state.layer_names)
+        edited = Edited.of(state.manifest.get("edits", {}))
+        edited.fit(model, state.manifest)
+        options.setdefault("layers", state.layers)
         relay = cls(model, optimizer, **options)
+        edited.restore_into(relay._editor, relay._history)
         try:
             with relay.device.current():
                 state.restore_into(relay._saved_state())
@@ -285,6 +335,8 @@ class Relay:
             self._undo_step(put_buffers_back, error)
             raise
         self._steps += 1
+        self._editor.call = partial(self._call.objective, self.model, first_rows(micro_batches[0], 2))
+        self._history.note_loss(float(sum(losses)))
         way, expected = [visit.unit for visit in loop.visits], self._predicted
         if way == expected or expected is not self._parts.layers:  # otherwise no later step goes the way of this one
             self._metered = (shape, stage.learned())
@@ -343,6 +395,15 @@ class Relay:
     def _split(self, batch: Batch) -> list[Any]:
         return split(batch, self.config.micro_batches)
 
+    @contextmanager
+    def _editing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._parts = replace(self._parts, layers=list(self._editor.layers))
+            self._predicted, self._metered = self._parts.layers, None
+            self._inferred.clear()
+
     def _seeds(self, count: int) -> list[int]:
         return [self.config.micro_batch_seed(self._steps, k) for k in range(count)]
 
@@ -383,6 +444,7 @@ class Relay:
             self._parts.copy_buffers(),
         )
         stats, steps = [dict(unit.stats) for unit in self._parts.units], self._steps
+        put_journal_back, trace = self._history.snapshot(), self._trace
         try:
             yield
         finally:
@@ -391,11 +453,18 @@ class Relay:
             for unit, old in zip(self._parts.units, stats, strict=True):
                 unit.stats = old
             random_state.put()
-            self._steps = steps
+            put_journal_back()
+            self._steps, self._trace = steps, trace
 
     def _saved_state(self) -> files.State:
         return files.State.of(
-            self.config, self._steps, self._parts.shell, self._parts.layers, self._store, RandomState.take()
+            self.config,
+            self._steps,
+            self._parts.shell,
+            self._parts.layers,
+            self._store,
+            RandomState.take(),
+            Edited.from_(self._editor, self._history).to_plain(),
         )
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.device import Ticket
 from l2l_core.emulated import serial_thread
 from l2l_core.memory import Ledger
-from l2l_core.optimizers import fire_hooks, over, replace_params, slice_of, sync_settings
+from l2l_core.optimizers import fire_hooks, over, replace_params, scale_rate, slice_of, sync_settings
 from l2l_core.trace import Event, Trace
 from l2l_core.units import Block, Unit
 
@@ -61,6 +61,20 @@ class _Master:
     part: Optimizer  # the optimizer restricted to them
 
 
+@dataclass(eq=False)
+class Side:
+    """What the optimizer holds of a block: its masters, the group of each (-1: in none), and their state."""
+
+    masters: list[nn.Parameter]
+    groups: list[int]
+    state: dict[nn.Parameter, dict[str, Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return sum(v.nbytes for known in self.state.values() for v in known.values() if isinstance(v, torch.Tensor))
+
+
 class LayerStore:
     """Masters and optimizer of all units.
 
@@ -70,7 +84,7 @@ class LayerStore:
     Args:
         units: the shell and the layers.
         optimizer: over the model's parameters; from now on over the masters.
-        order: the model's parameters in the model's own order.
+        order: gives the model's parameters in the model's own order.
         host: gets the bytes booked.
         empty: makes a float32 host buffer of so many elements for a gradient; a device's `host_empty` copies fast.
         cores: for reducing and updating. One where compute is on the CPU too; most of them beside a GPU.
@@ -80,7 +94,7 @@ class LayerStore:
         self,
         units: Sequence[Unit],
         optimizer: Optimizer,
-        order: Sequence[nn.Parameter],
+        order: Callable[[], Iterable[nn.Parameter]],
         host: Ledger,
         empty: Callable[[int], torch.Tensor] = torch.empty,
         cores: int = 1,
@@ -103,7 +117,8 @@ class LayerStore:
         self._thread = serial_thread("eps", cores)
         self._room = threading.Condition()
         self._under_way: set[int] = set()
-        self._order = {param: index for index, param in enumerate(order)}
+        self._in_order = order
+        self._order: dict[nn.Parameter, int] = {}  # made when it is needed
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._optimizer_bytes = 0
         for block in self._blocks:
@@ -307,6 +322,7 @@ class LayerStore:
         if self._config.rollback or self._config.update == "deferred":
             self._undo.append(self._snapshot(block))
         sync_settings(master.part, self.optimizer)
+        scale_rate(master.part, warmth_of(block))
         for param, view, has in zip(master.params, block.layout.views(grad), touched, strict=True):
             param.grad = view if has else None
         before = _sample(block.master).clone()
@@ -329,6 +345,7 @@ class LayerStore:
             for param, view, has in zip(self._masters[block].params, block.layout.views(grad), touched, strict=True):
                 param.grad = view if has else None
         assert self._config.max_grad_norm is not None
+        self._order = self._order or {param: index for index, param in enumerate(self._in_order())}
         in_order = sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
         nn.utils.clip_grad_norm_(in_order, self._config.max_grad_norm)
         t0, nbytes = self._trace.began_s, sum(grad.nbytes for grad, _ in self._whole.values())
@@ -361,6 +378,73 @@ class LayerStore:
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state, as of the last step or edit."""
+        return self._optimizer_bytes
+
+    def masters_of(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
+        """The optimizer's parameter for each of a unit's."""
+        pairs = (zip(block.params, self._masters[block].params, strict=True) for block in unit.blocks)
+        return {param: master for pair in pairs for param, master in pair}
+
+    def side_of(self, block: Block) -> Side:
+        """What the optimizer holds of a block that is here."""
+        masters = self._masters[block].params
+        group_of = {p: i for i, group in enumerate(self._masters[block].part.param_groups) for p in group["params"]}
+        state = {p: self.optimizer.state[p] for p in masters if p in self.optimizer.state}
+        return Side(masters, [group_of.get(p, -1) for p in masters], state)
+
+    def admit(self, unit: Unit, sides: Mapping[Block, Side]) -> None:
+        """Take a layer in, between two steps; `arrange` puts its parameters where they belong."""
+        self.units.append(unit)
+        for block, side in sides.items():
+            self._blocks.append(block)
+            self._owner[block] = unit
+            self._model_params.update(zip(side.masters, block.params, strict=True))
+            for master, group in zip(side.masters, side.groups, strict=True):
+                if group >= 0:
+                    self.optimizer.param_groups[group]["params"].append(master)
+            self.optimizer.state.update(side.state)
+            self._masters[block] = _Master(side.masters, slice_of(self.optimizer, side.masters))
+            self.host.book("weights", block.key, block.nbytes)
+            self._book_state(side.nbytes)
+
+    def dismiss(self, units: Collection[Unit]) -> dict[Unit, dict[Block, Side]]:
+        """Let layers go, between two steps; the result is what `admit` needs to take them in again."""
+        kept = {unit: {block: self.side_of(block) for block in unit.blocks} for unit in units}
+        sides = {block: side for one in kept.values() for block, side in one.items()}
+        masters = {master for side in sides.values() for master in side.masters}
+        for group in self.optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param not in masters]
+        for master in masters:
+            del self._model_params[master]
+            self.optimizer.state.pop(master, None)
+        for block, side in sides.items():
+            del self._masters[block], self._owner[block]
+            self.host.release("weights", block.key, block.nbytes)
+            self._book_state(-side.nbytes)
+        self._blocks = [block for block in self._blocks if block not in sides]
+        self.units = [unit for unit in self.units if unit not in kept]
+        return kept
+
+    def arrange(self, stack: Sequence[Unit]) -> None:
+        """Let the optimizer's groups hold the parameters of a stack in its order, side by side.
+
+        That is the order in which a plain optimizer over the model would hold them, so that states can be exchanged.
+        """
+        masters = (
+            p for unit in stack for block in unit.blocks if not block.shared for p in self._masters[block].params
+        )
+        rank = {master: index for index, master in enumerate(masters)}
+        for group in self.optimizer.param_groups:
+            first = next((i for i, param in enumerate(group["params"]) if param in rank), None)
+            if first is not None:
+                before, after = group["params"][:first], [p for p in group["params"][first:] if p not in rank]
+                inside = sorted((p for p in group["params"] if p in rank), key=rank.__getitem__)
+                group["params"] = [*before, *inside, *after]
+        self._order = {}
+
     def snapshot(self) -> Callable[[], None]:
         """Copy all weights, optimizer state and versions; the returned function puts them back bit by bit."""
         undos = [self._snapshot(block) for block in self._blocks]
@@ -374,10 +458,13 @@ class LayerStore:
     def plain_optimizer(self, params: Sequence[nn.Parameter], model: nn.Module) -> Optimizer:
         """A copy of the optimizer over `params`, given in the order of `model`'s own, with copies of the state."""
         counterpart = dict(zip(model.parameters(), params, strict=True))
+        warmth = {p: warmth_of(block) for block in self._blocks if block.warmup for p in self._masters[block].params}
         groups, state = [], {}
         for group in self.optimizer.param_groups:
             mine = [counterpart[self._model_params[p]] for p in group["params"]]
-            groups.append({**group, "params": mine})
+            for factor in sorted({1.0, *(warmth.get(p, 1.0) for p in group["params"])}):
+                alike = [m for m, p in zip(mine, group["params"], strict=True) if warmth.get(p, 1.0) == factor]
+                groups.append({**group, "params": alike, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
             state.update(
                 {
                     m: _clone(self.optimizer.state[p])
@@ -396,10 +483,20 @@ class LayerStore:
 
     def _book_optimizer(self) -> None:
         nbytes = sum(v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
-        if nbytes != self._optimizer_bytes:
-            self.host.release("optimizer", "state", self._optimizer_bytes)
+        self._book_state(nbytes - self._optimizer_bytes)
+
+    def _book_state(self, nbytes: int) -> None:
+        """So many bytes of the optimizer's state more."""
+        if nbytes > 0:
             self.host.book("optimizer", "state", nbytes)
-            self._optimizer_bytes = nbytes
+        elif nbytes < 0:
+            self.host.release("optimizer", "state", -nbytes)
+        self._optimizer_bytes += nbytes
+
+
+def warmth_of(block: Block) -> float:
+    """By what the block's next update multiplies the learning rate: rises to 1 over its warm-up."""
+    return min(1.0, (block.version + 1) / block.warmup) if block.warmup else 1.0
 
 
 def _covered(block: Block, piece: GradientPiece) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ class Block:
     master: torch.Tensor  # (numel,) float32, host
     shared: bool  # used by several units
     version: int = 0
+    warmup: int = 0  # updates over which its learning rate rises to that of its group
     views: list[torch.Tensor] = field(default_factory=list)
     wire: torch.Tensor | None = None  # the master in the type in which it travels; see wire.py
 
@@ -91,6 +92,13 @@ class Unit:
         pairs = zip(self.blocks, self.ranges(flat), strict=True)
         return [view for block, part in pairs for view in block.layout.views(part)]
 
+    def rename(self, name: str) -> None:
+        """Say where in the model the layer is now."""
+        for block in self.blocks:
+            if not block.shared:
+                block.names = [f"{name}{inner[len(self.name) :]}" for inner in block.names]
+        self.name = name
+
     def point(self, views: Sequence[torch.Tensor]) -> None:
         """Let the parameters' data be `views` (device slots or masters); their identity stays."""
         for param, view in zip(self.params, views, strict=True):
@@ -136,6 +144,27 @@ def build_units(
         name = module_names[module] if key != SHELL else SHELL
         units.append(Unit(key, name, module, blocks, Buffers(members[key]), held))
     return units[0], units[1:]
+
+
+def build_layer(key: str, name: str, module: nn.Module, empty: Callable[[int], torch.Tensor] = torch.empty) -> Unit:
+    """A layer of its own: its parameters move into a flat master, as in `build_units`.
+
+    Args:
+        key: permanent identity.
+        name: dotted name that it will have in the model.
+        module: shares no parameter with others.
+        empty: makes a float32 host buffer of so many elements.
+
+    Raises:
+        ValueError: a parameter that is not a dense float32 tensor on the CPU.
+    """
+    names = {param: f"{name}.{inner}" for inner, param in module.named_parameters()}
+    _check_parameters(names)
+    members = list(module.modules())
+    held = _owners(members)
+    params = list(dict.fromkeys(param for _, _, param in held))
+    blocks = [_make_block(key, params, names, False, empty)] if params else []
+    return Unit(key, name, module, blocks, Buffers(members), held)
 
 
 def _owners(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm.auto import tqdm
 
-from l2l_core import EmulatedDevice, Relay, RelayConfig, StepResult, TornStep, Trace
+from l2l_core import Edit, EmulatedDevice, Relay, RelayConfig, StepResult, TornStep, Trace
 from workbench.batches import Batches, BatchSource
 from workbench.in_core_bytes import batch_bytes, in_core_bytes
 from workbench.loggers import Logger
@@ -132,19 +132,22 @@ class Session:
         """Let go of the batch that a failed step has left: the next step takes another one."""
         self._submit(_Command("skip the batch", self._batches.used))
 
-    def edit(self, change: Callable[[Relay], Any], what: str = "") -> Future[Any]:
-        """Do something with the relay between two steps, as ``lambda relay: relay.evaluate(batch)``.
+    def edit(self, change: Edit | Callable[[Relay], Any], what: str = "") -> Future[Any]:
+        """Edit the stack of layers, or do something else with the relay, between two steps.
 
         Args:
-            change: is called with the relay on the session's thread.
-            what: a few words for the record of changes; without them the call is not recorded.
+            change: an edit as `Insert(at=2)`, or a function that is called with the relay on the session's thread, as
+                ``lambda relay: relay.evaluate(batch)``.
+            what: a few words for the record of changes; default the edit. A call without them is not recorded.
 
         Returns:
-            A future of what `change` returns. An error reaches it too, beside the session's `failure`.
+            A future of what `change` returns; of an edit, its inverse. An error reaches it too, beside the session's `failure`.
 
         Raises:
             TypeError: not a function.
         """
+        if isinstance(change, Edit):
+            return self.edit(lambda relay: relay.apply(change), what or repr(change))
         if not callable(change):
             raise TypeError(f"change is a {type(change).__name__}: give a function of the relay")
         return self._submit(_Command(what or "a call between steps", lambda: self._edit(change, what)))

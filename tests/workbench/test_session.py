@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
+from l2l_core import Drop, EmulatedDevice, Relay, RelayConfig, TornStep
 from workbench.in_core_bytes import in_core_bytes
 from workbench.session import Session
 from workbench.snapshot import Change, Snapshot, StepRow
@@ -264,6 +264,22 @@ def test_commands_happen_in_the_order_in_which_they_were_given(relay: Relay) -> 
         now = session.wait(20)
     assert seen == [1, 2]
     assert now.changes == (Change(1, "look"),), "a call without a name is not recorded"
+
+
+def test_the_stack_is_edited_between_steps_and_the_inverse_brings_it_back(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.run(2)
+        session.wait(20)
+        inverse = session.edit(Drop(1)).result(20)
+        now = session.wait(20)
+        assert [row.key for row in now.layers] == ["L000", "L002", "L003"]
+        assert now.changes[0].what == "Drop(layers=1, park='memory')"
+        session.step()
+        session.edit(inverse)
+        session.step()
+        now = session.wait(20)
+    assert [row.version for row in now.layers] == [now.step, now.step - 1, now.step, now.step]
+    assert now.state == "idle" and len(now.changes) == 2
 
 
 def test_an_edit_returns_its_result_and_its_error(relay: Relay) -> None:

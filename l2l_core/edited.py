@@ -1,0 +1,81 @@
+"""What a save has to say of edits, and how a model gets the stacks back that it was saved with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from l2l_core.editor import Editor
+from l2l_core.journal import Entry, History
+from l2l_core.layers import resolve_layers
+from l2l_core.rearrange import rearrange
+from l2l_core.stacks import find_stacks
+
+
+@dataclass(frozen=True)
+class Edited:
+    """The stacks of an edited relay.
+
+    Attributes:
+        stacks: keys of the layers in order, by stack.
+        original: dotted names of the layers before any edit, by key.
+        origin: by key, the original layer that it goes back to.
+        made: keys given out so far.
+        journal: what was edited.
+    """
+
+    stacks: dict[str, list[str]] = field(default_factory=dict)
+    original: dict[str, str] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    made: int = 0
+    journal: tuple[Entry, ...] = ()
+
+    @staticmethod
+    def from_(editor: Editor, history: History) -> Edited:
+        """Of a relay as it is now."""
+        stacks = {stack.name: [unit.key for unit in editor.units_of(stack)] for stack in editor.stacks}
+        return Edited(stacks, editor.original, editor.origin, editor.made, history.journal)
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> Edited:
+        """From what `to_plain` gave; empty for a save that knows nothing of edits."""
+        return Edited(**{**plain, "journal": tuple(Entry(**row) for row in plain.get("journal", ()))})
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**asdict(self), "journal": [asdict(entry) for entry in self.journal]}
+
+    def fit(self, model: nn.Module, manifest: Mapping[str, Any]) -> None:
+        """Give the model the stacks and the frozen parameters that were saved, unless it has them already.
+
+        Raises:
+            ValueError: it is neither like the saved model nor like the one before the edits.
+        """
+        if not self.journal:
+            return
+        if set(dict(model.named_modules())) >= {name for _, name in manifest["units"][1:]} and self._is_as_deep(model):
+            pass
+        else:
+            found = resolve_layers(model, list(self.original.values()))
+            by_key = dict(zip(self.original, found.values(), strict=True))
+            for stack in find_stacks(model, list(found.values())):
+                wanted = self.stacks[stack.name]
+                made = {key: copy.deepcopy(by_key[self.origin[key]]) for key in wanted if key not in by_key}
+                like = {module: by_key[self.origin[key]] for key, module in made.items()}
+                rearrange(model, stack, [made.get(key) or by_key[key] for key in wanted], like=like)
+        trained = set(manifest["trainable"])
+        for name, param in model.named_parameters():
+            param.requires_grad_(name in trained)
+
+    def restore_into(self, editor: Editor, history: History) -> None:
+        """Let a relay over that model go on with the same keys and the same journal."""
+        if self.journal:
+            editor.made, editor.original, editor.origin = self.made, dict(self.original), dict(self.origin)
+            history.continue_from(self.journal)
+
+    def _is_as_deep(self, model: nn.Module) -> bool:
+        return all(len(list(model.get_submodule(name).children())) >= len(keys) for name, keys in self.stacks.items())

@@ -1,0 +1,320 @@
+"""Carries changes out, between two steps: in the model's containers, in the EPS, and in the books.
+
+Invariant: a layer is in exactly one stack or parked, and the EPS holds it in the first case only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from l2l_core.change import Change, Held
+from l2l_core.identity import IdentityPlan, apply_plan, capture_samples, plan_identity, sample_behind
+from l2l_core.memory import Ledger
+from l2l_core.parked import Parked
+from l2l_core.rearrange import rearrange
+from l2l_core.stacks import Resolver, Stack, Where, find_stacks
+from l2l_core.store import LayerStore, Side
+from l2l_core.units import Unit, build_layer
+
+State = Mapping[str, Any]
+Inherit = Callable[
+    [State], dict[str, Any] | None
+]  # from the state of a parameter to that of its copy; None: start anew
+
+
+class Editor:
+    """Edits the stacks of one relay.
+
+    Args:
+        model: the user's.
+        layers: the relay's, in order.
+        store: the EPS.
+        host: gets parked layers booked.
+        empty: makes a float32 host buffer of so many elements.
+        shell: the rest of the model.
+        seed: of what is initialised anew.
+
+    Attributes:
+        call: runs the model on a few rows of the last batch; None before the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shell: Unit,
+        layers: Sequence[Unit],
+        store: LayerStore,
+        host: Ledger,
+        empty: Callable[[int], torch.Tensor],
+        seed: int,
+    ) -> None:
+        self.model, self.shell, self.store, self.seed = model, shell, store, seed
+        self.call: Callable[[], Any] | None = None
+        self._host, self._empty = host, empty
+        self.layers = list(layers)
+        self.made = len(layers)  # keys given out so far
+        self.original = {unit.key: unit.name for unit in layers}  # before any edit
+        self.origin = {unit.key: unit.key for unit in layers}  # by key, the original layer that it goes back to
+        self._by_module = {unit.module: unit for unit in layers}
+        self._parked: dict[Unit, Parked] = {}
+        self._booked: dict[Unit, int] = {}  # bytes of parked layers
+        self.stacks = find_stacks(model, [unit.module for unit in layers])  # as they are now
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    @property
+    def resolver(self) -> Resolver:
+        """Finds the layer that a person means, as things are now."""
+        keys = {unit.module: unit.key for unit in self.layers}
+        return Resolver(self.stacks, keys, {unit.module: unit.name for unit in self.layers})
+
+    def place_of(self, where: Where) -> tuple[Stack, int]:
+        """The stack of a layer, and its position there."""
+        module = self.resolver.layer(where)
+        return self.resolver.place(module, after_last_allowed=False)
+
+    def states_of(self, unit: Unit) -> dict[nn.Parameter, State]:
+        """What the optimizer knows of each parameter of a layer that is in a stack."""
+        state = self.store.optimizer.state
+        return {param: state[master] for param, master in self.store.masters_of(unit).items() if master in state}
+
+    def unit_of(self, module: nn.Module) -> Unit:
+        """The layer that a module is."""
+        return self._by_module[module]
+
+    def units_of(self, stack: Stack) -> list[Unit]:
+        """The layers of a stack, in order."""
+        return [self._by_module[module] for module in stack.layers]
+
+    # -- new layers ----------------------------------------------------------------------------------------------------
+
+    def check_new(self, module: nn.Module) -> nn.Module:
+        """A module that is to become a layer.
+
+        Raises:
+            TypeError: no module.
+            ValueError: it, or a parameter of it, is part of the model already.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"module is a {type(module).__name__}: give a torch.nn.Module, or leave it out for one like another layer"
+            )
+        known = {param for unit in (self.shell, *self.layers) for param in unit.params}
+        if module in set(self.model.modules()) or not known.isdisjoint(module.parameters()):
+            raise ValueError(
+                f"this {type(module).__name__} is part of the model already: give a module of its own, as copy.deepcopy(...)"
+            )
+        return module
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give a module the values that it would have in a new model; the same ones for the same number of edits.
+
+        Raises:
+            ValueError: nobody says how to initialise some of its parameters.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(f"{self.seed}/layer/{self.made}".encode()))
+            before = {name: param.detach().clone() for name, param in module.named_parameters()}
+            init = getattr(self.model, "_init_weights", None)  # of transformers' models
+            for inner in module.modules():
+                if init is not None:
+                    init(inner)
+                elif callable(reset := getattr(inner, "reset_parameters", None)):
+                    reset()
+        constant = [
+            name for name, param in module.named_parameters() if param.dim() > 1 and torch.equal(param, before[name])
+        ]
+        if constant:
+            raise ValueError(
+                f"init='fresh': neither the model's _init_weights nor reset_parameters() sets {constant[0]}. Initialise a module "
+                "yourself and pass it as module="
+            )
+
+    def plan_identity(self, module: nn.Module, stack: Stack, at: int) -> IdentityPlan:
+        """How a layer becomes the identity at a place of a stack.
+
+        Raises:
+            ValueError: it cannot, or no step has been made yet from which a batch could be taken.
+        """
+        if self.call is None:
+            raise ValueError("init='identity' is found by running layers: make a step first, or use init='copy'")
+        layers = stack.layers
+        behind = at == len(layers)
+        wanted = [layers[at - behind], *layers[at - 1 : at]]
+        samples = capture_samples(self.model, self.call, list(dict.fromkeys(wanted)))
+        sample = samples[wanted[0]]
+        if behind:
+            sample = sample_behind(layers[-1], sample)
+        return plan_identity(module, sample, layers[at - 1] if at else None, samples[layers[at - 1]] if at else None)
+
+    def make_identity(self, unit: Unit, plan: IdentityPlan, preceding: Unit) -> dict[nn.Parameter, Held]:
+        """Make a new, parked layer the identity; what its predecessor has to be left with."""
+        apply_plan(replace(plan, handed_over=()), unit.module)
+        new, theirs = dict(unit.module.named_parameters()), dict(preceding.module.named_parameters())
+        states, left = self.states_of(preceding), {}
+        sides = [(m, side) for block, side in self._parked[unit].sides.items() for m in side.masters]
+        master_of = dict(zip(unit.params, sides, strict=True))
+        with torch.no_grad():
+            for item in plan.handed_over:
+                source, target = theirs[item.preceding], new[item.new]
+                target.copy_(source.view_as(target))
+                master, side = master_of[target]
+                if source in states:
+                    side.state[master] = {name: _as(value, target) for name, value in states[source].items()}
+                left[source] = torch.full_like(source, item.neutral), None
+        return left
+
+    # -- what edits are made of ----------------------------------------------------------------------------------------
+
+    def make_layer(self, module: nn.Module, like: Unit, inherit: Inherit, warmup: int = 0) -> Unit:
+        """A new layer, parked for the time being.
+
+        Args:
+            module: has parameters of its own.
+            like: whose groups of the optimizer its parameters join, and whose state they may inherit.
+            inherit: what of that state.
+            warmup: updates over which its learning rate rises.
+        """
+        key = f"L{self.made:03d}"
+        if like.frozen:  # a copy of a frozen layer is new all the same
+            module.requires_grad_(True)
+        unit = build_layer(key, key, module, self._empty)
+        twins = dict(zip(unit.params, like.params, strict=True))
+        self.made += 1
+        self.origin[key] = self.origin[like.key]
+        self._by_module[module] = unit
+        sides = {}
+        for block in unit.blocks:
+            block.warmup = warmup
+            known = [self._side_of(twins[param], like) for param in block.params]
+            masters = [nn.Parameter(v, p.requires_grad) for p, v in zip(block.params, block.views, strict=True)]
+            states = {
+                m: state for m, (_, old) in zip(masters, known, strict=True) if (state := inherit(old)) is not None
+            }
+            sides[block] = Side(masters, [group for group, _ in known], states)
+        self._park(Parked(unit, sides))
+        return unit
+
+    def restack(self, name: str, before: Sequence[Unit], after: Sequence[Unit], like: Mapping[Unit, Unit]) -> None:
+        """Put the layers `after` in place of `before` in a stack; parked ones come back, those that leave are parked."""
+        stack = next((stack for stack in self.stacks if stack.name == name), None)
+        if stack is None or tuple(self.units_of(stack)) != tuple(before):
+            raise ValueError(f"the stack {name} has changed since: undo the later edits first")
+        for unit in after:
+            if unit in self._parked:
+                self._fetch(unit)
+        twins = {unit.module: like[unit].module for unit in after if unit in like}
+        rearrange(self.model, stack, [unit.module for unit in after], like=twins)
+        staying = set(after)
+        for unit, sides in self.store.dismiss([unit for unit in before if unit not in staying]).items():
+            self._park(Parked(unit, sides))
+        for unit in after:
+            if unit in self._parked:
+                self.store.admit(unit, self._unpark(unit).sides)
+        first = self.layers.index(before[0])
+        gone = set(before)
+        self.layers = [*self.layers[:first], *after, *(unit for unit in self.layers[first:] if unit not in gone)]
+        now = replace(stack, layers=tuple(unit.module for unit in after))
+        self.stacks = tuple(now if old is stack else old for old in self.stacks)
+        self._rename(name, stack.container, staying)
+        self.store.arrange(after)
+
+    def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]:
+        """Give parameters of a layer in a stack other values and state; what they had."""
+        old, masters = {}, self.store.masters_of(unit)
+        with torch.no_grad():
+            for param, (value, state) in values.items():
+                master = masters[param]
+                known = self.store.optimizer.state.pop(master, None)
+                old[param] = param.detach().clone(), dict(known) if known is not None else None
+                param.copy_(value)
+                if state is not None:
+                    self.store.optimizer.state[master] = state
+        return old
+
+    def set_trained(self, unit: Unit, flags: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, bool]:
+        """Let parameters of a layer be trained or not; what they were."""
+        old, masters = {param: param.requires_grad for param in flags}, self.store.masters_of(unit)
+        for param, trained in flags.items():
+            param.requires_grad_(trained)
+            masters[param].requires_grad_(trained)
+        return old
+
+    @contextmanager
+    def atomic(self) -> Iterator[Callable[[Change], None]]:
+        """Changes handed to the block's value are done at once, and undone if the block fails."""
+        done: list[Change] = []
+
+        def do(change: Change) -> None:
+            change.do(self)
+            done.append(change)
+
+        try:
+            yield do
+        except BaseException:
+            for change in reversed(done):
+                change.undo(self)
+            raise
+
+    def spill(self, unit: Unit) -> None:
+        """Let a parked layer wait on disk."""
+        parked = self._unpark(unit)
+        try:
+            parked.spill()
+        finally:
+            self._park(parked)
+
+    def _fetch(self, unit: Unit) -> None:
+        parked = self._unpark(unit)
+        try:
+            parked.fetch(self._empty)
+        finally:
+            self._park(parked)
+
+    def lose(self, unit: Unit) -> None:
+        """Free a parked layer, for good."""
+        self._unpark(unit)
+
+    def forget(self, needed: set[Unit]) -> None:
+        """Free parked layers that no change can bring back any more."""
+        for unit in [unit for unit in self._parked if unit not in needed]:
+            self._unpark(unit)
+            del self._by_module[unit.module]
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _side_of(self, param: nn.Parameter, unit: Unit) -> tuple[int, State]:
+        """The optimizer's group of a parameter, and what it knows of it."""
+        block = next(block for block in unit.blocks if any(param is p for p in block.params))
+        side = self._parked[unit].sides[block] if unit in self._parked else self.store.side_of(block)
+        index = next(i for i, p in enumerate(block.params) if p is param)
+        return side.groups[index], side.state.get(side.masters[index], {})
+
+    def _rename(self, name: str, container: nn.Module, units: set[Unit]) -> None:
+        for child, module in container.named_children():
+            unit = self._by_module.get(module)
+            if unit in units:
+                unit.rename(f"{name}.{child}" if name else child)
+
+    def _park(self, parked: Parked) -> None:
+        self._parked[parked.unit] = parked
+        self._booked[parked.unit] = parked.nbytes
+        self._host.book("other", f"parked {parked.unit.key}", parked.nbytes)
+
+    def _unpark(self, unit: Unit) -> Parked:
+        self._host.release("other", f"parked {unit.key}", self._booked.pop(unit))
+        return self._parked.pop(unit)
+
+
+def _as(value: Any, param: torch.Tensor) -> Any:
+    """A copy of an optimizer's value for a parameter of another, equally large shape."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone().view_as(param) if value.numel() == param.numel() and value.dim() else value.clone()

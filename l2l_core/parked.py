@@ -1,0 +1,95 @@
+"""A layer that is in no stack: its weights and what the optimizer knows of them, in memory or on disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from l2l_core.store import Side
+from l2l_core.units import Block, Unit
+
+
+@dataclass(eq=False)
+class Parked:
+    """A layer that waits to be put into a stack.
+
+    Invariant: while `path` is set, neither its weights nor their optimizer state are in memory.
+    """
+
+    unit: Unit
+    sides: dict[Block, Side]
+    path: Path | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(block.nbytes + side.nbytes for block, side in self.sides.items())
+
+    def spill(self) -> None:
+        """Move weights and state to a temporary file, which is deleted with the layer or with the process.
+
+        Raises:
+            OSError: disk full; then everything is in memory as before.
+        """
+        if self.path is not None:
+            return
+        handle, name = tempfile.mkstemp(prefix=f"parked-{self.unit.key}-", suffix=".safetensors")
+        os.close(handle)
+        try:
+            save_file(self._tensors(), name)
+        except BaseException:
+            os.unlink(name)
+            raise
+        self.path = Path(name)
+        weakref.finalize(self, self.path.unlink, missing_ok=True)
+        for index, (block, side) in enumerate(self.sides.items()):
+            block.master, block.views = torch.empty(0), []
+            for param in (*block.params, *side.masters):
+                param.data = torch.empty(0)
+            for number, master in enumerate(side.masters):
+                known = side.state.get(master, {})
+                for key, value in known.items():
+                    if isinstance(value, torch.Tensor):
+                        known[key] = _Away(f"{index}/{number}/{key}", tuple(value.stride()))
+
+    def fetch(self, empty: Callable[[int], torch.Tensor]) -> None:
+        """Bring weights and state back to memory; `empty` makes a float32 host buffer of so many elements."""
+        if self.path is None:
+            return
+        held = load_file(self.path)
+        for index, (block, side) in enumerate(self.sides.items()):
+            block.master = empty(block.layout.numel).copy_(held[f"{index}/master"])
+            block.views = block.layout.views(block.master)
+            for param, master, view in zip(block.params, side.masters, block.views, strict=True):
+                param.data = master.data = view
+            for known in side.state.values():
+                for key, value in known.items():
+                    if isinstance(value, _Away):
+                        saved = held[value.name]
+                        known[key] = torch.empty_strided(saved.shape, value.stride, dtype=saved.dtype).copy_(saved)
+        self.path.unlink(missing_ok=True)
+        self.path = None
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        held = {f"{i}/master": block.master for i, block in enumerate(self.sides)}
+        for index, side in enumerate(self.sides.values()):
+            for number, master in enumerate(side.masters):
+                for key, value in side.state.get(master, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        held[f"{index}/{number}/{key}"] = value.contiguous()
+        return held
+
+
+@dataclass(frozen=True)
+class _Away:
+    """A tensor of the optimizer's state that is in the file."""
+
+    name: str
+    stride: tuple[int, ...]

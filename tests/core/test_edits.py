@@ -1,0 +1,451 @@
+"""Edits between steps: exact, undoable, and equal to in-core training after each of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from l2l_core import (
+    Drop,
+    Duplicate,
+    EmulatedDevice,
+    Freeze,
+    Insert,
+    Interpolate,
+    Move,
+    Relay,
+    RelayConfig,
+    Replace,
+    Swap,
+    Unfreeze,
+)
+from l2l_core.edit import Edit
+
+Batch = dict[str, torch.Tensor]
+
+
+def make_gpt(layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    return model.train()
+
+
+def make_batch(seed: int = 0) -> Batch:
+    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def make_relay(model: nn.Module, **options: Any) -> Relay:
+    options.setdefault("config", RelayConfig(micro_batches=2))
+    return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), **options)
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with make_relay(make_gpt()) as made:
+        for seed in range(2):
+            made.step(make_batch(seed))
+        yield made
+
+
+def keys(relay: Relay) -> list[str]:
+    return [unit.key for unit in relay.stack]
+
+
+def state_of(relay: Relay) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state by name, in copies."""
+    held = {name: param.detach().clone() for name, param in relay.model.named_parameters()}
+    names = {id(p): n for n, p in relay.model.named_parameters()}
+    for master, param in relay.store._model_params.items():
+        for name, value in relay.optimizer.state.get(master, {}).items():
+            held[f"{names[id(param)]}/{name}"] = torch.as_tensor(value).clone()
+    return held
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    unequal = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not unequal, unequal
+
+
+def new_block(relay: Relay) -> nn.Module:
+    module = copy.deepcopy(relay.stack[0].module)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(0.5)
+    return module
+
+
+EDITS: dict[str, tuple[Callable[[Relay], Edit], list[str]]] = {
+    "insert identity": (lambda r: Insert(at=1), ["L000", "L004", "L001", "L002", "L003"]),
+    "insert at the front": (lambda r: Insert(at=0, init="copy"), ["L004", "L000", "L001", "L002", "L003"]),
+    "insert behind the last": (lambda r: Insert(at=4, init="identity"), ["L000", "L001", "L002", "L003", "L004"]),
+    "insert fresh": (lambda r: Insert(at=2, init="fresh", warmup=3), ["L000", "L001", "L004", "L002", "L003"]),
+    "insert between": (
+        lambda r: Insert(at=2, init="interpolate", optimizer=0.5),
+        ["L000", "L001", "L004", "L002", "L003"],
+    ),
+    "insert like": (
+        lambda r: Insert(at="L003", like="L001", init="copy", optimizer="copy"),
+        ["L000", "L001", "L002", "L004", "L003"],
+    ),
+    "insert a module": (lambda r: Insert(at=2, module=new_block(r)), ["L000", "L001", "L004", "L002", "L003"]),
+    "duplicate one": (lambda r: Duplicate(1), ["L000", "L001", "L004", "L002", "L003"]),
+    "duplicate a span on top": (
+        lambda r: Duplicate(slice(0, 2), mode="top"),
+        ["L000", "L001", "L002", "L003", "L004", "L005"],
+    ),
+    "double interleaved": (
+        lambda r: Duplicate(mode="interleaved"),
+        ["L000", "L004", "L001", "L005", "L002", "L006", "L003", "L007"],
+    ),
+    "drop": (lambda r: Drop(1), ["L000", "L002", "L003"]),
+    "drop a span": (lambda r: Drop(slice(1, 4)), ["L000"]),
+    "swap": (lambda r: Swap(0, -1), ["L003", "L001", "L002", "L000"]),
+    "move": (lambda r: Move("transformer.h.0", 2), ["L001", "L002", "L000", "L003"]),
+    "replace": (lambda r: Replace(2, new_block(r)), ["L000", "L001", "L004", "L003"]),
+    "interpolate": (lambda r: Interpolate(1, 2, 0.25), ["L000", "L001", "L002", "L003"]),
+    "freeze": (lambda r: Freeze(slice(0, 2)), ["L000", "L001", "L002", "L003"]),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_does_what_it_says_and_its_inverse_takes_it_back(relay: Relay, name: str) -> None:
+    make, expected = EDITS[name]
+    batch = make_batch(7)
+    before, loss = state_of(relay), relay.evaluate(batch)
+    edit = make(relay)
+    inverse = relay.apply(edit)
+    assert keys(relay) == expected
+    assert [unit.name for unit in relay.stack] == [f"transformer.h.{i}" for i in range(len(expected))]
+    assert relay.model.config.n_layer == len(expected)
+    if edit.preserves_function:
+        assert relay.evaluate(batch) == pytest.approx(loss, abs=1e-6)
+    assert relay.verify(batch).equal, "relay and in core"
+    relay.apply(inverse)
+    assert_same(state_of(relay), before)
+    assert relay.evaluate(batch) == loss
+    assert relay.verify(batch).equal
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_training_goes_on_and_undo_brings_back_what_was_edited(relay: Relay, name: str) -> None:
+    make, _ = EDITS[name]
+    relay.apply(make(relay))
+    relay.step(make_batch(3))
+    assert relay.verify(make_batch(4)).equal
+    relay.step(make_batch(4))
+    relay.undo()
+    assert keys(relay) == ["L000", "L001", "L002", "L003"] and relay.model.config.n_layer == 4
+    assert relay.verify(make_batch(5)).equal
+    relay.redo()
+    assert keys(relay) == EDITS[name][1]
+    relay.step(make_batch(6))
+    assert relay.verify(make_batch(7)).equal
+
+
+def test_a_relay_after_an_edit_is_a_relay_over_the_edited_model(relay: Relay) -> None:
+    """The oracle knows nothing of edits: a plain copy of the edited model and of its optimizer, trained in core."""
+    relay.apply(Insert(at=1, init="copy", optimizer="copy"), Drop(3), Freeze(0))
+    model = copy.deepcopy(relay.model)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain.load_state_dict(copy.deepcopy(relay.optimizer.state_dict()))
+    batch = make_batch(9)
+    relay.config = RelayConfig(micro_batches=1)
+    for module in (*model.modules(), *relay.model.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for _ in range(3):
+        loss = model(**batch).loss
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        assert relay.step(batch).loss == loss.item()
+    for a, b in zip(relay.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_post_norm_layers_are_inserted_with_the_norm_before_them() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(num_hidden_layers=3, hidden_size=16, num_attention_heads=2, intermediate_size=32, vocab_size=32)
+    model = BertForMaskedLM(config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "LayerNorm" in name or name.endswith("bias"):
+                param.add_(0.3 * torch.randn_like(param))
+    batch = {"input_ids": torch.randint(32, (4, 8)), "labels": torch.randint(32, (4, 8))}
+    with make_relay(model) as relay:
+        relay.step(batch)
+        before, loss = state_of(relay), relay.evaluate(batch)
+        relay.apply(Insert(at=2))
+        assert relay.evaluate(batch) == pytest.approx(loss, abs=1e-6)
+        norm = relay.stack[1].module.output.LayerNorm
+        assert torch.equal(norm.weight, torch.ones(16)) and torch.equal(norm.bias, torch.zeros(16))
+        moved = relay.stack[2].module.output.LayerNorm.weight
+        assert torch.equal(moved, before["bert.encoder.layer.1.output.LayerNorm.weight"])
+        state = state_of(relay)
+        name = "output.LayerNorm.weight/exp_avg"
+        assert torch.equal(state[f"bert.encoder.layer.2.{name}"], before[f"bert.encoder.layer.1.{name}"])
+        relay.step(batch)
+        relay.undo()
+        relay.step(batch)
+        assert relay.verify(batch).equal
+
+
+def test_a_group_of_edits_is_all_or_nothing(relay: Relay) -> None:
+    before = state_of(relay)
+    with pytest.raises(ValueError, match="out of range"):
+        relay.apply(Drop(0), Swap(0, 1), Insert(at=1, init="copy"), Drop(17))
+    assert keys(relay) == ["L000", "L001", "L002", "L003"] and relay.journal == ()
+    assert_same(state_of(relay), before)
+    assert relay.verify(make_batch()).equal
+    relay.apply(Drop(0), Drop(0))
+    assert keys(relay) == ["L002", "L003"] and len(relay.journal) == 1
+    relay.undo()
+    assert_same(state_of(relay), before)
+
+
+def test_a_new_layer_warms_up_and_in_core_training_agrees(relay: Relay) -> None:
+    relay.apply(Insert(at=2, init="copy", warmup=4))
+    sizes = []
+    for seed in range(5):
+        assert relay.verify(make_batch(seed)).equal
+        relay.step(make_batch(seed))
+        sizes.append([unit.stats["update_ratio"] for unit in relay.stack])
+    first, last = (row[2] / row[1] for row in (sizes[0], sizes[4]))  # against the layer it was copied from
+    assert first < 0.5 * last
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (Drop(4), "position 4 is out of range"),
+        (Drop("L009"), "there are L000"),
+        (Drop(slice(0, 4)), "one must stay"),
+        (Insert(at=9, init="copy"), "out of range"),
+        (Insert(at=0, init="interpolate"), "on both sides"),
+        (Swap(0, "transformer.h.7"), "transformer.h.7"),
+        (Insert(at=1, module=nn.Linear(2, 2, dtype=torch.float64)), "float64"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_has_changed(relay: Relay, edit: Edit, message: str) -> None:
+    before = state_of(relay)
+    with pytest.raises(ValueError, match=message):
+        relay.apply(edit)
+    assert_same(state_of(relay), before)
+    assert relay.journal == () and relay.verify(make_batch()).equal
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Insert(at=1, init="zero"), "init='zero': must be one of 'identity'"),
+        (lambda: Insert(at=1, optimizer="half"), "optimizer='half'"),
+        (lambda: Insert(at=1, warmup=-1), "warmup=-1"),
+        (lambda: Duplicate(1, mode="bottom"), "mode='bottom'"),
+        (lambda: Drop(1, park="tape"), "park='tape'"),
+    ],
+)
+def test_an_edit_that_makes_no_sense_cannot_be_made(make: Callable[[], Edit], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_journal_says_what_was_done(relay: Relay) -> None:
+    relay.apply(Insert(at=1))
+    assert relay.verify(make_batch()).equal and relay.journal[0].loss_after is None, "a trial is no step"
+    relay.step(make_batch())
+    relay.apply(Drop(0))
+    relay.undo()
+    relay.redo()
+    first, second, undone, redone = relay.journal
+    assert (first.step, first.kind, first.preserves_function, first.layers) == (2, "edit", True, 5)
+    assert first.loss_before is not None and first.loss_after is not None and "fresh" in first.optimizer
+    assert first.params == relay.stack[0].num_params and first.nbytes >= 4 * first.params
+    assert (second.layers, second.loss_after) == (4, None) and "parked" in second.optimizer
+    assert (undone.kind, undone.of, redone.kind, redone.of) == ("undo", 1, "redo", 1)
+    with pytest.raises(ValueError, match="nothing was undone"):
+        relay.redo()
+
+
+def test_a_new_edit_ends_what_could_be_redone_and_frees_its_bytes(relay: Relay) -> None:
+    before = relay.host.by_category()
+    relay.apply(Insert(at=1, init="copy", optimizer="copy"))
+    relay.undo()
+    assert relay.host.by_category().get("other", 0) > 0, "parked"
+    relay.apply(Swap(0, 1))
+    assert relay.host.by_category() == before
+
+
+def test_a_layer_dropped_for_good_gives_its_bytes_back_and_cannot_return(relay: Relay) -> None:
+    before, layer = relay.host.by_category(), relay.stack[1]
+    relay.apply(Drop(1, park=None))
+    after = relay.host.by_category()
+    assert before["weights"] - after["weights"] == layer.nbytes
+    assert before["optimizer"] - after["optimizer"] >= 8 * layer.num_params and "other" not in after
+    with pytest.raises(ValueError, match="its bytes are gone"):
+        relay.undo()
+    relay.step(make_batch())
+
+
+def test_frozen_layers_thaw_with_the_state_they_had(relay: Relay) -> None:
+    before = state_of(relay)
+    relay.apply(Freeze(1))
+    relay.step(make_batch())
+    frozen = state_of(relay)
+    own = [name for name in before if name.startswith("transformer.h.1.")]
+    assert all(torch.equal(before[name], frozen[name]) for name in own)
+    relay.apply(Unfreeze(1))
+    relay.step(make_batch())
+    assert not torch.equal(state_of(relay)[own[0]], before[own[0]])
+    assert relay.verify(make_batch()).equal
+
+
+def test_an_edited_relay_is_saved_and_goes_on_in_a_model_that_was_never_edited(relay: Relay, tmp_path: Path) -> None:
+    relay.apply(Insert(at=1, init="copy", warmup=5), Swap(0, 3), Freeze(2))
+    relay.step(make_batch(3))
+    relay.apply(Drop("L000"))
+    relay.save(tmp_path)
+    losses = [relay.step(make_batch(seed)).loss for seed in (4, 5)]
+    expected, journal = state_of(relay), relay.journal
+    for model in (make_gpt(), make_gpt(layers=4)):
+        with Relay.load(tmp_path, model, partial(torch.optim.AdamW, lr=1e-2), device=EmulatedDevice()) as again:
+            assert keys(again) == keys(relay) and [e.what for e in again.journal] == [e.what for e in journal]
+            assert [again.step(make_batch(seed)).loss for seed in (4, 5)] == losses
+            assert_same(state_of(again), expected)
+            assert again.verify(make_batch()).equal
+            again.apply(Insert(at=0, init="copy"))
+            assert keys(again)[0] == "L005", "keys are never given out twice"
+            with pytest.raises(ValueError, match="park|nothing to undo|in force"):
+                again.undo(), again.undo()
+
+
+def test_an_edited_relay_is_loaded_into_a_model_of_its_new_depth(relay: Relay, tmp_path: Path) -> None:
+    relay.apply(Duplicate(mode="top"))
+    relay.save(tmp_path / "relay")
+    relay.model.save_pretrained(tmp_path / "model")
+    deep = GPT2LMHeadModel.from_pretrained(tmp_path / "model").train()
+    deep.loss_type = "ForCausalLM"
+    loss = relay.step(make_batch(3)).loss
+    with Relay.load(tmp_path / "relay", deep, partial(torch.optim.AdamW, lr=1e-2), device=EmulatedDevice()) as again:
+        assert keys(again) == keys(relay)
+        assert again.step(make_batch(3)).loss == loss
+
+
+def test_layers_may_have_keys_of_their_own() -> None:
+    model = make_gpt(2)
+    with make_relay(model, layers={"low": "transformer.h.0", "high": model.transformer.h[1]}) as relay:
+        assert keys(relay) == ["low", "high"]
+        relay.apply(Swap("low", "high"))
+        assert keys(relay) == ["high", "low"] and relay.verify(make_batch()).equal
+
+
+POSITION = st.integers(min_value=-3, max_value=6)
+ANY_EDIT = st.one_of(
+    st.builds(Insert, at=POSITION, init=st.sampled_from(["copy", "fresh", "interpolate"]), warmup=st.integers(0, 3)),
+    st.builds(Insert, at=POSITION, init=st.just("copy"), optimizer=st.sampled_from(["copy", 0.5])),
+    st.builds(Duplicate, POSITION, mode=st.sampled_from(["top", "middle", "interleaved"])),
+    st.builds(Drop, POSITION),
+    st.builds(Swap, POSITION, POSITION),
+    st.builds(Move, POSITION, POSITION),
+    st.builds(Interpolate, POSITION, POSITION, weight=st.floats(0, 1)),
+    st.builds(Freeze, POSITION),
+    st.builds(Unfreeze, POSITION),
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(edits=st.lists(ANY_EDIT, min_size=1, max_size=30), every=st.integers(3, 9))
+def test_any_sequence_of_edits_can_be_undone_to_the_bit(edits: list[Edit], every: int) -> None:
+    with make_relay(make_gpt(3)) as relay:
+        relay.step(make_batch(0))
+        before, loss = state_of(relay), relay.evaluate(make_batch(1))
+        for number, edit in enumerate(edits):
+            now = keys(relay)
+            try:
+                relay.apply(edit)
+            except ValueError:
+                assert keys(relay) == now, "a refused edit changes nothing"
+            if number % every == 0 and any(not unit.frozen for unit in relay.stack):
+                assert relay.verify(make_batch(2)).equal
+        while any(entry.kind == "edit" for entry in relay.journal):
+            try:
+                relay.undo()
+            except ValueError:
+                break
+        assert_same(state_of(relay), before)
+        assert relay.evaluate(make_batch(1)) == loss
+        assert relay.verify(make_batch(2)).equal
+
+
+def test_a_layer_parked_on_disk_needs_no_memory_and_comes_back_to_the_bit(relay: Relay) -> None:
+    before, held, layer = state_of(relay), relay.host.by_category(), relay.stack[1]
+    nbytes = layer.nbytes
+    relay.apply(Drop(1, park="disk"))
+    after = relay.host.by_category()
+    assert held["weights"] - after["weights"] == nbytes and "other" not in after
+    assert layer.blocks[0].master.numel() == 0 and all(param.numel() == 0 for param in layer.params)
+    assert held["optimizer"] - after["optimizer"] >= 8 * 4 * 100
+    relay.step(make_batch(3))
+    relay.undo()
+    now = state_of(relay)
+    own = [name for name in before if name.startswith("transformer.h.1.")]
+    assert own and all(torch.equal(now[name], before[name]) for name in own)
+    assert relay.verify(make_batch()).equal
+    relay.redo()
+    assert layer.blocks[0].master.numel() == 0
+    relay.undo()
+    assert relay.verify(make_batch()).equal
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "vit"])
+def test_an_identity_layer_does_not_move_the_loss(family: str) -> None:
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    tokens = torch.randint(64, (4, 8))
+    batch = {"input_ids": tokens, "labels": tokens}
+    if family == "gpt2":
+        model = make_gpt(3)
+        batch = make_batch(1)
+    elif family == "bert":
+        model = BertForMaskedLM(BertConfig(vocab_size=64, **small))
+    elif family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **small))
+        model.loss_type = "ForCausalLM"
+    else:
+        model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=5, **small))
+        batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(5, (4,))}
+    with make_relay(model.train()) as relay:
+        for _ in range(3):
+            relay.step(batch)
+        for at in (3, 1, 2):
+            loss = relay.evaluate(batch)
+            relay.apply(Insert(at=at))
+            assert relay.evaluate(batch) == pytest.approx(loss, abs=1e-6)
+            assert relay.verify(batch).equal
+        relay.step(batch)
+        relay.step(batch)
+        assert all(unit.stats["update_ratio"] > 0 for unit in relay.stack), "the new layers learn"
