@@ -105,7 +105,9 @@ class _Box:
         try:
             self._prediction.lock(float(self.number.value.replace(",", "")))
         except ValueError:
-            self.said.value = "Please type a number, such as 12 or 3.5e6."
+            locked = self._prediction.answer
+            asked = "Please type a number, such as 12 or 3.5e6."
+            self.said.value = asked if locked is None else f"{_show(locked)} is locked already"
             return
         self._close()
 

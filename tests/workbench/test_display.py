@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 from weakref import ref
 
@@ -82,6 +83,18 @@ def test_outside_of_a_notebook_only_text_is_printed(relay: Relay, capsys: pytest
     bench.close()
     assert "Sequential · 4 layers" in printed and "micro-batches" in printed
     assert "<svg" not in printed and "model_id" not in printed
+
+
+def test_in_a_terminal_text_is_printed_once(relay: Relay, capsys: pytest.CaptureFixture[str]) -> None:
+    InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    try:
+        with closing(Workbench(relay, make_batches())) as bench:
+            bench._ipython_display_()
+            train(bench.session, 1)
+            wait_until(lambda: "step 1" in header_of(bench))
+        assert capsys.readouterr().out.count("Settings of the next step") == 1, "nothing is printed from a thread"
+    finally:
+        InteractiveShell.clear_instance()
 
 
 def test_a_workbench_as_one_output(relay: Relay) -> None:

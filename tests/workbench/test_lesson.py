@@ -64,6 +64,17 @@ def test_a_locked_answer_stays() -> None:
     assert prediction.answer == 12
 
 
+def test_the_box_says_when_another_answer_is_locked() -> None:
+    prediction = predict("How many?")
+    prediction._repr_mimebundle_()
+    prediction.lock(3)
+    box = prediction._box
+    assert box is not None
+    box.number.value = "4"
+    box.button.click()
+    assert "3 is locked already" in box.said.value and prediction.answer == 3
+
+
 def test_an_answer_given_from_the_start_is_shown_locked() -> None:
     prediction = Prediction("How many?", answer=12, unit="loads")
     assert prediction._repr_mimebundle_()["text/plain"].endswith("(locked: 12 loads)")

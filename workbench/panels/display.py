@@ -53,7 +53,7 @@ class Display:
         """Put widget and still on the page, below the cell that runs. Outside of a notebook the still's text is printed."""
         now = self._session.snapshot()
         page = self._page(now)
-        if get_ipython() is None:
+        if not hasattr(get_ipython(), "get_parent"):  # no cells: Python, or IPython in a terminal
             print(page["text/plain"])
         elif self._closed:
             display(page, raw=True)
