@@ -10,6 +10,7 @@ order in which they were asked for. Nobody waits for them: commands return at on
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -449,7 +450,11 @@ class Session:
         frozen = tuple((layer.key, layer.frozen) for layer in layers)
         like = self.relay.config, result.samples, batch_bytes(result.trace), frozen
         if like != self._in_core[0]:
-            self._in_core = like, in_core_bytes(self.relay, result.trace)
+            try:
+                self._in_core = like, in_core_bytes(self.relay, result.trace)
+            except Exception:  # the step is done whatever is thought of it
+                _log.exception("what in-core training would need cannot be told")
+                self._in_core = like, None
         with self._changed:
             self._steps.append(row)
             self._layers, self._last, self._finished = layers, result.trace, row.step
@@ -472,6 +477,7 @@ class _Command:
     future: Future[Any] = field(default_factory=Future)
 
 
+_log = logging.getLogger(__name__)
 _sessions: WeakKeyDictionary[Relay, ref[Session]] = WeakKeyDictionary()
 
 

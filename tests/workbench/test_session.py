@@ -483,7 +483,38 @@ def test_a_step_is_counted_when_its_row_is_there() -> None:
     assert all(now.step == len(now.steps) for now in model.seen)
 
 
-def test_in_core_needs_follow_what_is_trained_and_how_long_batches_are(relay: Relay) -> None:
+class Unusual(nn.Sequential):
+    """A model that cannot be asked for its buffers."""
+
+    asked = False
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        self.asked = True
+        raise RuntimeError("no buffers here")
+
+
+def test_a_step_counts_even_if_in_core_needs_cannot_be_told() -> None:
+    model = Unusual(nn.Linear(4, WIDTH), *(Layer() for _ in range(2)), nn.Linear(WIDTH, 1))
+    with Relay(model, device=EmulatedDevice(), layers=list(model)[1:3], loss=mse) as relay:
+        with Session(relay, make_batches()) as session:
+            session.run(2)
+            now = session.wait(20)
+    assert model.asked
+    assert (now.state, now.failure, now.done, now.in_core_bytes) == ("idle", None, 2, None)
+
+
+def test_in_core_needs_follow_how_long_batches_are(relay: Relay) -> None:
+    short, long = ((torch.randn(6, length, 4), torch.randn(6, length, 1)) for length in (2, 50))
+    with Session(relay, [short, long]) as session:
+        session.step()
+        first = session.wait(20)
+        session.step()
+        second = session.wait(20)
+    assert first.in_core_bytes is not None and second.in_core_bytes is not None
+    assert second.in_core_bytes == in_core_bytes(relay, second.last) > 2 * first.in_core_bytes
+
+
+def test_in_core_needs_follow_what_is_trained(relay: Relay) -> None:
     def freeze(relay: Relay) -> None:
         for param in relay.model[1].parameters():
             param.requires_grad_(False)
