@@ -54,7 +54,6 @@ class Workbench:
         style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
         self.widget = ipywidgets.VBox([style, *(panel.widget for panel in self.panels)])
         self.widget.add_class("l2l-workbench")
-        self._shown, self._turn = -1, False  # number of the last snapshot; whose turn it was
         belongs_to_cell(self)
         self._display = Display(self.session, self.widget, self._show, self._still)
 
@@ -104,13 +103,8 @@ class Workbench:
     # -- on a page -----------------------------------------------------------------------------------------------------
 
     def _show(self, now: Snapshot) -> None:
-        """Show everything that is new; in the middle of a step timeline and memory take turns, to have more frames."""
-        same, self._shown = now.number == self._shown, now.number
-        self._turn = not self._turn
-        skipped = (TimelinePanel, MemoryPanel)[self._turn] if same else ()
         for panel in self.panels:
-            if not isinstance(panel, skipped):
-                panel.show(now)
+            panel.show(now)
 
     def _still(self, now: Snapshot) -> Bundle:
         return bundle_of([picture for panel in self.panels for picture in panel.page(now)])

@@ -47,6 +47,9 @@ class Session:
     Invariant: only the thread steps, edits or reconfigures the relay, and everything else here is read and written under
     one lock. A second session on the same relay takes it over: the first one closes when its step is over.
 
+    Steps draw from the process's random generators. A cell that draws from them while a step runs changes that step's dropout;
+    give such cells a `torch.Generator` of their own.
+
     Args:
         relay: is the session's alone as long as that is open; `close` leaves it as it is.
         batches: an iterable that begins again when it ends (a DataLoader, a list), an iterator, or a function without
