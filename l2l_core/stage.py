@@ -124,7 +124,9 @@ class Stage:
         """
         ledger = self.parts.device.ledger
         if isinstance(error, Exception) and not isinstance(error, MemoryError) and (doing := ledger.doing()):
-            error.add_note(f"The relay was at: {doing}.")
+            note = f"The relay was at: {doing}."
+            if note not in getattr(error, "__notes__", ()):  # the same error object may come again
+                error.add_note(note)
         refused = ledger.refused(error) if isinstance(error, torch.OutOfMemoryError) else None  # while all is booked
         self._stack.close()
         if refused is not None:

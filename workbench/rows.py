@@ -32,6 +32,11 @@ def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
     )
 
 
+def count_params(relay: Relay) -> int:
+    """Weights of the model as it is now; shared ones count for every layer that holds them."""
+    return sum(unit.num_params for unit in (relay.shell, *relay.stack))
+
+
 def step_row(step: int, result: StepResult) -> StepRow:
     """A finished step; `step` counts from 1."""
     return StepRow(

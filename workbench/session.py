@@ -28,7 +28,7 @@ from l2l_core import Edit, EmulatedDevice, Relay, RelayConfig, StepResult, TornS
 from workbench.batches import Batches, BatchSource
 from workbench.in_core_bytes import batch_bytes, in_core_bytes
 from workbench.loggers import Logger
-from workbench.rows import explain, layer_rows, settings_words, step_row
+from workbench.rows import count_params, explain, layer_rows, settings_words, step_row
 from workbench.snapshot import Change, During, Failure, Progress, Snapshot, State, StepRow
 
 LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
@@ -91,7 +91,7 @@ class Session:
         self._steps: list[StepRow] = []
         self._changes: list[Change] = []
         self._layers, self._finished = layer_rows(relay), relay.steps
-        self._num_params = sum(unit.num_params for unit in (relay.shell, *relay.stack))
+        self._num_params = count_params(relay)
         self._last: Trace | None = None
         self._under_way: Callable[[], Trace | None] = lambda: None
         self._in_core: tuple[Any, int | None] = None, None
@@ -400,6 +400,7 @@ class Session:
     def _look_at_relay(self) -> None:
         """A change may have done anything to the relay; settings that still wait come on top."""
         self._layers, self._finished = layer_rows(self.relay), self.relay.steps
+        self._num_params = count_params(self.relay)
         self._planned = _settings_of(self.relay)
         for command in self._queue:
             with suppress(ValueError):  # no longer fits: its turn will tell

@@ -273,6 +273,7 @@ def test_the_stack_is_edited_between_steps_and_the_inverse_brings_it_back(relay:
         inverse = session.edit(Drop(1)).result(20)
         now = session.wait(20)
         assert [row.key for row in now.layers] == ["L000", "L002", "L003"]
+        assert now.num_params == sum(param.numel() for param in relay.model.parameters())
         assert now.changes[0].what == "Drop(layers=1, park='memory')"
         session.step()
         session.edit(inverse)
