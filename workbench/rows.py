@@ -33,8 +33,8 @@ def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
 
 
 def count_params(relay: Relay) -> int:
-    """Weights of the model as it is now; shared ones count for every layer that holds them."""
-    return sum(unit.num_params for unit in (relay.shell, *relay.stack))
+    """Weights of the model as it is now; shared ones count once."""
+    return sum(param.numel() for param in relay.model.parameters())
 
 
 def step_row(step: int, result: StepResult) -> StepRow:
