@@ -11,7 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -280,34 +280,30 @@ class Interpolate(Edit):
 @dataclass(frozen=True)
 class _Train(Edit):
     layers: Span
+    trained: ClassVar[bool]
 
     @property
     def preserves_function(self) -> bool:
         return True
 
-    def _trained(self) -> bool:
-        raise NotImplementedError
-
     def carry_out(self, editor: Editor, do: Do) -> None:
         stack, span = editor.resolver.span(self.layers)
         for unit in (editor.units_of(stack)[i] for i in span):
-            do(Retrain(unit, dict.fromkeys(unit.params, self._trained())))
+            do(Retrain(unit, dict.fromkeys(unit.params, self.trained)))
 
 
 @dataclass(frozen=True)
 class Freeze(_Train):
     """Train layers no longer; their optimizer state is kept for when they thaw."""
 
-    def _trained(self) -> bool:
-        return False
+    trained = False
 
 
 @dataclass(frozen=True)
 class Unfreeze(_Train):
     """Train layers again."""
 
-    def _trained(self) -> bool:
-        return True
+    trained = True
 
 
 # -- optimizer state ---------------------------------------------------------------------------------------------------

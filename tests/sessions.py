@@ -47,12 +47,12 @@ def make_relay(config: RelayConfig | None = None, device: Device | None = None) 
         partial(torch.optim.AdamW, lr=1e-2),
         device or EmulatedDevice(),
         list(model)[1:5],
-        _mse,
+        mse,
         config=config or RelayConfig(micro_batches=2),
     )
 
 
-def _mse(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+def mse(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
     return nn.functional.mse_loss(outputs, batch[1])
 
 

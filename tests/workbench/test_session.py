@@ -10,12 +10,12 @@ import time
 from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
+from sessions import WIDTH, Batch, Layer, make_batches, make_relay, mse
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,50 +23,6 @@ from l2l_core import Drop, EmulatedDevice, Relay, RelayConfig, TornStep
 from workbench.in_core_bytes import in_core_bytes
 from workbench.session import Session
 from workbench.snapshot import Change, Snapshot, StepRow
-
-WIDTH = 8
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-class Layer(nn.Module):
-    """A residual block that can be told to wait for a signal, or to fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.gate: threading.Event | None = None
-        self.entered = threading.Event()
-        self.error: Exception | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.entered.set()
-        if self.gate is not None:
-            assert self.gate.wait(20)
-        if self.error is not None:
-            raise self.error
-        return x + torch.tanh(self.linear(x))
-
-
-def make_relay(config: RelayConfig | None = None, **device: Any) -> Relay:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, WIDTH), *(Layer() for _ in range(4)), nn.Linear(WIDTH, 1))
-    return Relay(
-        model,
-        partial(torch.optim.AdamW, lr=1e-2),
-        EmulatedDevice(**device),
-        list(model)[1:5],
-        mse,
-        config=config or RelayConfig(micro_batches=2),
-    )
-
-
-def mse(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return nn.functional.mse_loss(outputs, batch[1])
-
-
-def make_batches(count: int = 5) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)) for _ in range(count)]
 
 
 @pytest.fixture
