@@ -31,6 +31,9 @@ class Change(ABC):
     @abstractmethod
     def undo(self, editor: Editor) -> None: ...
 
+    def settle(self, editor: Editor) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
+        """The group of edits that it belongs to is done."""
+
     def units(self) -> Sequence[Unit]:
         """Layers that must stay available for as long as it may be done or undone."""
         return ()
@@ -118,23 +121,15 @@ class Spill(Change):
         pass
 
 
-class Lose(Change):
-    """Parked layers that are freed: there is no way back.
-
-    Args:
-        units: parked.
-    """
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = tuple(units)
+class Lose(Spill):
+    """Parked layers that are freed once the whole group of edits is done: from then on there is no way back."""
 
     def do(self, editor: Editor) -> None:
+        pass
+
+    def settle(self, editor: Editor) -> None:
         for unit in self._units:
             editor.lose(unit)
-
-    def undo(self, editor: Editor) -> None:
-        lost = ", ".join(unit.key for unit in self._units)
-        raise ValueError(f"{lost} was dropped with park=None: its bytes are gone, it cannot come back")
 
 
 class Inverted(Change):

@@ -207,6 +207,9 @@ class Editor:
         stack = next((stack for stack in self.stacks if stack.name == name), None)
         if stack is None or tuple(self.units_of(stack)) != tuple(before):
             raise ValueError(f"the stack {name} has changed since: undo the later edits first")
+        known = {*before, *self._parked}
+        if gone := [unit.key for unit in after if unit not in known]:
+            raise ValueError(f"{', '.join(gone)} was dropped for good: its bytes are gone, it cannot come back")
         for unit in after:
             if unit in self._parked:
                 self._fetch(unit)
@@ -280,7 +283,7 @@ class Editor:
 
     def lose(self, unit: Unit) -> None:
         """Free a parked layer, for good."""
-        self._unpark(unit)
+        self._unpark(unit).empty()
 
     def forget(self, needed: set[Unit]) -> None:
         """Free parked layers that no change can bring back any more."""

@@ -100,14 +100,20 @@ class History:
         """
         changes: list[Change] = []
         before = self._sizes()
-        with self._editor.atomic() as do:
+        try:
+            with self._editor.atomic() as do:
 
-            def note(change: Change) -> None:
-                do(change)
-                changes.append(change)
+                def note(change: Change) -> None:
+                    do(change)
+                    changes.append(change)
 
-            for edit in edits:
-                edit.carry_out(self._editor, note)
+                for edit in edits:
+                    edit.carry_out(self._editor, note)
+        except BaseException:
+            self._forget()  # layers that were made in vain
+            raise
+        for change in changes:
+            change.settle(self._editor)
         what = "; ".join(map(repr, edits))
         preserves = all(edit.preserves_function for edit in edits)
         policy = "; ".join(dict.fromkeys(edit.optimizer_policy for edit in edits))

@@ -49,15 +49,25 @@ class Parked:
             raise
         self.path = Path(name)
         weakref.finalize(self, self.path.unlink, missing_ok=True)
-        for index, (block, side) in enumerate(self.sides.items()):
-            block.master, block.views = torch.empty(0), []
-            for param in (*block.params, *side.masters):
-                param.data = torch.empty(0)
+        self._empty_weights()
+        for index, side in enumerate(self.sides.values()):
             for number, master in enumerate(side.masters):
                 known = side.state.get(master, {})
                 for key, value in known.items():
                     if isinstance(value, torch.Tensor):
                         known[key] = _Away(f"{index}/{number}/{key}", tuple(value.stride()))
+
+    def empty(self) -> None:
+        """Let go of weights and state, wherever the layer is still known."""
+        self._empty_weights()
+        for side in self.sides.values():
+            side.state.clear()
+
+    def _empty_weights(self) -> None:
+        for block, side in self.sides.items():
+            block.master, block.views, block.wire = torch.empty(0), [], None
+            for param in (*block.params, *side.masters):
+                param.data = torch.empty(0)
 
     def fetch(self, empty: Callable[[int], torch.Tensor]) -> None:
         """Bring weights and state back to memory; `empty` makes a float32 host buffer of so many elements."""

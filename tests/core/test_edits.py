@@ -302,13 +302,24 @@ def test_a_new_edit_ends_what_could_be_redone_and_frees_its_bytes(relay: Relay) 
 
 def test_a_layer_dropped_for_good_gives_its_bytes_back_and_cannot_return(relay: Relay) -> None:
     before, layer = relay.host.by_category(), relay.stack[1]
+    nbytes, num_params = layer.nbytes, layer.num_params
     relay.apply(Drop(1, park=None))
     after = relay.host.by_category()
-    assert before["weights"] - after["weights"] == layer.nbytes
-    assert before["optimizer"] - after["optimizer"] >= 8 * layer.num_params and "other" not in after
+    assert before["weights"] - after["weights"] == nbytes
+    assert before["optimizer"] - after["optimizer"] >= 8 * num_params and "other" not in after
+    assert layer.nbytes == 0 and all(param.numel() == 0 for param in layer.params), "whoever still knows the layer"
     with pytest.raises(ValueError, match="its bytes are gone"):
         relay.undo()
     relay.step(make_batch())
+
+
+def test_a_group_that_fails_frees_what_it_made_and_loses_nothing(relay: Relay) -> None:
+    before, held = state_of(relay), relay.host.by_category()
+    with pytest.raises(ValueError, match="out of range"):
+        relay.apply(Drop(1, park=None), Insert(at=1, init="copy", optimizer="copy"), Drop(17))
+    assert_same(state_of(relay), before)
+    assert relay.host.by_category() == held
+    assert relay.verify(make_batch()).equal
 
 
 def test_frozen_layers_thaw_with_the_state_they_had(relay: Relay) -> None:
