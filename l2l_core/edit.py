@@ -97,7 +97,7 @@ class Insert(Edit):
             preceding = before[at - 1] if at else editor.shell
             if left := editor.make_identity(unit, plan, preceding):
                 do(Rewrite(preceding, left))
-        do(Restack(stack.name, before, [*before[:at], unit, *before[at:]], {unit: like}))
+        do(Restack(stack.name, before, (*before[:at], unit, *before[at:]), {unit: like}))
 
     def _module(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> nn.Module:
         if self.module is not None:
@@ -146,10 +146,10 @@ class Duplicate(Edit):
             twins[editor.make_layer(copy.deepcopy(old.module), old, inherit(self.optimizer), self.warmup)] = old
         if self.mode == "interleaved":
             of = {old: new for new, old in twins.items()}
-            after = [one for old in before for one in (old, of.get(old)) if one is not None]
+            after = tuple(one for old in before for one in (old, of.get(old)) if one is not None)
         else:
             end = len(before) if self.mode == "top" else span.stop
-            after = [*before[:end], *twins, *before[end:]]
+            after = (*before[:end], *twins, *before[end:])
         do(Restack(stack.name, before, after, twins))
 
 
@@ -182,9 +182,9 @@ class Drop(Edit):
             raise ValueError(
                 f"{stack.title} has {len(before)} layer(s), and one must stay: drop fewer, or put another in its place (Replace)"
             )
-        do(Restack(stack.name, before, [unit for unit in before if unit not in gone]))
+        do(Restack(stack.name, before, tuple(unit for unit in before if unit not in gone)))
         if self.park != "memory":
-            do((Spill if self.park == "disk" else Lose)([unit for unit in before if unit in gone]))
+            do((Spill if self.park == "disk" else Lose)(tuple(unit for unit in before if unit in gone)))
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,10 @@ class Swap(Edit):
     def carry_out(self, editor: Editor, do: Do) -> None:
         (stack, i), (other, j) = (editor.place_of(where) for where in (self.a, self.b))
         _check_same(stack, other, self.a, self.b)
-        after = before = editor.units_of(stack)
+        before = editor.units_of(stack)
         after = list(before)
         after[i], after[j] = before[j], before[i]
-        do(Restack(stack.name, before, after))
+        do(Restack(stack.name, before, tuple(after)))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Move(Edit):
         before = editor.units_of(stack)
         after = [unit for unit in before if unit is not before[i]]
         after.insert(j, before[i])
-        do(Restack(stack.name, before, after))
+        do(Restack(stack.name, before, tuple(after)))
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Replace(Edit):
         stack, i = editor.place_of(self.layer)
         before = editor.units_of(stack)
         unit = editor.make_layer(editor.check_new(self.module), before[i], inherit("fresh"), self.warmup)
-        do(Restack(stack.name, before, [*before[:i], unit, *before[i + 1 :]], {unit: before[i]}))
+        do(Restack(stack.name, before, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Edited:
         """Let a relay over that model go on with the same keys and the same journal."""
         if self.journal:
             editor.made, editor.original, editor.origin = self.made, dict(self.original), dict(self.origin)
-            history.continue_from(self.journal)
+            history.continue_from(self.journal, (), ())
 
     def _is_as_deep(self, model: nn.Module) -> bool:
         return all(len(list(model.get_submodule(name).children())) >= len(keys) for name, keys in self.stacks.items())

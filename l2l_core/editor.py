@@ -6,21 +6,20 @@ Invariant: a layer is in exactly one stack or parked, and the EPS holds it in th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from l2l_core.change import Change, Held
+from l2l_core.change import Held
 from l2l_core.identity import IdentityPlan, apply_plan, capture_samples, plan_identity, sample_behind
 from l2l_core.memory import Ledger
 from l2l_core.parked import Parked
 from l2l_core.rearrange import rearrange
 from l2l_core.stacks import Resolver, Stack, Where, find_stacks
-from l2l_core.store import LayerStore, Side
+from l2l_core.store import LayerStore, Side, clone_state
 from l2l_core.units import Unit, build_layer
 
 State = Mapping[str, Any]
@@ -89,9 +88,9 @@ class Editor:
         """The layer that a module is."""
         return self._by_module[module]
 
-    def units_of(self, stack: Stack) -> list[Unit]:
+    def units_of(self, stack: Stack) -> tuple[Unit, ...]:
         """The layers of a stack, in order."""
-        return [self._by_module[module] for module in stack.layers]
+        return tuple(self._by_module[module] for module in stack.layers)
 
     # -- new layers ----------------------------------------------------------------------------------------------------
 
@@ -205,14 +204,14 @@ class Editor:
     def restack(self, name: str, before: Sequence[Unit], after: Sequence[Unit], like: Mapping[Unit, Unit]) -> None:
         """Put the layers `after` in place of `before` in a stack; parked ones come back, those that leave are parked."""
         stack = next((stack for stack in self.stacks if stack.name == name), None)
-        if stack is None or tuple(self.units_of(stack)) != tuple(before):
+        if stack is None or self.units_of(stack) != tuple(before):
             raise ValueError(f"the stack {name} has changed since: undo the later edits first")
         known = {*before, *self._parked}
         if gone := [unit.key for unit in after if unit not in known]:
             raise ValueError(f"{', '.join(gone)} was dropped for good: its bytes are gone, it cannot come back")
         for unit in after:
             if unit in self._parked:
-                self._fetch(unit)
+                self.fetch(unit)
         twins = {unit.module: like[unit].module for unit in after if unit in like}
         rearrange(self.model, stack, [unit.module for unit in after], like=twins)
         staying = set(after)
@@ -231,7 +230,9 @@ class Editor:
 
     def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]:
         """Give parameters of a layer in a stack other values and state; what they had."""
-        old, masters = {}, self.store.masters_of(unit)
+        old, masters = {}, self._masters_of(unit)
+        for block in unit.blocks:
+            self.store.before_write(block)
         with torch.no_grad():
             for param, (value, state) in values.items():
                 master = masters[param]
@@ -239,32 +240,16 @@ class Editor:
                 old[param] = param.detach().clone(), dict(known) if known is not None else None
                 param.copy_(value)
                 if state is not None:
-                    self.store.optimizer.state[master] = state
+                    self.store.optimizer.state[master] = clone_state(state)
         return old
 
     def set_trained(self, unit: Unit, flags: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, bool]:
         """Let parameters of a layer be trained or not; what they were."""
-        old, masters = {param: param.requires_grad for param in flags}, self.store.masters_of(unit)
+        old, masters = {param: param.requires_grad for param in flags}, self._masters_of(unit)
         for param, trained in flags.items():
             param.requires_grad_(trained)
             masters[param].requires_grad_(trained)
         return old
-
-    @contextmanager
-    def atomic(self) -> Iterator[Callable[[Change], None]]:
-        """Changes handed to the block's value are done at once, and undone if the block fails."""
-        done: list[Change] = []
-
-        def do(change: Change) -> None:
-            change.do(self)
-            done.append(change)
-
-        try:
-            yield do
-        except BaseException:
-            for change in reversed(done):
-                change.undo(self)
-            raise
 
     def spill(self, unit: Unit) -> None:
         """Let a parked layer wait on disk."""
@@ -274,7 +259,8 @@ class Editor:
         finally:
             self._park(parked)
 
-    def _fetch(self, unit: Unit) -> None:
+    def fetch(self, unit: Unit) -> None:
+        """Bring a parked layer back to memory."""
         parked = self._unpark(unit)
         try:
             parked.fetch(self._empty)
@@ -292,6 +278,11 @@ class Editor:
             del self._by_module[unit.module]
 
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _masters_of(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
+        if unit not in self.store.units:
+            raise ValueError(f"layer {unit.key} is in no stack now: bring it back first")
+        return self.store.masters_of(unit)
 
     def _side_of(self, param: nn.Parameter, unit: Unit) -> tuple[int, State]:
         """The optimizer's group of a parameter, and what it knows of it."""

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from l2l_core.change import Change, Inverted
+from l2l_core.change import Change
 from l2l_core.edit import Do, Edit
 from l2l_core.editor import Editor
+from l2l_core.group import all_or_nothing
+from l2l_core.units import Unit
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Inverse(Edit):
 
     Attributes:
         what: the edit in words.
-        changes: what it did, in order.
+        changes: what takes it back, in order.
     """
 
     what: str
@@ -65,32 +67,48 @@ class Inverse(Edit):
         return self.preserved
 
     def carry_out(self, editor: Editor, do: Do) -> None:
-        for change in reversed(self.changes):
-            do(Inverted(change))
+        for change in self.changes:
+            do(change)
+
+
+Turn = tuple[int, tuple[Change, ...]]  # number of an entry, and what undoes it or does it again
 
 
 class History:
     """Carries edits out, keeps the journal, and finds the way back.
 
-    Invariant: `_done` are the edits that are in force, in order; a parked layer is kept as long as one of `_done` or
-    `_undone` may bring it back.
+    Invariant: `done` says of the edits that are in force, in order, what undoes them, and `undone` what would do the others
+    again; a parked layer is kept as long as one of both may bring it back.
     """
 
     def __init__(self, editor: Editor) -> None:
         self._editor = editor
         self._entries: list[Entry] = []
-        self._done: list[tuple[int, tuple[Change, ...]]] = []
-        self._undone: list[tuple[int, tuple[Change, ...]]] = []
-        self._loss: float | None = None
+        self.done: list[Turn] = []
+        self.undone: list[Turn] = []
+        self.loss: float | None = None  # of the last step
+
+    def copy(self) -> History:
+        """The same past, for a branch that goes its own way."""
+        twin = History(self._editor)
+        twin._entries, twin.done, twin.undone = list(self._entries), list(self.done), list(self.undone)
+        twin.loss = self.loss
+        return twin
 
     @property
     def journal(self) -> tuple[Entry, ...]:
         """What was edited so far, oldest first."""
         return tuple(self._entries)
 
-    def continue_from(self, journal: Sequence[Entry]) -> None:
-        """Take over the journal of a saved relay; what it did can be read, but not undone: its parked layers are not saved."""
-        self._entries = list(journal)
+    @property
+    def units(self) -> set[Unit]:
+        """Layers that an undo or a redo may bring back or change."""
+        turns = (*self.done, *self.undone)
+        return {unit for _, changes in turns for change in changes for unit in change.units()}
+
+    def continue_from(self, journal: Sequence[Entry], done: Sequence[Turn], undone: Sequence[Turn]) -> None:
+        """Take over the past of a saved relay."""
+        self._entries, self.done, self.undone = list(journal), list(done), list(undone)
 
     def apply(self, edits: Sequence[Edit], step: int) -> Inverse:
         """Carry out edits as one group: all of them, or none if one cannot be.
@@ -98,30 +116,24 @@ class History:
         Raises:
             ValueError, TypeError: of the edit that cannot be; everything is as it was.
         """
-        changes: list[Change] = []
         before = self._sizes()
         try:
-            with self._editor.atomic() as do:
-
-                def note(change: Change) -> None:
-                    do(change)
-                    changes.append(change)
-
+            with all_or_nothing(self._editor) as group:
                 for edit in edits:
-                    edit.carry_out(self._editor, note)
+                    edit.carry_out(self._editor, group.do)
         except BaseException:
             self._forget()  # layers that were made in vain
             raise
-        for change in changes:
+        for change in group.changes:
             change.settle(self._editor)
         what = "; ".join(map(repr, edits))
         preserves = all(edit.preserves_function for edit in edits)
         policy = "; ".join(dict.fromkeys(edit.optimizer_policy for edit in edits))
         entry = self._enter("edit", what, -1, preserves, policy, before, step)
-        self._done.append((entry.number, tuple(changes)))
-        self._undone.clear()
+        self.done.append((entry.number, group.inverse))
+        self.undone.clear()
         self._forget()
-        return Inverse(what, tuple(changes), preserves)
+        return Inverse(what, group.inverse, preserves)
 
     def undo(self, step: int) -> Entry:
         """Undo the last edit that is in force.
@@ -129,7 +141,7 @@ class History:
         Raises:
             ValueError: there is none, or what it dropped was not parked.
         """
-        return self._turn("undo", self._done, self._undone, step)
+        return self._turn("undo", self.done, self.undone, step)
 
     def redo(self, step: int) -> Entry:
         """Do again what was undone last.
@@ -137,11 +149,11 @@ class History:
         Raises:
             ValueError: there is nothing; a new edit ends what could be redone.
         """
-        return self._turn("redo", self._undone, self._done, step)
+        return self._turn("redo", self.undone, self.done, step)
 
     def note_loss(self, loss: float) -> None:
         """A step is finished."""
-        self._loss = loss
+        self.loss = loss
         for i in range(len(self._entries) - 1, -1, -1):
             if self._entries[i].loss_after is not None:
                 break
@@ -149,22 +161,23 @@ class History:
 
     def snapshot(self) -> Callable[[], None]:
         """Keep what is known of losses; the result forgets what steps have told since."""
-        entries, loss = list(self._entries), self._loss
+        entries, loss = list(self._entries), self.loss
 
         def put_back() -> None:
-            self._entries, self._loss = entries, loss
+            self._entries, self.loss = entries, loss
 
         return put_back
 
-    def _turn(self, kind: Literal["undo", "redo"], source: list[Any], target: list[Any], step: int) -> Entry:
+    def _turn(self, kind: Literal["undo", "redo"], source: list[Turn], target: list[Turn], step: int) -> Entry:
         if not source:
             raise ValueError(f"there is nothing to {kind}: {_NOTHING[kind]}")
         number, changes = source[-1]
         before, edited = self._sizes(), self._entries[number]
-        with self._editor.atomic() as do:
-            for change in reversed(changes) if kind == "undo" else changes:
-                do(Inverted(change) if kind == "undo" else change)
-        target.append(source.pop())
+        with all_or_nothing(self._editor) as group:
+            for change in changes:
+                group.do(change)
+        source.pop()
+        target.append((number, group.inverse))
         policy = "as it was before" if kind == "undo" else "as it was when undone"
         return self._enter(kind, f"{kind} {edited.what}", number, edited.preserves_function, policy, before, step)
 
@@ -173,7 +186,7 @@ class History:
     ) -> Entry:
         params, nbytes = (now - old for now, old in zip(self._sizes(), before, strict=True))
         layers = len(self._editor.layers)
-        entry = Entry(len(self._entries), step, kind, what, of, preserves, policy, layers, params, nbytes, self._loss)
+        entry = Entry(len(self._entries), step, kind, what, of, preserves, policy, layers, params, nbytes, self.loss)
         self._entries.append(entry)
         return entry
 
@@ -183,9 +196,7 @@ class History:
         return sum(u.num_params for u in layers), sum(u.nbytes for u in layers) + self._editor.store.optimizer_bytes
 
     def _forget(self) -> None:
-        self._editor.forget(
-            {u for _, changes in (*self._done, *self._undone) for change in changes for u in change.units()}
-        )
+        self._editor.forget(self.units)
 
 
 _NOTHING = {"undo": "no edit is in force", "redo": "nothing was undone since the last edit"}

@@ -123,6 +123,7 @@ class LayerStore:
         self._optimizer_bytes = 0
         for block in self._blocks:
             host.book("weights", block.key, block.nbytes)
+        self.before_write: Callable[[Block], None] = lambda block: None  # called before a block's master changes
         self._begin(RelayConfig(), Trace())
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -326,6 +327,7 @@ class LayerStore:
         for param, view, has in zip(master.params, block.layout.views(grad), touched, strict=True):
             param.grad = view if has else None
         before = _sample(block.master).clone()
+        self.before_write(block)
         try:
             self.updated.append(block)  # from here on the block may hold new weights
             master.part.step()
@@ -360,7 +362,7 @@ class LayerStore:
     def _snapshot(self, block: Block) -> Callable[[], None]:
         """An undo for one block: 12 bytes per parameter with AdamW."""
         master, version = block.master.clone(), block.version
-        state = {p: _clone(self.optimizer.state[p]) for p in self._masters[block].params if p in self.optimizer.state}
+        state = {p: clone_state(self.optimizer.state[p]) for p in self._masters[block].params if p in self.optimizer.state}
 
         def undo() -> None:
             block.master.copy_(master)
@@ -467,7 +469,7 @@ class LayerStore:
                 groups.append({**group, "params": alike, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
             state.update(
                 {
-                    m: _clone(self.optimizer.state[p])
+                    m: clone_state(self.optimizer.state[p])
                     for m, p in zip(mine, group["params"], strict=True)
                     if p in self.optimizer.state
                 }
@@ -513,5 +515,6 @@ def _sample(master: torch.Tensor) -> torch.Tensor:
     return master[:: -(-len(master) // _SAMPLED) or 1]
 
 
-def _clone(state: dict[str, Any]) -> dict[str, Any]:
+def clone_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what the optimizer knows of a parameter."""
     return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
