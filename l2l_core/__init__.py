@@ -1,6 +1,7 @@
 """Layer relay: train a model one layer at a time, equal to plain training, in device memory that does not grow with depth."""
 
 from l2l_core.bounds import Bound as Bound
+from l2l_core.branches import Branch as Branch
 from l2l_core.config import RelayConfig as RelayConfig
 from l2l_core.cuda import CudaDevice as CudaDevice
 from l2l_core.device import Device as Device

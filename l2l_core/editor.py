@@ -6,7 +6,7 @@ Invariant: a layer is in exactly one stack or parked, and the EPS holds it in th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from l2l_core.parked import Parked
 from l2l_core.rearrange import rearrange
 from l2l_core.stacks import Resolver, Stack, Where, find_stacks
 from l2l_core.store import LayerStore, Side, clone_state
-from l2l_core.units import Unit, build_layer
+from l2l_core.units import Block, Unit, build_layer
 
 State = Mapping[str, Any]
 Inherit = Callable[
@@ -42,6 +42,7 @@ class Editor:
 
     Attributes:
         call: runs the model on a few rows of the last batch; None before the first step.
+        needed_elsewhere: gives the layers that other branches need.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Editor:
     ) -> None:
         self.model, self.shell, self.store, self.seed = model, shell, store, seed
         self.call: Callable[[], Any] | None = None
+        self.needed_elsewhere: Callable[[], set[Unit]] = set
         self._host, self._empty = host, empty
         self.layers = list(layers)
         self.made = len(layers)  # keys given out so far
@@ -63,6 +65,7 @@ class Editor:
         self.origin = {unit.key: unit.key for unit in layers}  # by key, the original layer that it goes back to
         self._by_module = {unit.module: unit for unit in layers}
         self._parked: dict[Unit, Parked] = {}
+        self._sides_parked: dict[Block, Side] = {}
         self._booked: dict[Unit, int] = {}  # bytes of parked layers
         self.stacks = find_stacks(model, [unit.module for unit in layers])  # as they are now
 
@@ -210,8 +213,7 @@ class Editor:
         if gone := [unit.key for unit in after if unit not in known]:
             raise ValueError(f"{', '.join(gone)} was dropped for good: its bytes are gone, it cannot come back")
         for unit in after:
-            if unit in self._parked:
-                self.fetch(unit)
+            self.fetch(unit)
         twins = {unit.module: like[unit].module for unit in after if unit in like}
         rearrange(self.model, stack, [unit.module for unit in after], like=twins)
         staying = set(after)
@@ -260,7 +262,9 @@ class Editor:
             self._park(parked)
 
     def fetch(self, unit: Unit) -> None:
-        """Bring a parked layer back to memory."""
+        """Bring a layer back to memory, if it waits on disk."""
+        if unit not in self._parked or self._parked[unit].path is None:
+            return
         parked = self._unpark(unit)
         try:
             parked.fetch(self._empty)
@@ -268,14 +272,41 @@ class Editor:
             self._park(parked)
 
     def lose(self, unit: Unit) -> None:
-        """Free a parked layer, for good."""
-        self._unpark(unit).empty()
+        """Free a parked layer, for good; one that another branch has stays parked."""
+        if unit not in self.needed_elsewhere():
+            self._unpark(unit).empty()
 
     def forget(self, needed: set[Unit]) -> None:
-        """Free parked layers that no change can bring back any more."""
+        """Free parked layers that no change can bring back any more, and no other branch has."""
+        needed = needed | self.needed_elsewhere()
         for unit in [unit for unit in self._parked if unit not in needed]:
             self._unpark(unit)
             del self._by_module[unit.module]
+
+    # -- for branches --------------------------------------------------------------------------------------------------
+
+    @property
+    def present(self) -> set[Unit]:
+        """Everything that has values: the shell, the layers, and the parked ones."""
+        return {self.shell, *self.layers, *self._parked}
+
+    def optimizer_side(self, block: Block) -> tuple[list[nn.Parameter], MutableMapping[nn.Parameter, dict[str, Any]]]:
+        """The optimizer's parameters of a block, of a layer or parked, and where what it knows of them is."""
+        if block in self._sides_parked:
+            return (side := self._sides_parked[block]).masters, side.state
+        return self.store.masters_in(block), self.store.optimizer.state
+
+    def train_only(self, block: Block, flags: Sequence[bool]) -> None:
+        """Say which parameters of a block are trained."""
+        for param, master, trained in zip(block.params, self.optimizer_side(block)[0], flags, strict=True):
+            param.requires_grad_(trained)
+            master.requires_grad_(trained)
+
+    def book_again(self) -> None:
+        """Values have been exchanged: what layers hold may have another size."""
+        for unit in list(self._parked):
+            self._park(self._unpark(unit))
+        self.store.book_optimizer()
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -299,12 +330,16 @@ class Editor:
 
     def _park(self, parked: Parked) -> None:
         self._parked[parked.unit] = parked
+        self._sides_parked.update(parked.sides)
         self._booked[parked.unit] = parked.nbytes
         self._host.book("other", f"parked {parked.unit.key}", parked.nbytes)
 
     def _unpark(self, unit: Unit) -> Parked:
         self._host.release("other", f"parked {unit.key}", self._booked.pop(unit))
-        return self._parked.pop(unit)
+        parked = self._parked.pop(unit)
+        for block in parked.sides:
+            del self._sides_parked[block]
+        return parked
 
 
 def _as(value: Any, param: torch.Tensor) -> Any:

@@ -314,6 +314,7 @@ class Saved:
         optimizer.state.update(optimizer_state)
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
+        state.store.book_optimizer()
         for block in state.blocks:
             block.version = self.manifest["versions"][block.key]
             block.warmup = self.manifest.get("warmups", {}).get(block.key, 0)

@@ -122,7 +122,7 @@ class History:
                 for edit in edits:
                     edit.carry_out(self._editor, group.do)
         except BaseException:
-            self._forget()  # layers that were made in vain
+            self.forget()  # layers that were made in vain
             raise
         for change in group.changes:
             change.settle(self._editor)
@@ -132,7 +132,7 @@ class History:
         entry = self._enter("edit", what, -1, preserves, policy, before, step)
         self.done.append((entry.number, group.inverse))
         self.undone.clear()
-        self._forget()
+        self.forget()
         return Inverse(what, group.inverse, preserves)
 
     def undo(self, step: int) -> Entry:
@@ -195,7 +195,8 @@ class History:
         layers = self._editor.layers
         return sum(u.num_params for u in layers), sum(u.nbytes for u in layers) + self._editor.store.optimizer_bytes
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Free layers that nothing can bring back any more."""
         self._editor.forget(self.units)
 
 

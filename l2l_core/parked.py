@@ -75,10 +75,7 @@ class Parked:
             return
         held = load_file(self.path)
         for index, (block, side) in enumerate(self.sides.items()):
-            block.master = empty(block.layout.numel).copy_(held[f"{index}/master"])
-            block.views = block.layout.views(block.master)
-            for param, master, view in zip(block.params, side.masters, block.views, strict=True):
-                param.data = master.data = view
+            block.hold(empty(block.layout.numel).copy_(held[f"{index}/master"]), side.masters)
             for known in side.state.values():
                 for key, value in known.items():
                     if isinstance(value, _Away):

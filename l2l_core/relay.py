@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from l2l_core import files
 from l2l_core.ambient import RandomState
 from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, first_rows, join, rows_of, shares, split
+from l2l_core.branches import Branch, Branches
+from l2l_core.branches import State as BranchState
 from l2l_core.checks import check_model, refuse_checkpointing
 from l2l_core.config import RelayConfig
 from l2l_core.cuda import CudaDevice
@@ -122,6 +124,7 @@ class Relay:
         self._trace: Trace | None = None
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
         self._history = History(self._editor)
+        self._branches = Branches(self._editor, self.host, self.device.host_empty)
         self._busy = threading.Lock()
         self._closed = False
 
@@ -176,6 +179,16 @@ class Relay:
     def journal(self) -> tuple[Entry, ...]:
         """What was edited so far, oldest first."""
         return self._history.journal
+
+    @property
+    def branch(self) -> str:
+        """Name of the branch that is trained now; "main" until another one is made."""
+        return self._branches.active
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """All branches, by name."""
+        return self._branches.rows(self._steps, self._history)
 
     # -- what a relay does ---------------------------------------------------------------------------------------------
 
@@ -260,6 +273,43 @@ class Relay:
         with interrupts_wait(), self._exclusive():
             with self._editing():
                 return self._history.redo(self._steps)
+
+    def fork(self, name: str) -> Branch:
+        """Make a branch of the present state, and go on there; the one that is left stays as it is.
+
+        Costs no weights: a block is copied when one of the branches that share it changes it.
+
+        Raises:
+            ValueError: no name, or one that there is.
+        """
+        with interrupts_wait(), self._exclusive():
+            self._branches.fork(name, self._branch_state())
+            self._history = self._history.copy()
+            return self._present_branch()
+
+    def switch(self, name: str) -> Branch:
+        """Go on with the whole state of another branch: stack, weights, optimizer, journal, steps, settings, random state.
+
+        What belongs to a learning rate scheduler is the user's own, but for the rates themselves.
+
+        Raises:
+            ValueError: there is no such branch; lists those that there are.
+        """
+        with interrupts_wait(), self._exclusive():
+            with self._editing():
+                state = self._branches.switch(name, self._branch_state())
+                self.config, self._steps, self._history = state.config, state.steps, state.history
+            return self._present_branch()
+
+    def discard(self, name: str) -> None:
+        """Free a branch that is not the present one.
+
+        Raises:
+            ValueError: there is no such branch, or it is the present one.
+        """
+        with interrupts_wait(), self._exclusive():
+            self._branches.discard(name)
+            self._history.forget()
 
     def save(self, folder: str | Path) -> Path:
         """Save weights, optimizer, random state and step to `folder`, atomically; returns the folder.
@@ -445,6 +495,7 @@ class Relay:
         )
         stats, steps = [dict(unit.stats) for unit in self._parts.units], self._steps
         put_journal_back, trace = self._history.snapshot(), self._trace
+        put_branches_back = self._branches.snapshot()
         try:
             yield
         finally:
@@ -454,7 +505,14 @@ class Relay:
                 unit.stats = old
             random_state.put()
             put_journal_back()
+            put_branches_back()
             self._steps, self._trace = steps, trace
+
+    def _branch_state(self) -> BranchState:
+        return self._branches.take(self.config, self._steps, self._history)
+
+    def _present_branch(self) -> Branch:
+        return next(branch for branch in self.branches if branch.active)
 
     def _saved_state(self) -> files.State:
         return files.State.of(

@@ -123,6 +123,7 @@ class LayerStore:
         self._optimizer_bytes = 0
         for block in self._blocks:
             host.book("weights", block.key, block.nbytes)
+        self.book_optimizer()
         self.before_write: Callable[[Block], None] = lambda block: None  # called before a block's master changes
         self._begin(RelayConfig(), Trace())
 
@@ -218,7 +219,7 @@ class LayerStore:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
         fire_hooks(self.optimizer._optimizer_step_post_hooks, self.optimizer)
         self._undo.clear()
-        self._book_optimizer()
+        self.book_optimizer()
 
     def wait(self) -> None:
         """Wait for the work submitted so far; the first error is raised, the rest of the work was skipped."""
@@ -362,7 +363,9 @@ class LayerStore:
     def _snapshot(self, block: Block) -> Callable[[], None]:
         """An undo for one block: 12 bytes per parameter with AdamW."""
         master, version = block.master.clone(), block.version
-        state = {p: clone_state(self.optimizer.state[p]) for p in self._masters[block].params if p in self.optimizer.state}
+        state = {
+            p: clone_state(self.optimizer.state[p]) for p in self._masters[block].params if p in self.optimizer.state
+        }
 
         def undo() -> None:
             block.master.copy_(master)
@@ -389,6 +392,10 @@ class LayerStore:
         """The optimizer's parameter for each of a unit's."""
         pairs = (zip(block.params, self._masters[block].params, strict=True) for block in unit.blocks)
         return {param: master for pair in pairs for param, master in pair}
+
+    def masters_in(self, block: Block) -> list[nn.Parameter]:
+        """The optimizer's parameters of a block that is here, in the order of its own."""
+        return self._masters[block].params
 
     def side_of(self, block: Block) -> Side:
         """What the optimizer holds of a block that is here."""
@@ -483,7 +490,8 @@ class LayerStore:
         for block in self._blocks:
             self.host.release("weights", block.key, block.nbytes)
 
-    def _book_optimizer(self) -> None:
+    def book_optimizer(self) -> None:
+        """Count the bytes of the optimizer's state anew."""
         nbytes = sum(v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
         self._book_state(nbytes - self._optimizer_bytes)
 

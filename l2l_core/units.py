@@ -42,6 +42,12 @@ class Block:
     def nbytes(self) -> int:
         return self.master.nbytes
 
+    def hold(self, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> None:
+        """Let another buffer, (numel,), be the master: parameters and the optimizer's `twins` of them become its views."""
+        self.master, self.views = master, self.layout.views(master)
+        for param, twin, view in zip(self.params, twins, self.views, strict=True):
+            param.data = twin.data = view
+
 
 @dataclass(eq=False, slots=True)
 class Unit:

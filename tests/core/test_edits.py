@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -39,28 +37,7 @@ from l2l_core import (
     Unfreeze,
 )
 from l2l_core.edit import Edit
-
-Batch = dict[str, torch.Tensor]
-
-
-def make_gpt(layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0
-    )
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
-    return model.train()
-
-
-def make_batch(seed: int = 0) -> Batch:
-    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def make_relay(model: nn.Module, **options: Any) -> Relay:
-    options.setdefault("config", RelayConfig(micro_batches=2))
-    return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), **options)
+from tests.core.small import assert_same, keys, make_batch, make_gpt, make_relay, state_of
 
 
 @pytest.fixture
@@ -69,26 +46,6 @@ def relay() -> Iterator[Relay]:
         for seed in range(2):
             made.step(make_batch(seed))
         yield made
-
-
-def keys(relay: Relay) -> list[str]:
-    return [unit.key for unit in relay.stack]
-
-
-def state_of(relay: Relay) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state by name, in copies."""
-    held = {name: param.detach().clone() for name, param in relay.model.named_parameters()}
-    names = {id(p): n for n, p in relay.model.named_parameters()}
-    for master, param in relay.store._model_params.items():
-        for name, value in relay.optimizer.state.get(master, {}).items():
-            held[f"{names[id(param)]}/{name}"] = torch.as_tensor(value).clone()
-    return held
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys(), a.keys() ^ b.keys()
-    unequal = [name for name in a if not torch.equal(a[name], b[name])]
-    assert not unequal, unequal
 
 
 def new_block(relay: Relay) -> nn.Module:
