@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,7 @@ def check_alike(
     travelled: list[list[Any]],
     copies: Mapping[int, Any],
     is_configured: bool,
+    without_role: Collection[nn.Module],
 ) -> None:
     """Raise ValueError for a layer at a position for which the model would build another one."""
     old = [anatomy(layer).features for layer in stack.layers]
@@ -31,7 +32,7 @@ def check_alike(
     names = likeness.varying([*old, *coming])
     if not is_configured:
         if names:
-            _check_roles(stack, new, old)
+            _check_roles(stack, new, old, without_role)
         return
     wanted: dict[Feature, list[Hashable]] = {}
     entries = list(zip(*(each.entries for each in lists), strict=True)) or [()] * len(old)
@@ -101,7 +102,9 @@ def _had(name: str, value: object) -> str:
     return f"no {name}" if value is None else f"{name} = {value!r}"
 
 
-def _check_roles(stack: Stack, new: tuple[nn.Module, ...], old: list[likeness.Features]) -> None:
+def _check_roles(
+    stack: Stack, new: tuple[nn.Module, ...], old: list[likeness.Features], without_role: Collection[nn.Module]
+) -> None:
     """Without a configuration, only a layer that owns what the others of its class lack has a role of its own."""
     classes = [type(layer) for layer in stack.layers]
     for i, features in enumerate(old):
@@ -109,7 +112,7 @@ def _check_roles(stack: Stack, new: tuple[nn.Module, ...], old: list[likeness.Fe
         own = [
             name for name in features if name[0] == "parameter" and peers and not any(name in peer for peer in peers)
         ]
-        if own and new[: i + 1] != stack.layers[: i + 1]:
+        if stack.layers[i] not in without_role and own and new[: i + 1] != stack.layers[: i + 1]:
             raise ValueError(
                 f"the layers of {stack.title} are not interchangeable: only the {classes[i].__name__} at position {i} has "
                 f"{likeness.described(own[0])}, and the others may rely on it. Leave it at its position and put nothing in "

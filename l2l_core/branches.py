@@ -96,7 +96,7 @@ class State:
     buffers: dict[Unit, list[torch.Tensor | None]]
     settings: list[dict[str, Any]]
     random: RandomState
-    units: frozenset[Unit]
+    units: tuple[Unit, ...]
 
     @property
     def depth(self) -> int:
@@ -168,7 +168,7 @@ class Branches:
         with all_or_nothing(editor) as group:
             for stack in editor.stacks:
                 if (before := editor.units_of(stack)) != (after := target.stacks[stack.name]):
-                    group.do(Restack(stack.name, before, after))
+                    group.do(Restack(stack.name, before, after, proven=True))
             for unit in target.units:
                 if any(target.values[block] is not None for block in unit.blocks):
                     editor.fetch(unit)
@@ -213,7 +213,8 @@ class Branches:
     def take(self, config: RelayConfig, steps: int, history: History) -> State:
         """The present state; nothing is copied but buffers."""
         editor = self._editor
-        units = editor.present & {editor.shell, *editor.layers, *history.units}
+        present = editor.present
+        units = tuple(u for u in dict.fromkeys([editor.shell, *editor.layers, *history.units]) if u in present)
         blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         return State(
             config=config,
@@ -225,7 +226,7 @@ class Branches:
             buffers={unit: unit.buffers.copy() for unit in units},
             settings=[_without_params(group) for group in editor.store.optimizer.param_groups],
             random=RandomState.take(),
-            units=frozenset(units),
+            units=units,
         )
 
     def adopt(self, active: str, others: Mapping[str, State]) -> None:

@@ -44,6 +44,19 @@ class Change(ABC):
         """Layers that must stay available for as long as it may be done."""
         return ()
 
+    @abstractmethod
+    def to_plain(self) -> list[Any]:
+        """As plain data and tensors; layers by key, parameters by their number in the layer."""
+
+    @classmethod
+    @abstractmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Change:
+        """From what `to_plain` gave.
+
+        Raises:
+            KeyError: of a layer that is not among `units`.
+        """
+
 
 @dataclass(frozen=True, eq=False)
 class Restack(Change):
@@ -53,19 +66,31 @@ class Restack(Change):
         stack: its name.
         before, after: the layers in order.
         like: by new layer, the one that it was made like.
+        proven: whether the stack has been in this order before.
     """
 
     stack: str
     before: tuple[Unit, ...]
     after: tuple[Unit, ...]
     like: Mapping[Unit, Unit] = field(default_factory=dict)
+    proven: bool = False
 
     def do(self, editor: Editor) -> Restack:
-        editor.restack(self.stack, self.before, self.after, self.like)
-        return Restack(self.stack, self.after, self.before, self.like)
+        editor.restack(self.stack, self.before, self.after, self.like, self.proven)
+        return Restack(self.stack, self.after, self.before, self.like, proven=True)
 
     def units(self) -> Sequence[Unit]:
         return (*self.before, *self.after)
+
+    def to_plain(self) -> list[Any]:
+        like = [[new.key, old.key] for new, old in self.like.items()]
+        return [self.stack, _keys(self.before), _keys(self.after), like]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Restack:
+        stack, before, after, like = plain
+        known = {units[new]: units[old] for new, old in like if new in units and old in units}
+        return cls(stack, _units(before, units), _units(after, units), known, proven=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +111,15 @@ class Rewrite(Change):
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
 
+    def to_plain(self) -> list[Any]:
+        number = {param: i for i, param in enumerate(self.unit.params)}
+        return [self.unit.key, [[number[param], *held] for param, held in self.values.items()]]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Rewrite:
+        unit, values = units[plain[0]], plain[1]
+        return cls(unit, {unit.params[i]: (value, state) for i, value, state in values})
+
 
 @dataclass(frozen=True, eq=False)
 class Retrain(Change):
@@ -105,16 +139,31 @@ class Retrain(Change):
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
 
+    def to_plain(self) -> list[Any]:
+        number = {param: i for i, param in enumerate(self.unit.params)}
+        return [self.unit.key, [[number[param], trained] for param, trained in self.trained.items()]]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Retrain:
+        unit = units[plain[0]]
+        return cls(unit, {unit.params[i]: trained for i, trained in plain[1]})
+
 
 @dataclass(frozen=True, eq=False)
-class Spill(Change):
-    """Parked layers that wait on disk; whatever brings them back fetches them.
-
-    Attributes:
-        parked: the layers.
-    """
-
+class _OfParked(Change):
     parked: tuple[Unit, ...]
+
+    def to_plain(self) -> list[Any]:
+        return _keys(self.parked)
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Change:
+        return cls(_units(plain, units))
+
+
+@dataclass(frozen=True, eq=False)
+class Spill(_OfParked):
+    """Parked layers that wait on disk; whatever brings them back fetches them."""
 
     def do(self, editor: Editor) -> Fetch:
         for unit in self.parked:
@@ -123,24 +172,18 @@ class Spill(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class Fetch(Spill):
+class Fetch(_OfParked):
     """Parked layers that come back to memory."""
 
-    def do(self, editor: Editor) -> Spill:  # type: ignore[override]
+    def do(self, editor: Editor) -> Spill:
         for unit in self.parked:
             editor.fetch(unit)
         return Spill(self.parked)
 
 
 @dataclass(frozen=True, eq=False)
-class Lose(Change):
-    """Parked layers that are freed once the whole group of edits is done: from then on there is no way back.
-
-    Attributes:
-        parked: the layers.
-    """
-
-    parked: tuple[Unit, ...]
+class Lose(_OfParked):
+    """Parked layers that are freed once the whole group of edits is done: from then on there is no way back."""
 
     def do(self, editor: Editor) -> Lose:
         return self
@@ -148,3 +191,32 @@ class Lose(Change):
     def settle(self, editor: Editor) -> None:
         for unit in self.parked:
             editor.lose(unit)
+
+
+@dataclass(frozen=True, eq=False)
+class Barred(Change):
+    """What cannot be done any more.
+
+    Attributes:
+        why: in words.
+    """
+
+    why: str
+
+    def do(self, editor: Editor) -> Change:
+        raise ValueError(self.why)
+
+    def to_plain(self) -> list[Any]:
+        return [self.why]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Barred:
+        return cls(plain[0])
+
+
+def _keys(units: Sequence[Unit]) -> list[str]:
+    return [unit.key for unit in units]
+
+
+def _units(keys: Sequence[str], units: Mapping[str, Unit]) -> tuple[Unit, ...]:
+    return tuple(units[key] for key in keys)

@@ -12,6 +12,7 @@ from torch import nn
 from l2l_core.editor import Editor
 from l2l_core.journal import Entry, History
 from l2l_core.layers import resolve_layers
+from l2l_core.likeness import kind_of
 from l2l_core.rearrange import rearrange
 from l2l_core.stacks import find_stacks
 
@@ -26,6 +27,8 @@ class Edited:
         origin: by key, the original layer that it goes back to.
         made: keys given out so far.
         journal: what was edited.
+        kinds: checksum of what tells a layer apart, by key; see `likeness.Anatomy`.
+        sizes: number of members of the container, by stack.
     """
 
     stacks: dict[str, list[str]] = field(default_factory=dict)
@@ -33,12 +36,16 @@ class Edited:
     origin: dict[str, str] = field(default_factory=dict)
     made: int = 0
     journal: tuple[Entry, ...] = ()
+    kinds: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def from_(editor: Editor, history: History) -> Edited:
         """Of a relay as it is now."""
         stacks = {stack.name: [unit.key for unit in editor.units_of(stack)] for stack in editor.stacks}
-        return Edited(stacks, editor.original, editor.origin, editor.made, history.journal)
+        kinds = {unit.key: kind_of(unit.module) for unit in editor.layers}
+        sizes = {stack.name: len(stack.container._modules) for stack in editor.stacks}
+        return Edited(stacks, editor.original, editor.origin, editor.made, history.journal, kinds, sizes)
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Edited:
@@ -49,33 +56,52 @@ class Edited:
         """As plain data."""
         return {**asdict(self), "journal": [asdict(entry) for entry in self.journal]}
 
-    def fit(self, model: nn.Module, manifest: Mapping[str, Any]) -> None:
+    def fit(
+        self, model: nn.Module, manifest: Mapping[str, Any], modules: Mapping[str, nn.Module]
+    ) -> dict[str, nn.Module]:
         """Give the model the stacks and the frozen parameters that were saved, unless it has them already.
+
+        Args:
+            model: the caller's.
+            manifest: of the save.
+            modules: layers by key that are unlike all of the model's.
+
+        Returns:
+            Layers by key that are not in the model now.
 
         Raises:
             ValueError: it is neither like the saved model nor like the one before the edits.
         """
+        spare = dict(modules)
         if not self.journal:
-            return
-        if set(dict(model.named_modules())) >= {name for _, name in manifest["units"][1:]} and self._is_as_deep(model):
-            pass
-        else:
+            return spare
+        if not self._is_like(model, dict(manifest["units"][1:])):
             found = resolve_layers(model, list(self.original.values()))
             by_key = dict(zip(self.original, found.values(), strict=True))
             for stack in find_stacks(model, list(found.values())):
                 wanted = self.stacks[stack.name]
-                made = {key: copy.deepcopy(by_key[self.origin[key]]) for key in wanted if key not in by_key}
+                made = {
+                    key: spare.pop(key, None) or copy.deepcopy(by_key[self.origin[key]])
+                    for key in wanted
+                    if key not in by_key
+                }
                 like = {module: by_key[self.origin[key]] for key, module in made.items()}
                 rearrange(model, stack, [made.get(key) or by_key[key] for key in wanted], like=like)
+                spare |= {key: by_key[key] for key in set(by_key) - set(wanted) if by_key[key] in set(stack.layers)}
         trained = set(manifest["trainable"])
         for name, param in model.named_parameters():
             param.requires_grad_(name in trained)
+        return spare
 
     def restore_into(self, editor: Editor, history: History) -> None:
         """Let a relay over that model go on with the same keys and the same journal."""
-        if self.journal:
+        if self.stacks:
             editor.made, editor.original, editor.origin = self.made, dict(self.original), dict(self.origin)
             history.continue_from(self.journal, (), ())
 
-    def _is_as_deep(self, model: nn.Module) -> bool:
-        return all(len(list(model.get_submodule(name).children())) >= len(keys) for name, keys in self.stacks.items())
+    def _is_like(self, model: nn.Module, names: Mapping[str, str]) -> bool:
+        """Whether the model has the saved stacks already; `names` are those of the layers by key."""
+        modules = dict(model.named_modules())
+        if any(name not in modules or len(modules[name]._modules) != size for name, size in self.sizes.items()):
+            return False
+        return all(name in modules and kind_of(modules[name]) == self.kinds[key] for key, name in names.items())

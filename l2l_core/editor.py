@@ -6,6 +6,7 @@ Invariant: a layer is in exactly one stack or parked, and the EPS holds it in th
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,7 @@ class Editor:
 
     Attributes:
         call: runs the model on a few rows of the last batch; None before the first step.
+        trust: whether layers may stand where the evidence says that they cannot; see `rearrange`.
         needed_elsewhere: gives the layers that other branches need.
     """
 
@@ -57,6 +59,7 @@ class Editor:
     ) -> None:
         self.model, self.shell, self.store, self.seed = model, shell, store, seed
         self.call: Callable[[], Any] | None = None
+        self.trust = False
         self.needed_elsewhere: Callable[[], set[Unit]] = set
         self._host, self._empty = host, empty
         self.layers = list(layers)
@@ -180,7 +183,8 @@ class Editor:
 
         Args:
             module: has parameters of its own.
-            like: whose groups of the optimizer its parameters join, and whose state they may inherit.
+            like: whose groups of the optimizer its parameters join, and whose state they may inherit. A parameter without a
+                counterpart (same name and shape) joins the group that most of the same kind are in: matrices, or the rest.
             inherit: what of that state.
             warmup: updates over which its learning rate rises.
         """
@@ -188,14 +192,19 @@ class Editor:
         if like.frozen:  # a copy of a frozen layer is new all the same
             module.requires_grad_(True)
         unit = build_layer(key, key, module, self._empty)
-        twins = dict(zip(unit.params, like.params, strict=True))
+        counterparts = {(name, param.shape): param for name, param in like.module.named_parameters()}
         self.made += 1
         self.origin[key] = self.origin[like.key]
         self._by_module[module] = unit
         sides = {}
         for block in unit.blocks:
             block.warmup = warmup
-            known = [self._side_of(twins[param], like) for param in block.params]
+            names = [name.removeprefix(f"{key}.") for name in block.names]
+            twins = [counterparts.get((name, param.shape)) for name, param in zip(names, block.params, strict=True)]
+            known = [
+                self._side_of(twin, like) if twin is not None else (self._usual_group(param, like), {})
+                for twin, param in zip(twins, block.params, strict=True)
+            ]
             masters = [nn.Parameter(v, p.requires_grad) for p, v in zip(block.params, block.views, strict=True)]
             states = {
                 m: state for m, (_, old) in zip(masters, known, strict=True) if (state := inherit(old)) is not None
@@ -204,7 +213,9 @@ class Editor:
         self._park(Parked(unit, sides))
         return unit
 
-    def restack(self, name: str, before: Sequence[Unit], after: Sequence[Unit], like: Mapping[Unit, Unit]) -> None:
+    def restack(
+        self, name: str, before: Sequence[Unit], after: Sequence[Unit], like: Mapping[Unit, Unit], trust: bool
+    ) -> None:
         """Put the layers `after` in place of `before` in a stack; parked ones come back, those that leave are parked."""
         stack = next((stack for stack in self.stacks if stack.name == name), None)
         if stack is None or self.units_of(stack) != tuple(before):
@@ -215,7 +226,9 @@ class Editor:
         for unit in after:
             self.fetch(unit)
         twins = {unit.module: like[unit].module for unit in after if unit in like}
-        rearrange(self.model, stack, [unit.module for unit in after], like=twins)
+        brought = {unit.module for unit in before if unit.key not in self.original}
+        modules = [unit.module for unit in after]
+        rearrange(self.model, stack, modules, like=twins, trust=trust or self.trust, without_role=brought)
         staying = set(after)
         for unit, sides in self.store.dismiss([unit for unit in before if unit not in staying]).items():
             self._park(Parked(unit, sides))
@@ -290,6 +303,16 @@ class Editor:
         """Everything that has values: the shell, the layers, and the parked ones."""
         return {self.shell, *self.layers, *self._parked}
 
+    @property
+    def parked(self) -> tuple[Parked, ...]:
+        """The layers that are in no stack."""
+        return tuple(self._parked.values())
+
+    def adopt(self, parked: Parked) -> None:
+        """Take in a layer that was parked when the relay was saved."""
+        self._by_module[parked.unit.module] = parked.unit
+        self._park(parked)
+
     def optimizer_side(self, block: Block) -> tuple[list[nn.Parameter], MutableMapping[nn.Parameter, dict[str, Any]]]:
         """The optimizer's parameters of a block, of a layer or parked, and where what it knows of them is."""
         if block in self._sides_parked:
@@ -321,6 +344,12 @@ class Editor:
         side = self._parked[unit].sides[block] if unit in self._parked else self.store.side_of(block)
         index = next(i for i, p in enumerate(block.params) if p is param)
         return side.groups[index], side.state.get(side.masters[index], {})
+
+    def _usual_group(self, param: nn.Parameter, like: Unit) -> int:
+        """The optimizer's group that most of a layer's parameters of the same kind are in, matrices or the rest."""
+        alike = [other for other in like.params if (other.dim() > 1) == (param.dim() > 1)]
+        groups = Counter(self._side_of(other, like)[0] for other in alike or like.params)
+        return groups.most_common(1)[0][0] if groups else 0
 
     def _rename(self, name: str, container: nn.Module, units: set[Unit]) -> None:
         for child, module in container.named_children():

@@ -74,6 +74,7 @@ class State:
         store: the EPS of these units.
         random_state: the thread's generators.
         edits: what was edited, as plain data.
+        past: parts of what is beside the present state, by name; plain data and tensors (see `past.py`).
     """
 
     config: dict[str, Any]
@@ -82,6 +83,7 @@ class State:
     store: LayerStore
     random_state: RandomState
     edits: dict[str, Any]
+    past: dict[str, dict[str, Any]]
 
     @staticmethod
     def of(
@@ -92,9 +94,10 @@ class State:
         store: LayerStore,
         random_state: RandomState,
         edits: dict[str, Any],
+        past: dict[str, dict[str, Any]],
     ) -> State:
         """The state of a relay between two steps."""
-        return State(asdict(config), steps, (shell, *layers), store, random_state, edits)
+        return State(asdict(config), steps, (shell, *layers), store, random_state, edits, past)
 
     @property
     def keys_and_names(self) -> list[list[str]]:
@@ -188,6 +191,7 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
                 optimizer_state[name] = _encode(optimizer.state[masters[name]], f"optimizer/{name}", tensors)
     settings = [{name: v for name, v in group.items() if name != "params"} for group in optimizer.param_groups]
     common: Tensors = {}
+    parts: dict[str, Tensors] = {name: {} for name in state.past}
     manifest = {
         "schema": _SCHEMA,
         "torch": torch.__version__,
@@ -197,6 +201,7 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
         "versions": state.versions,
         "warmups": {block.key: block.warmup for block in state.blocks if block.warmup},
         "edits": state.edits,
+        "past": {name: _encode(part, f"past/{name}", parts[name]) for name, part in state.past.items()},
         "trainable": state.trainable,
         "optimizer": state.optimizer_class,
         "groups": state.groups(),
@@ -204,6 +209,7 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
         "optimizer_state": optimizer_state,
         "random": _encode({n: getattr(state.random_state, n) for n in RandomState.__slots__}, "random", common),
     }
+    contents |= {name: tensors for name, tensors in parts.items() if tensors}
     return manifest, {**{f"{key}.safetensors": tensors for key, tensors in contents.items()}, _COMMON: common}
 
 
@@ -293,6 +299,11 @@ class Saved:
         """Dotted names of the layers by key, in order."""
         return dict(self.manifest["units"][1:])
 
+    @property
+    def past(self) -> dict[str, dict[str, Any]]:
+        """What `State.past` was, in memory of its own."""
+        return {name: _decode(part, self.tensors, {}) for name, part in self.manifest.get("past", {}).items()}
+
     def restore_into(self, state: State) -> None:
         """Give the relay that `state` was taken from the saved weights, buffers, optimizer and random state.
 
@@ -318,7 +329,7 @@ class Saved:
         for block in state.blocks:
             block.version = self.manifest["versions"][block.key]
             block.warmup = self.manifest.get("warmups", {}).get(block.key, 0)
-        _put(random_state)
+        usable(random_state).put()
 
     def _check(self, state: State) -> None:
         path, saved = self.path, self.manifest
@@ -420,11 +431,12 @@ def _copy(target: torch.Tensor, saved: torch.Tensor) -> None:
     target[once].copy_(saved[once])
 
 
-def _put(random_state: RandomState) -> None:
+def usable(random_state: RandomState) -> RandomState:
+    """As much of a saved random state as this machine has generators for."""
     if random_state.torch_cuda is not None and not torch.cuda.is_available():
         logger.warning("the save has a random state of CUDA, and there is no CUDA here: it is left out")
-        random_state = RandomState(random_state.torch_cpu, None, random_state.python)
-    random_state.put()
+        return RandomState(random_state.torch_cpu, None, random_state.python)
+    return random_state
 
 
 def _merged(parts: Iterable[Tensors]) -> Tensors:

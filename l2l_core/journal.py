@@ -101,10 +101,10 @@ class History:
         return tuple(self._entries)
 
     @property
-    def units(self) -> set[Unit]:
-        """Layers that an undo or a redo may bring back or change."""
+    def units(self) -> tuple[Unit, ...]:
+        """Layers that an undo or a redo may bring back or change, each once."""
         turns = (*self.done, *self.undone)
-        return {unit for _, changes in turns for change in changes for unit in change.units()}
+        return tuple(dict.fromkeys(unit for _, changes in turns for change in changes for unit in change.units()))
 
     def continue_from(self, journal: Sequence[Entry], done: Sequence[Turn], undone: Sequence[Turn]) -> None:
         """Take over the past of a saved relay."""
@@ -197,7 +197,7 @@ class History:
 
     def forget(self) -> None:
         """Free layers that nothing can bring back any more."""
-        self._editor.forget(self.units)
+        self._editor.forget(set(self.units))
 
 
 _NOTHING = {"undo": "no edit is in force", "redo": "nothing was undone since the last edit"}

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -69,6 +70,22 @@ class Parked:
             for param in (*block.params, *side.masters):
                 param.data = torch.empty(0)
 
+    def contents(self) -> dict[Block, tuple[torch.Tensor, list[dict[str, Any] | None]]]:
+        """Master and state of each parameter, by block; what is on disk is mapped from there."""
+        held = {} if self.path is None else load_file(self.path)
+        return {
+            block: (
+                held.get(f"{index}/master", block.master),
+                [
+                    {key: _bring(value, held) for key, value in side.state[master].items()}
+                    if master in side.state
+                    else None
+                    for master in side.masters
+                ],
+            )
+            for index, (block, side) in enumerate(self.sides.items())
+        }
+
     def fetch(self, empty: Callable[[int], torch.Tensor]) -> None:
         """Bring weights and state back to memory; `empty` makes a float32 host buffer of so many elements."""
         if self.path is None:
@@ -77,10 +94,7 @@ class Parked:
         for index, (block, side) in enumerate(self.sides.items()):
             block.hold(empty(block.layout.numel).copy_(held[f"{index}/master"]), side.masters)
             for known in side.state.values():
-                for key, value in known.items():
-                    if isinstance(value, _Away):
-                        saved = held[value.name]
-                        known[key] = torch.empty_strided(saved.shape, value.stride, dtype=saved.dtype).copy_(saved)
+                known.update({key: _bring(value, held) for key, value in known.items()})
         self.path.unlink(missing_ok=True)
         self.path = None
 
@@ -100,3 +114,11 @@ class _Away:
 
     name: str
     stride: tuple[int, ...]
+
+
+def _bring(value: Any, held: dict[str, torch.Tensor]) -> Any:
+    """A value of the optimizer's state, from the file if it is there."""
+    if not isinstance(value, _Away):
+        return value
+    saved = held[value.name]
+    return torch.empty_strided(saved.shape, value.stride, dtype=saved.dtype).copy_(saved)

@@ -11,7 +11,7 @@ configuration object must not change together (Llama runs as many layers as its 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -35,6 +35,7 @@ def rearrange(
     like: Mapping[nn.Module, nn.Module] | None = None,
     depth_field: str | None = None,
     trust: bool = False,
+    without_role: Collection[nn.Module] = (),
 ) -> Callable[[], None]:
     """Put `layers` in place of the stack's; what knows the depth or a position follows.
 
@@ -50,6 +51,7 @@ def rearrange(
         depth_field: name of the configuration's field that is the depth, if it cannot be found ("decoder.num_layers").
         trust: skip the refusals that rest on evidence: layers that differ by position, modules beside the stack with one
             member per layer, a configuration that does not tell the depth.
+        without_role: layers that edits brought in: no other layer relies on what only they have.
 
     Returns:
         A function that puts everything back: the same modules, attributes and configuration objects. Several are undone
@@ -76,7 +78,7 @@ def rearrange(
     travelled = travel(lists, stack, new, like or {})
     copies = changed_configs(surroundings, followed, lists, travelled, len(new))
     if not trust:
-        check_alike(model, stack, new, lists, travelled, copies, bool(followed))
+        check_alike(model, stack, new, lists, travelled, copies, bool(followed), without_role)
     point_to(edits, surroundings, new, copies)
     for each, entries in zip(lists, travelled, strict=True):
         if each.config is vars(surroundings.owner):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from l2l_core.loop import Loop, TrainLoop
 from l2l_core.memory import Ledger
 from l2l_core.meter import Metered
 from l2l_core.optimizers import OptimizerFactory, make_optimizer
+from l2l_core.past import Restorer, parts_of
 from l2l_core.stage import Parts, Stage, Task
 from l2l_core.store import LayerStore, TornStep
 from l2l_core.trace import Trace
@@ -241,8 +243,13 @@ class Relay:
                 torch_device=self.device.torch_device,
             )
 
-    def apply(self, *edits: Edit) -> Edit:
+    def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
+
+        Args:
+            edits: in order.
+            trust: do what is refused on evidence alone: layers of other kinds at a position, modules beside the stack with
+                one member per layer, a configuration that does not tell the depth.
 
         Returns:
             The inverse edit: applied next, it brings weights, optimizer state and loss back to the bit.
@@ -252,6 +259,7 @@ class Relay:
         """
         with interrupts_wait(), self._exclusive():
             with self._editing():
+                self._editor.trust = trust
                 return self._history.apply(edits, self._steps)
 
     def undo(self) -> Entry:
@@ -326,6 +334,7 @@ class Relay:
         folder: str | Path,
         model: nn.Module,
         optimizer: OptimizerFactory | Optimizer = _DEFAULT_OPTIMIZER,
+        modules: Mapping[str, nn.Module] = MappingProxyType({}),
         **options: Any,
     ) -> Relay:
         """A relay that continues, bit by bit, where the saved one stood.
@@ -338,6 +347,7 @@ class Relay:
             model: a model of the structure that the saved one had when its relay was made, or has now; layers that were
                 inserted, dropped or moved since are so here, and weights are replaced.
             optimizer: of the same kind and groups; its state and settings are replaced.
+            modules: by key, layers that edits brought in and that are like none of the model's: a save has no code.
             options: `device`, `layers`, `loss`, `objective`, `weight`, `config` of the constructor; the saved config is
                 the default, and the saved layers are.
 
@@ -347,13 +357,15 @@ class Relay:
         state = files.load(Path(folder))
         options.setdefault("config", RelayConfig(**state.config))
         edited = Edited.of(state.manifest.get("edits", {}))
-        edited.fit(model, state.manifest)
+        spare = edited.fit(model, state.manifest, modules)
         options.setdefault("layers", state.layers)
         relay = cls(model, optimizer, **options)
         edited.restore_into(relay._editor, relay._history)
         try:
             with relay.device.current():
                 state.restore_into(relay._saved_state())
+                past = Restorer(relay._editor, relay._history, relay._branches, spare, relay.device.host_empty)
+                past.restore(state.past)
         except BaseException:
             relay.close()
             raise
@@ -450,6 +462,7 @@ class Relay:
         try:
             yield
         finally:
+            self._editor.trust = False
             self._parts = replace(self._parts, layers=list(self._editor.layers))
             self._predicted, self._metered = self._parts.layers, None
             self._inferred.clear()
@@ -523,6 +536,7 @@ class Relay:
             self._store,
             RandomState.take(),
             Edited.from_(self._editor, self._history).to_plain(),
+            parts_of(self._editor, self._history, self._branches),
         )
 
 

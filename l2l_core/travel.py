@@ -62,6 +62,17 @@ def remember(stack: Stack, new: tuple[nn.Module, ...], lists: list[LayerList]) -
             _entries_of_left[layer] = {each.name: each.values[i] for each in lists}
 
 
+def entries_of(layer: nn.Module) -> dict[str, Any]:
+    """What a layer's entries were when it left its stack, by name of the list."""
+    return dict(_entries_of_left.get(layer, {}))
+
+
+def remember_entries(layer: nn.Module, entries: Mapping[str, Any]) -> None:
+    """Say what the entries of a layer were that left in another process."""
+    if entries:
+        _entries_of_left[layer] = dict(entries)
+
+
 def _positions(stack: Stack) -> dict[tuple[str, str], int]:
     """(submodule, attribute) that holds the position of its layer in all layers that have it -> what is added to it."""
     offsets: dict[tuple[str, str], set[int]] = {}

@@ -48,6 +48,18 @@ def state_of(relay: Relay) -> dict[str, torch.Tensor]:
     return held
 
 
+def whole(relay: Relay) -> dict[str, torch.Tensor]:
+    """Everything of a state that can be compared: weights, optimizer, versions, flags, order, buffers, settings."""
+    held = state_of(relay)
+    held |= {f"buffer {name}": buffer.clone() for name, buffer in relay.model.named_buffers()}
+    held |= {f"version {unit.key}": torch.tensor([unit.version, unit.frozen]) for unit in relay.stack}
+    held["order"] = torch.tensor([int(key[1:]) for key in keys(relay)])
+    held["steps"] = torch.tensor(relay.steps)
+    held["rates"] = torch.tensor([group["lr"] for group in relay.optimizer.param_groups])
+    held["random"] = torch.get_rng_state()
+    return held
+
+
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())[:8]
     unequal = [name for name in a if not torch.equal(a[name], b[name])]

@@ -27,7 +27,7 @@ from l2l_core import (
     TornStep,
     Unfreeze,
 )
-from tests.core.small import assert_same, keys, make_batch, make_gpt, make_relay, state_of
+from tests.core.small import assert_same, keys, make_batch, make_gpt, make_relay, whole
 
 
 @pytest.fixture
@@ -36,18 +36,6 @@ def relay() -> Iterator[Relay]:
         for seed in range(2):
             made.step(make_batch(seed))
         yield made
-
-
-def whole(relay: Relay) -> dict[str, torch.Tensor]:
-    """Everything of a state that can be compared: weights, optimizer, versions, flags, order, buffers, settings."""
-    held = state_of(relay)
-    held |= {f"buffer {name}": buffer.clone() for name, buffer in relay.model.named_buffers()}
-    held |= {f"version {unit.key}": torch.tensor([unit.version, unit.frozen]) for unit in relay.stack}
-    held["order"] = torch.tensor([int(key[1:]) for key in keys(relay)])
-    held["steps"] = torch.tensor(relay.steps)
-    held["rates"] = torch.tensor([group["lr"] for group in relay.optimizer.param_groups])
-    held["random"] = torch.get_rng_state()
-    return held
 
 
 def bytes_of(relay: Relay, name: str) -> int:

@@ -31,7 +31,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from zoo import BY_NAME, Chain, ResidualMlp, sequences
 
-from l2l_core import Relay, RelayConfig, files
+from l2l_core import Drop, Insert, Interpolate, Relay, RelayConfig, files
+from l2l_core.past import parts_of
 
 KINDS = ["gpt2", "batch_norm", "llama", "tied_layers", "frozen_layer", "spectral_norm_old", "convnext"]
 IN_NEW_PROCESS = KINDS[:3]
@@ -478,7 +479,34 @@ def test_leftovers_go_before_anything_is_written(relay: Relay, tmp_path: Path, m
     assert generations(tmp_path) == [good] and files.load(tmp_path).steps == relay.steps
 
 
-def hammer(folder: str, kills: str) -> None:
+def edit_before_step(relay: Relay) -> None:
+    """Edits, and branches, as a function of what the relay is."""
+    turn = relay.steps % 5
+    if turn == 1 and len(relay.stack) < 6:
+        relay.apply(Insert(at=1, init="copy", warmup=3))
+    elif turn == 2:
+        relay.apply(Drop(0, park="disk" if relay.steps % 2 else "memory"), Interpolate(0, 1))
+    elif turn == 3:
+        relay.undo()
+    elif turn == 4:
+        for branch in relay.branches:
+            if not branch.active:
+                relay.discard(branch.name)
+        relay.fork(f"at {relay.steps}")
+
+
+def past_of(relay: Relay) -> str:
+    """A hash over what a save holds beside the present state."""
+    content = hashlib.sha256(repr(relay.journal).encode())
+    for name, part in sorted(parts_of(relay._editor, relay._history, relay._branches).items()):
+        tensors: files.Tensors = {}
+        content.update(repr(files._encode(part, name, tensors)).encode())
+        for tensor in tensors.values():
+            content.update(tensor.detach().contiguous().numpy().tobytes())
+    return content.hexdigest()
+
+
+def hammer(folder: str, kills: str, edits: str = "") -> None:
     """Kill a training run that saves all the time, again and again. Run in a process of its own.
 
     Every run resumes from what the one before left, and checks it: no finished save is lost, and what was saved at a
@@ -491,16 +519,19 @@ def hammer(folder: str, kills: str) -> None:
     for _ in range(int(kills)):
         pid = os.fork()  # nothing has been computed in this process: there are no threads yet
         if pid == 0:
-            run_until_killed(Path(folder))
+            run_until_killed(Path(folder), bool(edits))
         time.sleep(waits.uniform(0.05, 0.5))
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), "the run failed before it was killed"
         unfinished += os.path.exists(folder) and len(generations(Path(folder))) != 1
     print(f"{unfinished} of {kills} kills hit a save", file=sys.stderr)
-    run_until_killed(Path(folder), check_only=True)
+    run_until_killed(Path(folder), bool(edits), check_only=True)
 
 
-def run_until_killed(folder: Path, check_only: bool = False) -> None:
+def run_until_killed(folder: Path, edits: bool, check_only: bool = False) -> None:
+    def seal(relay: Relay) -> str:
+        return fingerprint(relay) + (past_of(relay) if edits else "")
+
     try:
         log = folder.parent / "log"
         lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
@@ -508,24 +539,27 @@ def run_until_killed(folder: Path, check_only: bool = False) -> None:
         saved = max((int(step) for what, step, _ in lines if what == "saved"), default=0)
         assert all(seen[int(step)] == content for _, step, content in lines), "two runs differ"
         relay = load(folder, chain()) if saved or (folder / "latest.json").exists() else relay_over(chain())
-        assert relay.steps >= saved and (relay.steps == 0 or fingerprint(relay) == seen[relay.steps])
+        assert relay.steps >= saved and (relay.steps == 0 or seal(relay) == seen[relay.steps])
         if check_only:
-            print(relay.steps, fingerprint(relay))
+            print(relay.steps, seal(relay))
             return
         with open(log, "a", buffering=1) as record:
             while True:
+                if edits:
+                    edit_before_step(relay)
                 relay.step(sequences(seed=relay.steps))
-                record.write(f"saving {relay.steps} {fingerprint(relay)}\n")
+                record.write(f"saving {relay.steps} {seal(relay)}\n")
                 relay.save(folder)
-                record.write(f"saved {relay.steps} {fingerprint(relay)}\n")
+                record.write(f"saved {relay.steps} {seal(relay)}\n")
     except BaseException as error:
         print(repr(error), file=sys.stderr, flush=True)
         os._exit(1)
 
 
+@pytest.mark.parametrize("edits", ["", "edits"])
 @pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.slow)])
-def test_kill_9_at_random_moments(kills: int, tmp_path: Path) -> None:
-    steps, content = in_new_process("t.hammer(*sys.argv[1:])", tmp_path / "save", kills).split()
+def test_kill_9_at_random_moments(kills: int, edits: str, tmp_path: Path) -> None:
+    steps, content = in_new_process("t.hammer(*sys.argv[1:])", tmp_path / "save", kills, edits).split()
     assert int(steps) > 0 and files.load(tmp_path / "save").steps == int(steps)
 
 

@@ -1,0 +1,231 @@
+"""What a save holds beside the present state: the way back from edits, layers that wait for it, and other branches.
+
+All of it is plain data with tensors in it, in parts: one for each parked layer, for each block's values of another
+branch, and for each branch. `files.py` writes every part to a file of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from l2l_core import change, travel
+from l2l_core.ambient import RandomState
+from l2l_core.branches import Branches, State, Values
+from l2l_core.change import Barred, Change
+from l2l_core.config import RelayConfig
+from l2l_core.editor import Editor
+from l2l_core.files import usable
+from l2l_core.journal import Entry, History, Turn
+from l2l_core.likeness import kind_of
+from l2l_core.parked import Parked
+from l2l_core.store import Side
+from l2l_core.units import Block, Unit, build_layer
+
+logger = logging.getLogger("l2l_core")
+
+Part = dict[str, Any]
+_KINDS = {
+    kind.__name__: kind for kind in (change.Restack, change.Rewrite, change.Retrain, change.Spill, change.Fetch, Barred)
+}
+
+
+# -- to plain data -----------------------------------------------------------------------------------------------------
+
+
+def parts_of(editor: Editor, history: History, branches: Branches) -> dict[str, Part]:
+    """The past of a relay, by name of the part."""
+    parts = {f"parked-{parked.unit.key}": _plain_layer(parked) for parked in editor.parked}
+    held = dict.fromkeys(v for state in branches.others.values() for v in state.values.values() if v is not None)
+    names = {values: f"values-{i}" for i, values in enumerate(held)}
+    for values, name in names.items():
+        parts[name] = {"master": values.master, "version": values.version, "states": values.states}
+    for i, (name, state) in enumerate(branches.others.items()):
+        parts[f"branch-{i}"] = _plain_branch(name, state, names, editor)
+    parts["history"] = {"branch": branches.active, "loss": history.loss, **_plain_turns(history, editor)}
+    return parts
+
+
+def _plain_layer(parked: Parked) -> Part:
+    unit = parked.unit
+    contents = parked.contents()
+    return {
+        "key": unit.key,
+        "class": type(unit.module).__name__,
+        "kind": kind_of(unit.module),
+        "entries": travel.entries_of(unit.module),
+        "blocks": [
+            {
+                "master": contents[block][0],
+                "version": block.version,
+                "warmup": block.warmup,
+                "trained": [param.requires_grad for param in block.params],
+                "groups": side.groups,
+                "states": contents[block][1],
+            }
+            for block, side in parked.sides.items()
+        ],
+        "buffers": unit.buffers.copy(),
+    }
+
+
+def _plain_branch(name: str, state: State, values: Mapping[Values, str], editor: Editor) -> Part:
+    return {
+        "name": name,
+        "config": asdict(state.config),
+        "steps": state.steps,
+        "stacks": {stack: [unit.key for unit in units] for stack, units in state.stacks.items()},
+        "values": {block.key: values[held] if held is not None else None for block, held in state.values.items()},
+        "trained": {block.key: list(flags) for block, flags in state.trained.items()},
+        "buffers": {unit.key: buffers for unit, buffers in state.buffers.items()},
+        "settings": state.settings,
+        "random": {slot: getattr(state.random, slot) for slot in RandomState.__slots__},
+        "units": [unit.key for unit in state.units],
+        "journal": [asdict(entry) for entry in state.history.journal],
+        "loss": state.history.loss,
+        **_plain_turns(state.history, editor),
+    }
+
+
+def _plain_turns(history: History, editor: Editor) -> Part:
+    present = editor.present
+    return {
+        "done": [_plain_turn(turn, present) for turn in history.done],
+        "undone": [_plain_turn(turn, present) for turn in history.undone],
+    }
+
+
+def _plain_turn(turn: Turn, present: set[Unit]) -> list[Any]:
+    number, changes = turn
+    if gone := [unit.key for one in changes for unit in one.units() if unit not in present]:
+        changes = (Barred(f"{', '.join(dict.fromkeys(gone))} was dropped for good: its bytes are gone"),)
+    return [number, [[type(one).__name__, *one.to_plain()] for one in changes]]
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Restorer:
+    """Gives a relay over the saved model its past.
+
+    Args:
+        editor, history, branches: of the relay.
+        spare: modules by key that a parked layer may be made of: those of the model before its edits, and a caller's own.
+        empty: makes a float32 host buffer of so many elements.
+    """
+
+    editor: Editor
+    history: History
+    branches: Branches
+    spare: Mapping[str, nn.Module]
+    empty: Callable[[int], torch.Tensor]
+
+    def restore(self, parts: Mapping[str, Part]) -> None:
+        """Take over what `parts_of` gave; nothing, of a save that knows no past.
+
+        Raises:
+            ValueError: a branch has a layer that nobody can build; says how to give it.
+        """
+        if not parts:
+            return
+        units = {unit.key: unit for unit in (self.editor.shell, *self.editor.layers)}
+        self._missing: dict[str, str] = {}
+        for name, part in parts.items():
+            if name.startswith("parked-") and (unit := self._layer(part, units)) is not None:
+                units[unit.key] = unit
+        blocks = {block.key: block for unit in units.values() for block in unit.blocks}
+        held = {name: self._values(part) for name, part in parts.items() if name.startswith("values-")}
+        others = {}
+        for name, part in parts.items():
+            if name.startswith("branch-"):
+                self._check_complete(part, units)
+                others[part["name"]] = self._branch(part, units, blocks, held)
+        self.branches.adopt(parts["history"]["branch"], others)
+        self.history.loss = parts["history"]["loss"]
+        done, undone = (self._turns(parts["history"][which], units) for which in ("done", "undone"))
+        self.history.continue_from(self.history.journal, done, undone)
+
+    def _layer(self, part: Part, units: Mapping[str, Unit]) -> Unit | None:
+        key = part["key"]
+        module = self._module(part, units)
+        if module is None:
+            self._missing[key] = part["class"]
+            return None
+        unit = build_layer(key, key, module, self.empty)
+        sides = {}
+        for block, saved in zip(unit.blocks, part["blocks"], strict=True):
+            block.master.copy_(saved["master"])
+            block.version, block.warmup = saved["version"], saved["warmup"]
+            for param, trained in zip(block.params, saved["trained"], strict=True):
+                param.requires_grad_(trained)
+            masters = [nn.Parameter(v, p.requires_grad) for p, v in zip(block.params, block.views, strict=True)]
+            states = {m: state for m, state in zip(masters, saved["states"], strict=True) if state is not None}
+            sides[block] = Side(masters, saved["groups"], states)
+        unit.buffers.restore(part["buffers"])
+        travel.remember_entries(module, part["entries"])
+        self.editor.adopt(Parked(unit, sides))
+        return unit
+
+    def _module(self, part: Part, units: Mapping[str, Unit]) -> nn.Module | None:
+        """A module of the saved layer's kind: the layer itself where it is at hand, or a copy of one like it."""
+        key, in_use = part["key"], {unit.module for unit in units.values()}
+        layers = [unit.module for unit in units.values() if unit is not self.editor.shell]
+        own = [self.spare[key]] if key in self.spare else []
+        for candidate in (*own, *layers, *self.spare.values()):
+            if kind_of(candidate) == part["kind"]:
+                return candidate if candidate in own and candidate not in in_use else copy.deepcopy(candidate)
+        return None
+
+    def _values(self, part: Part) -> Values:
+        master = self.empty(part["master"].numel()).copy_(part["master"])
+        return self.branches.keep(master, part["version"], part["states"])
+
+    def _branch(
+        self, part: Part, units: Mapping[str, Unit], blocks: Mapping[str, Block], held: Mapping[str, Values]
+    ) -> State:
+        history = History(self.editor)
+        journal = [Entry(**row) for row in part["journal"]]
+        history.continue_from(journal, self._turns(part["done"], units), self._turns(part["undone"], units))
+        history.loss = part["loss"]
+        return State(
+            config=RelayConfig(**part["config"]),
+            steps=part["steps"],
+            history=history,
+            stacks={stack: tuple(units[key] for key in keys) for stack, keys in part["stacks"].items()},
+            values={blocks[key]: held[name] if name else None for key, name in part["values"].items() if key in blocks},
+            trained={blocks[key]: tuple(flags) for key, flags in part["trained"].items() if key in blocks},
+            buffers={units[key]: buffers for key, buffers in part["buffers"].items() if key in units},
+            settings=part["settings"],
+            random=usable(RandomState(**part["random"])),
+            units=tuple(units[key] for key in part["units"] if key in units),
+        )
+
+    def _check_complete(self, part: Part, units: Mapping[str, Unit]) -> None:
+        missing = [key for keys in part["stacks"].values() for key in keys if key not in units]
+        if missing:
+            raise ValueError(
+                f"the branch {part['name']!r} has layer {missing[0]}, a {self._missing[missing[0]]} like none in the model: a "
+                f"save has no code. Give such a module: modules={{{missing[0]!r}: ...}}"
+            )
+
+    def _turns(self, turns: Sequence[Any], units: Mapping[str, Unit]) -> list[Turn]:
+        return [(number, self._changes(changes, units)) for number, changes in turns]
+
+    def _changes(self, changes: Sequence[Any], units: Mapping[str, Unit]) -> tuple[Change, ...]:
+        try:
+            return tuple(_KINDS[kind].from_plain(plain, units) for kind, *plain in changes)
+        except KeyError as error:
+            key = error.args[0]
+            why = (
+                f"layer {key}, a {self._missing.get(key, 'layer')} like none in the model, was not restored: a save has no "
+                f"code. Load with such a module: modules={{{key!r}: ...}}"
+            )
+            logger.warning("an edit cannot be undone: %s", why)
+            return (Barred(why),)

@@ -1,0 +1,212 @@
+"""What a save holds beside the present: undo and branches go on in another process as they would have here."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2LMHeadModel
+
+from l2l_core import (
+    Drop,
+    Duplicate,
+    EmulatedDevice,
+    Freeze,
+    Insert,
+    Interpolate,
+    Relay,
+    Replace,
+    Swap,
+)
+from tests.core.small import assert_same, keys, make_batch, make_gpt, make_relay, whole
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with make_relay(make_gpt()) as made:
+        made.step(make_batch(0))
+        yield made
+
+
+def load(folder: Path, model: nn.Module | None = None, **options: Any) -> Relay:
+    model = make_gpt() if model is None else model
+    return Relay.load(folder, model, partial(torch.optim.AdamW, lr=1e-2), device=EmulatedDevice(), **options)
+
+
+def journal_of(relay: Relay) -> list[tuple[Any, ...]]:
+    return [(e.kind, e.what, e.step, e.layers, e.params, e.nbytes, e.loss_before, e.loss_after) for e in relay.journal]
+
+
+def turn_both(relay: Relay, again: Relay, how: str) -> bool:
+    """Undo or redo in both; whether there was anything to."""
+    try:
+        getattr(relay, how)()
+    except ValueError as error:
+        with pytest.raises(ValueError) as found:
+            getattr(again, how)()
+        assert str(found.value) == str(error)
+        return False
+    getattr(again, how)()
+    assert keys(again) == keys(relay)
+    assert_same(whole(again), whole(relay))
+    return True
+
+
+EDIT = st.sampled_from(
+    [
+        Insert(at=1, init="copy", warmup=5), Insert(at=0, init="fresh"), Duplicate(0, mode="top", optimizer=0.5),
+        Drop(1), Drop(-1, park="disk"), Swap(0, 1), Interpolate(0, 1), Freeze(0),
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(edits=st.lists(EDIT, min_size=2, max_size=7), undone=st.integers(0, 2))
+def test_a_saved_relay_undoes_and_redoes_like_the_one_that_was_saved(
+    edits: list[Any], undone: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("save")
+    with make_relay(make_gpt(3)) as relay:
+        relay.step(make_batch(0))
+        for number, edit in enumerate(edits):
+            try:
+                relay.apply(edit)
+            except ValueError:
+                continue
+            if number % 2:
+                relay.step(make_batch(number))
+        for _ in range(min(undone, len(relay.journal))):
+            relay.undo()
+        relay.save(folder)
+        deep = copy.deepcopy(relay.model)  # has been edited as well
+        with load(folder, deep) as again:
+            assert journal_of(again) == journal_of(relay)
+            assert_same(whole(again), whole(relay))
+        with load(folder, make_gpt(3)) as again:
+            while turn_both(relay, again, "redo"):
+                pass
+            assert relay.step(make_batch(9)).loss == again.step(make_batch(9)).loss
+            while turn_both(relay, again, "undo"):
+                pass
+            assert again.verify(make_batch(2)).equal
+
+
+def test_undo_in_a_model_that_was_loaded_at_its_new_depth(relay: Relay, tmp_path: Path) -> None:
+    relay.apply(Drop(slice(0, 2)), Duplicate(0))
+    relay.step(make_batch(1))
+    relay.save(tmp_path / "relay")
+    relay.model.save_pretrained(tmp_path / "model")
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "model").train()
+    model.loss_type = "ForCausalLM"
+    with load(tmp_path / "relay", model) as again:
+        assert turn_both(relay, again, "undo") and keys(again) == ["L000", "L001", "L002", "L003"]
+        assert relay.step(make_batch(2)).loss == again.step(make_batch(2)).loss
+        assert again.model.config.n_layer == 4 and [block.attn.layer_idx for block in again.model.transformer.h] == [
+            0, 1, 2, 3,
+        ]  # fmt: skip
+
+
+def test_branches_go_on_after_loading(relay: Relay, tmp_path: Path) -> None:
+    relay.fork("deep")
+    relay.apply(Duplicate(mode="interleaved"))
+    relay.step(make_batch(1))
+    relay.fork("frozen")
+    relay.apply(Freeze(0), Interpolate(1, 2), Drop(3, park="disk"))
+    relay.step(make_batch(2))
+    relay.switch("deep")
+    relay.step(make_batch(3))
+    relay.save(tmp_path)
+    with load(tmp_path) as again:
+        assert [(b.name, b.active, b.steps, b.layers, b.loss) for b in again.branches] == [
+            (b.name, b.active, b.steps, b.layers, b.loss) for b in relay.branches
+        ]
+        for name in ("frozen", "main", "deep", "frozen"):
+            relay.switch(name), again.switch(name)
+            assert keys(again) == keys(relay) and journal_of(again) == journal_of(relay)
+            assert_same(whole(again), whole(relay))
+            assert relay.step(make_batch(4)).loss == again.step(make_batch(4)).loss
+        while turn_both(relay, again, "undo"):
+            pass
+        again.save(tmp_path)
+        with load(tmp_path) as third:
+            third.switch("main"), again.switch("main")
+            assert_same(whole(third), whole(again))
+
+
+def test_entries_of_the_configuration_come_back_with_a_layer(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        config = Gemma2Config(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2, head_dim=8,
+            num_key_value_heads=1, max_position_embeddings=8, sliding_window=4, attn_implementation="eager",
+            layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        )  # fmt: skip
+        return Gemma2ForCausalLM(config).train()
+
+    with make_relay(make()) as relay:
+        relay.step(make_batch(0))
+        types = list(relay.model.config.layer_types)
+        relay.apply(Drop(0))
+        assert relay.model.config.layer_types == types[1:]
+        relay.save(tmp_path)
+        with load(tmp_path, make()) as again:
+            assert turn_both(relay, again, "undo")
+            assert again.model.config.layer_types == types
+            assert relay.step(make_batch(1)).loss == again.step(make_batch(1)).loss
+
+
+def test_a_layer_of_a_kind_of_its_own_needs_its_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make_relay(nn_chain(), loss=square) as chain:
+        batch = (torch.ones(2, 4),)
+        chain.step(batch)
+        chain.apply(Replace(1, nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))))
+        chain.step(batch)
+        chain.apply(Drop(1))
+        chain.save(tmp_path)
+        with caplog.at_level(logging.WARNING, "l2l_core"), load(tmp_path, nn_chain(), loss=square) as again:
+            assert "modules={'L003': ...}" in caplog.text
+            with pytest.raises(ValueError, match="L003, a Sequential like none in the model.*modules="):
+                again.undo()
+        modules = {"L003": nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))}
+        with load(tmp_path, nn_chain(), loss=square, modules=modules) as again:
+            while turn_both(chain, again, "undo"):
+                pass
+            assert keys(again) == ["L000", "L001", "L002"]
+        chain.redo()
+        chain.fork("other")
+        chain.undo()
+        chain.save(tmp_path)
+        with pytest.raises(ValueError, match="the branch 'main' has layer L003, a Sequential.*modules="):
+            load(tmp_path, nn_chain(), loss=square)
+        modules = {"L003": nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))}
+        with load(tmp_path, nn_chain(), loss=square, modules=modules) as again:
+            again.switch("main"), chain.switch("main")
+            assert_same(whole(again), whole(chain))
+
+
+def nn_chain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+
+
+def square(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (out**2).mean()
+
+
+def test_what_was_dropped_for_good_stays_so(relay: Relay, tmp_path: Path) -> None:
+    relay.apply(Drop(0, park=None))
+    relay.apply(Swap(0, 1))
+    relay.save(tmp_path)
+    with load(tmp_path) as again:
+        assert turn_both(relay, again, "undo")
+        with pytest.raises(ValueError, match="L000 was dropped for good"):
+            again.undo()
