@@ -110,7 +110,7 @@ class Insert(Edit):
                 raise ValueError(
                     f"Insert(at={self.at!r}, init='interpolate') needs a layer on both sides: use init='copy'"
                 )
-            _set(module.parameters(), _mix(before[at - 1].params, before[at].params, 0.5))
+            _set_to_mean(module, before[at - 1].module, before[at].module)
         return module
 
 
@@ -267,12 +267,13 @@ class Interpolate(Edit):
 
     def carry_out(self, editor: Editor, do: Do) -> None:
         a, b = (editor.unit_of(editor.resolver.layer(where)) for where in (self.layer, self.other))
-        if [p.shape for p in a.params] != [p.shape for p in b.params]:
-            raise ValueError(f"{self!r}: {a.name} and {b.name} have parameters of other shapes")
         states = [editor.states_of(unit) for unit in (a, b)]
         values = {
-            param: (value, _mix_states(states[0].get(param), states[1].get(other), self.weight))
-            for param, other, value in zip(a.params, b.params, _mix(a.params, b.params, self.weight), strict=True)
+            param: (
+                torch.lerp(param.detach(), other.detach(), self.weight),
+                _mix_states(states[0].get(param), states[1].get(other), self.weight),
+            )
+            for param, other in _pairs(a.module, b.module)
         }
         do(Rewrite(a, values))
 
@@ -337,14 +338,22 @@ def _mix_states(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, weight
     }
 
 
-def _mix(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], weight: float) -> list[torch.Tensor]:
-    return [torch.lerp(x.detach(), y.detach(), weight) for x, y in zip(a, b, strict=True)]
-
-
-def _set(params: Any, values: Sequence[torch.Tensor]) -> None:
+def _set_to_mean(module: nn.Module, a: nn.Module, b: nn.Module) -> None:
     with torch.no_grad():
-        for param, value in zip(params, values, strict=True):
-            param.copy_(value)
+        for (param, x), (_, y) in zip(_pairs(module, a), _pairs(module, b), strict=True):
+            param.copy_(torch.lerp(x, y, 0.5))
+
+
+def _pairs(a: nn.Module, b: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Parameters of two layers that have the same name."""
+    mine, theirs = dict(a.named_parameters()), dict(b.named_parameters())
+    unlike = [n for n in {**mine, **theirs} if n not in mine or n not in theirs or mine[n].shape != theirs[n].shape]
+    if unlike:
+        raise ValueError(
+            f"a {type(a).__name__} and a {type(b).__name__} cannot be mixed: {unlike[0]} is not in both of them with the same "
+            "shape"
+        )
+    return [(param, theirs[name]) for name, param in mine.items()]
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -226,6 +226,7 @@ class Editor:
         for unit in after:
             self.fetch(unit)
         twins = {unit.module: like[unit].module for unit in after if unit in like}
+        self._check_shared(set(before) - set(after))
         brought = {unit.module for unit in before if unit.key not in self.original}
         modules = [unit.module for unit in after]
         rearrange(self.model, stack, modules, like=twins, trust=trust or self.trust, without_role=brought)
@@ -241,6 +242,7 @@ class Editor:
         now = replace(stack, layers=tuple(unit.module for unit in after))
         self.stacks = tuple(now if old is stack else old for old in self.stacks)
         self._rename(name, stack.container, staying)
+        self._rename_shared()
         self.store.arrange(after)
 
     def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]:
@@ -356,6 +358,27 @@ class Editor:
             unit = self._by_module.get(module)
             if unit in units:
                 unit.rename(f"{name}.{child}" if name else child)
+
+    def _check_shared(self, leaving: set[Unit]) -> None:
+        """Refuse to let all users of a shared weight go: it would be in no layer, and could not be parked with one."""
+        staying = {block for unit in (self.shell, *self.layers) if unit not in leaving for block in unit.blocks}
+        for unit in leaving:
+            for block in unit.blocks:
+                if block.shared and block not in staying:
+                    users = [user.key for user in self.layers if block in user.blocks]
+                    raise ValueError(
+                        f"layers {', '.join(users)} share the weights {', '.join(block.names)}, and would all leave: let one "
+                        "of them stay, or untie them before the relay takes over"
+                    )
+
+    def _rename_shared(self) -> None:
+        """Let shared weights have the names that the model has for them now."""
+        shared = {block for unit in (self.shell, *self.layers) for block in unit.blocks if block.shared}
+        if not shared:
+            return
+        names = {param: name for name, param in self.model.named_parameters()}
+        for block in shared:
+            self.store.rename(block, [names[param] for param in block.params])
 
     def _park(self, parked: Parked) -> None:
         self._parked[parked.unit] = parked

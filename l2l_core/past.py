@@ -72,6 +72,13 @@ def _plain_layer(parked: Parked) -> Part:
             for block, side in parked.sides.items()
         ],
         "buffers": unit.buffers.copy(),
+        "shared": [
+            [name, block.names[0]]
+            for block in unit.blocks
+            if block.shared
+            for name, param in unit.module.named_parameters(remove_duplicate=False)
+            if param is block.params[0]
+        ],
     }
 
 
@@ -136,7 +143,7 @@ class Restorer:
         if not parts:
             return
         units = {unit.key: unit for unit in (self.editor.shell, *self.editor.layers)}
-        self._missing: dict[str, str] = {}
+        self._missing: dict[str, str] = {}  # why, by key
         for name, part in parts.items():
             if name.startswith("parked-") and (unit := self._layer(part, units)) is not None:
                 units[unit.key] = unit
@@ -153,14 +160,25 @@ class Restorer:
         self.history.continue_from(self.history.journal, done, undone)
 
     def _layer(self, part: Part, units: Mapping[str, Unit]) -> Unit | None:
-        key = part["key"]
+        key, model = part["key"], self.editor.model
+        shared = {p: block for unit in units.values() for block in unit.blocks if block.shared for p in block.params}
         module = self._module(part, units)
         if module is None:
-            self._missing[key] = part["class"]
+            self._missing[key] = (
+                f"layer {key}, a {part['class']} like none in the model, is not there: a save has no code. Load with such a "
+                f"module: modules={{{key!r}: ...}}"
+            )
             return None
-        unit = build_layer(key, key, module, self.empty)
+        if any(model.get_parameter(name) not in shared for _, name in part["shared"]):
+            self._missing[key] = f"layer {key} shared weights with layers that do not share them with any other now"
+            return None
+        for inner, name in part["shared"]:
+            path, _, attribute = inner.rpartition(".")
+            module.get_submodule(path).register_parameter(attribute, model.get_parameter(name))
+        unit = build_layer(key, key, module, self.empty, shared)
         sides = {}
-        for block, saved in zip(unit.blocks, part["blocks"], strict=True):
+        own = [block for block in unit.blocks if not block.shared]
+        for block, saved in zip(own, part["blocks"], strict=True):
             block.master.copy_(saved["master"])
             block.version, block.warmup = saved["version"], saved["warmup"]
             for param, trained in zip(block.params, saved["trained"], strict=True):
@@ -210,10 +228,7 @@ class Restorer:
     def _check_complete(self, part: Part, units: Mapping[str, Unit]) -> None:
         missing = [key for keys in part["stacks"].values() for key in keys if key not in units]
         if missing:
-            raise ValueError(
-                f"the branch {part['name']!r} has layer {missing[0]}, a {self._missing[missing[0]]} like none in the model: a "
-                f"save has no code. Give such a module: modules={{{missing[0]!r}: ...}}"
-            )
+            raise ValueError(f"the branch {part['name']!r} cannot be restored: {self._missing[missing[0]]}")
 
     def _turns(self, turns: Sequence[Any], units: Mapping[str, Unit]) -> list[Turn]:
         return [(number, self._changes(changes, units)) for number, changes in turns]
@@ -222,10 +237,6 @@ class Restorer:
         try:
             return tuple(_KINDS[kind].from_plain(plain, units) for kind, *plain in changes)
         except KeyError as error:
-            key = error.args[0]
-            why = (
-                f"layer {key}, a {self._missing.get(key, 'layer')} like none in the model, was not restored: a save has no "
-                f"code. Load with such a module: modules={{{key!r}: ...}}"
-            )
+            why = f"this was before the relay was loaded: {self._missing[error.args[0]]}"
             logger.warning("an edit cannot be undone: %s", why)
             return (Barred(why),)

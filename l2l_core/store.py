@@ -29,7 +29,7 @@ from l2l_core.emulated import serial_thread
 from l2l_core.memory import Ledger
 from l2l_core.optimizers import fire_hooks, over, replace_params, scale_rate, slice_of, sync_settings
 from l2l_core.trace import Event, Trace
-from l2l_core.units import Block, Unit
+from l2l_core.units import Block, Unit, shared_key
 
 _SAMPLED = 4096
 MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
@@ -420,8 +420,11 @@ class LayerStore:
             self._book_state(side.nbytes)
 
     def dismiss(self, units: Collection[Unit]) -> dict[Unit, dict[Block, Side]]:
-        """Let layers go, between two steps; the result is what `admit` needs to take them in again."""
-        kept = {unit: {block: self.side_of(block) for block in unit.blocks} for unit in units}
+        """Let layers go, between two steps; the result is what `admit` needs to take them in again.
+
+        Blocks that they share with others stay.
+        """
+        kept = {unit: {block: self.side_of(block) for block in unit.blocks if not block.shared} for unit in units}
         sides = {block: side for one in kept.values() for block, side in one.items()}
         masters = {master for side in sides.values() for master in side.masters}
         for group in self.optimizer.param_groups:
@@ -436,6 +439,13 @@ class LayerStore:
         self._blocks = [block for block in self._blocks if block not in sides]
         self.units = [unit for unit in self.units if unit not in kept]
         return kept
+
+    def rename(self, block: Block, names: list[str]) -> None:
+        """Say what a shared block's parameters are called now; its key follows."""
+        key = shared_key(names[0])
+        self.host.release("weights", block.key, block.nbytes)
+        self.host.book("weights", key, block.nbytes)
+        block.key, block.names = key, names
 
     def arrange(self, stack: Sequence[Unit]) -> None:
         """Let the optimizer's groups hold the parameters of a stack in its order, side by side.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -138,7 +139,7 @@ def build_units(
             if key not in users[param]:
                 users[param].append(key)
     several = [param for param, keys in users.items() if len(keys) > 1]
-    shared = {param: _make_block(f"shared:{names[param]}", [param], names, True, empty) for param in several}
+    shared = {param: _make_block(shared_key(names[param]), [param], names, True, empty) for param in several}
 
     units = []
     for key, held in owners.items():
@@ -152,14 +153,21 @@ def build_units(
     return units[0], units[1:]
 
 
-def build_layer(key: str, name: str, module: nn.Module, empty: Callable[[int], torch.Tensor] = torch.empty) -> Unit:
+def build_layer(
+    key: str,
+    name: str,
+    module: nn.Module,
+    empty: Callable[[int], torch.Tensor] = torch.empty,
+    shared: Mapping[nn.Parameter, Block] = MappingProxyType({}),
+) -> Unit:
     """A layer of its own: its parameters move into a flat master, as in `build_units`.
 
     Args:
         key: permanent identity.
         name: dotted name that it will have in the model.
-        module: shares no parameter with others.
+        module: the layer.
         empty: makes a float32 host buffer of so many elements.
+        shared: blocks of the parameters that it has in common with other units.
 
     Raises:
         ValueError: a parameter that is not a dense float32 tensor on the CPU.
@@ -169,8 +177,15 @@ def build_layer(key: str, name: str, module: nn.Module, empty: Callable[[int], t
     members = list(module.modules())
     held = _owners(members)
     params = list(dict.fromkeys(param for _, _, param in held))
-    blocks = [_make_block(key, params, names, False, empty)] if params else []
+    own = [param for param in params if param not in shared]
+    blocks = [_make_block(key, own, names, False, empty)] if own else []
+    blocks += [shared[param] for param in params if param in shared]
     return Unit(key, name, module, blocks, Buffers(members), held)
+
+
+def shared_key(name: str) -> str:
+    """Key of a block that several units use, by the parameter's name in the model."""
+    return f"shared:{name}"
 
 
 def _owners(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -270,6 +273,24 @@ def test_a_layer_dropped_for_good_gives_its_bytes_back_and_cannot_return(relay: 
     relay.step(make_batch())
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+@pytest.mark.parametrize(("park", "freed"), [("memory", 0), ("disk", 2), (None, 2)])
+def test_bytes_of_dropped_layers_return_to_the_system(park: Any, freed: int) -> None:
+    def resident_bytes() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    side = 3072  # 36 MiB a layer: more than malloc ever keeps for itself
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(side, side, bias=False)) for _ in range(3)))
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with Relay(model, optimizer, EmulatedDevice(), loss=lambda out, batch: out.mean()) as relay:
+        relay.step((torch.ones(1, side),))
+        before = resident_bytes()
+        relay.apply(Drop(1, park=park))
+        gone = before - resident_bytes()
+        assert abs(gone - freed * 4 * side**2) < 2**20 * 8, f"{gone / 2**20:.0f} MiB"
+
+
 def test_a_group_that_fails_frees_what_it_made_and_loses_nothing(relay: Relay) -> None:
     before, held = state_of(relay), relay.host.by_category()
     with pytest.raises(ValueError, match="out of range"):
@@ -341,6 +362,65 @@ def test_a_layer_of_another_kind_joins_the_groups_of_its_like() -> None:
         relay.apply(Drop(1))  # no other layer relies on what an edit brought in
         relay.undo()
         assert len(relay.stack) == 3 and relay.verify(batch).equal
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Drop(1), Drop(2), Drop(0), Insert(at=2, init="copy", optimizer="copy"), Duplicate(2), Swap(1, 2), Freeze(1),
+        Insert(at=2, init="interpolate"), Interpolate(1, 2, 0.3), Interpolate(0, 2),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_layers_that_share_weights(edit: Edit, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual() for _ in range(4)))
+    model[2].a.weight = model[1].a.weight
+    batch = (torch.randn(4, 4),)
+    options: dict[str, Any] = {"loss": lambda out, _: (out**2).mean()}
+    with make_relay(model, **options) as relay:
+        relay.step(batch)
+        before, loss, held = state_of(relay), relay.evaluate(batch), relay.host.by_category()
+        inverse = relay.apply(edit)
+        assert relay.verify(batch).equal
+        relay.apply(inverse)
+        assert_same(state_of(relay), before)
+        assert relay.evaluate(batch) == loss and relay.host.by_category()["weights"] == held["weights"]
+        relay.undo()
+        for _ in range(2):
+            relay.step(batch)
+        relay.fork("other")
+        relay.step(batch)
+        relay.save(tmp_path)
+        names = dict(relay.model.named_parameters())
+        twin = copy.deepcopy(relay.model)
+        with Relay.load(
+            tmp_path, twin, partial(torch.optim.AdamW, lr=1e-2), device=EmulatedDevice(), **options
+        ) as again:
+            assert dict(again.model.named_parameters()).keys() == names.keys()
+            assert again.step(batch).loss == relay.step(batch).loss
+        relay.switch("main")
+        assert relay.verify(batch).equal
+
+
+def test_the_last_layer_with_shared_weights_stays() -> None:
+    model = nn.Sequential(*(Residual() for _ in range(4)))
+    model[2].a.weight = model[1].a.weight
+    with make_relay(model, loss=lambda out, _: (out**2).mean()) as relay:
+        relay.apply(Drop(1))
+        with pytest.raises(ValueError, match=r"layers L002 share the weights 1\.a\.weight.*untie"):
+            relay.apply(Drop("L002"))
+        assert keys(relay) == ["L000", "L002", "L003"]
+        assert relay.verify((torch.randn(4, 4),)).equal
 
 
 def test_evidence_may_be_overruled() -> None:

@@ -185,7 +185,9 @@ def test_a_layer_of_a_kind_of_its_own_needs_its_module(tmp_path: Path, caplog: p
         chain.fork("other")
         chain.undo()
         chain.save(tmp_path)
-        with pytest.raises(ValueError, match="the branch 'main' has layer L003, a Sequential.*modules="):
+        with pytest.raises(
+            ValueError, match="the branch .main. cannot be restored: layer L003, a Sequential.*modules="
+        ):
             load(tmp_path, nn_chain(), loss=square)
         modules = {"L003": nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))}
         with load(tmp_path, nn_chain(), loss=square, modules=modules) as again:
