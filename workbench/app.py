@@ -15,6 +15,7 @@ from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
 from workbench.panels.explore import ExplorePanel
 from workbench.panels.header import HeaderPanel
+from workbench.panels.heat import HeatPanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
@@ -29,7 +30,8 @@ from workbench.snapshot import Snapshot
 class Workbench:
     """See a relay train, and steer it.
 
-    ``Workbench(relay, batches)`` at the end of a cell shows header, relay picture, timeline, memory, loss and layers.
+    ``Workbench(relay, batches)`` at the end of a cell shows header, relay picture, timeline, memory, loss, layers and their
+    figures over the steps.
     Running the cell again replaces it; another workbench on the same relay takes it over. Training goes on in a thread of
     its own, so cells stay free.
 
@@ -49,7 +51,7 @@ class Workbench:
         scheduler: Scheduler | None = None,
     ) -> None:
         self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler)
-        kinds = (HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel, LayersPanel, ExplorePanel)
+        kinds = (HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel, LayersPanel, HeatPanel, ExplorePanel)
         self.panels = tuple(kind(self.session) for kind in kinds)
         style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
         self.widget = ipywidgets.VBox([style, *(panel.widget for panel in self.panels)])

@@ -27,6 +27,7 @@ def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
             frozen=unit.frozen,
             grad_norm=unit.stats.get("grad_norm"),
             update_ratio=unit.stats.get("update_ratio"),
+            influence=unit.stats.get("influence"),
         )
         for unit in relay.stack
     )

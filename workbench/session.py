@@ -30,6 +30,7 @@ from workbench.in_core_bytes import batch_bytes, in_core_bytes
 from workbench.loggers import Logger
 from workbench.rows import count_params, explain, layer_rows, settings_words, step_row
 from workbench.snapshot import Change, During, Failure, Progress, Snapshot, State, StepRow
+from workbench.statistics import StatisticsLog
 
 LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
 SETTINGS = (*(field.name for field in fields(RelayConfig)), *LINK)
@@ -91,6 +92,8 @@ class Session:
         self._steps: list[StepRow] = []
         self._changes: list[Change] = []
         self._layers, self._finished = layer_rows(relay), relay.steps
+        self._statistics = StatisticsLog()
+        self._statistics.arrange(self._layers)
         self._num_params = count_params(relay)
         self._last: Trace | None = None
         self._under_way: Callable[[], Trace | None] = lambda: None
@@ -216,6 +219,7 @@ class Session:
                 steps=tuple(self._steps),
                 changes=tuple(self._changes),
                 layers=self._layers,
+                statistics=self._statistics.view(),
                 shell_params=self.relay.shell.num_params,
                 last=self._last,
                 progress=self._progress(),
@@ -400,6 +404,7 @@ class Session:
     def _look_at_relay(self) -> None:
         """A change may have done anything to the relay; settings that still wait come on top."""
         self._layers, self._finished = layer_rows(self.relay), self.relay.steps
+        self._statistics.arrange(self._layers)
         self._num_params = count_params(self.relay)
         self._planned = _settings_of(self.relay)
         for command in self._queue:
@@ -462,6 +467,7 @@ class Session:
         with self._changed:
             self._steps.append(row)
             self._layers, self._last, self._finished = layers, result.trace, row.step
+            self._statistics.append(row.step, layers)
             self._used, self._set_since = _settings_of(self.relay), None
             self._done += 1
             if self._left is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from l2l_core import RelayConfig, Trace
+from workbench.statistics import Statistics
 
 State = Literal["idle", "running", "paused", "failed", "closed"]
 During = Literal["batch", "step", "edit", "scheduler", "logger"]
@@ -53,6 +54,7 @@ class LayerRow:
         frozen: whether nothing in it is trained.
         grad_norm: norm of its gradient.
         update_ratio: norm of the update over norm of the weights.
+        influence: 1 minus the mean cosine between its input and its output, in [0, 2] (Block Influence, arXiv 2403.03853).
     """
 
     key: str
@@ -63,6 +65,7 @@ class LayerRow:
     frozen: bool
     grad_norm: float | None
     update_ratio: float | None
+    influence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class Snapshot:
         steps: finished steps of this session, in order.
         changes: settings and edits between steps, in order.
         layers: the stack, in order.
+        statistics: figures of the layers over the steps of this session.
         shell_params: weights that are in no layer.
         last: trace of the last finished step.
         progress: the step under way.
@@ -151,6 +155,7 @@ class Snapshot:
     steps: Sequence[StepRow]
     changes: Sequence[Change]
     layers: Sequence[LayerRow]
+    statistics: Statistics
     shell_params: int
     last: Trace | None
     progress: Progress | None

@@ -241,7 +241,7 @@ class Bench:
         return int(_find(r"event (\d+) of \d+", self.moment))
 
     def picture(self, number: int) -> Locator:
-        """Relay 0, timeline 1, memory 2, loss 3."""
+        """Relay 0, timeline 1, memory 2, loss 3, heat map 4."""
         return self.root.locator("svg.l2l").nth(number)
 
     def button(self, name: str) -> Locator:

@@ -23,6 +23,7 @@ FOLDS = [
     "The last step's lanes as a table",
     "The last step's peaks as a table",
     "Losses as a table",
+    "Figures of the layers as a table",
 ]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 STILL, LIVE = '[class$="-still"]', ".l2l-workbench"
-PICTURES = ["Relay", "Timeline of a step", "Memory over a step", "Loss"]
+PICTURES = ["Relay", "Timeline of a step", "Memory over a step", "Loss", "Gradient norm of layers"]
 
 
 def test_pictures_survive_restart_and_reload(
@@ -27,7 +27,7 @@ def test_pictures_survive_restart_and_reload(
     bench.press("Step")
     bench.wait_for_step(1)
     still = notebook.cell(1).locator(STILL)
-    until(lambda: len(titles(notebook)) == 4, page, "the still of the step")
+    until(lambda: len(titles(notebook)) == len(PICTURES), page, "the still of the step")
     assert bench.root.is_visible() and not still.is_visible(), "the widget lives and stands for both"
 
     notebook.restart()

@@ -25,6 +25,7 @@ from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.sweep import SHORT_S, sweep_of
 from workbench.snapshot import LayerRow, Progress, Snapshot, StepRow
+from workbench.statistics import StatisticsLog
 
 NAUGHTY = "<b>&\"'</b>"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -369,6 +370,7 @@ def make_snapshot(**fields: Any) -> Snapshot:
         steps=(),
         changes=(),
         layers=(layer,) * 3,
+        statistics=StatisticsLog().view(),
         shell_params=7,
         last=None,
         progress=None,

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -37,7 +38,7 @@ def bars(html: str) -> list[float]:
 
 def test_a_row_has_every_figure() -> None:
     (row,) = rows(draw_layers([layer(3, norm=0.25, ratio=2e-3)]))
-    assert row == ["0", "h.3", "1,003", "4.01 kB", "7", "0.25", "2.00e-03", ""]
+    assert row == ["0", "h.3", "1,003", "4.01 kB", "7", "0.25", "2.00e-03", "–", ""]
 
 
 @pytest.mark.parametrize("count", [1, 12, 40])
@@ -59,6 +60,15 @@ def test_of_many_layers_the_notable_ones_are_shown_and_the_others_counted() -> N
     assert missing + len(numbers) == 1000
     assert list(map(int, filter(None, (row[0] for row in shown)))) == sorted(numbers)
     assert len(draw_layers(layers)) < 60_000
+
+
+def test_influence_has_a_column_and_makes_layers_notable() -> None:
+    layers = [replace(one, influence=0.3) for one in stack(1000)]
+    layers[400], layers[600] = replace(layers[400], influence=1.25), replace(layers[600], influence=0.004)
+    shown = {row[0]: row[7] for row in rows(draw_layers(layers)) if row[0]}
+    assert shown["400"] == "1.25" and shown["600"] == "4.00e-03" and shown["0"] == "0.3"
+    table = layers_table(layers)
+    assert {row[0]: row[7] for row in table.rows}["400"] == "1.25" and table.header[7] == "influence"
 
 
 def test_bars_are_logarithmic_over_the_layers() -> None:
@@ -97,7 +107,7 @@ def test_state_of_a_layer_is_said() -> None:
     body = ElementTree.fromstring(html).find("./table/tbody")
     assert body is not None
     assert [row.get("class") for row in body] == ["l2l-computing", "l2l-frozen", "l2l-changed"]
-    assert rows(html)[1][7] == "frozen"
+    assert rows(html)[1][8] == "frozen"
 
 
 def test_names_are_escaped() -> None:

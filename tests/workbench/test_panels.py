@@ -9,26 +9,29 @@ from dataclasses import replace
 from typing import Any
 
 import ipywidgets
+import numpy as np
 import pytest
 import torch
 from sessions import Batch, enter, held, make_batches, make_relay, threads_named, train, wait_until
 
-from l2l_core import Device, EmulatedDevice, Relay, RelayConfig
+from l2l_core import Device, Drop, EmulatedDevice, Freeze, Relay, RelayConfig
 from workbench.app import Workbench
 from workbench.panels.display import WIDGET
 from workbench.panels.header import HeaderPanel
+from workbench.panels.heat import HeatPanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
 from workbench.panels.panel import Panel
 from workbench.panels.relay import RelayPanel
 from workbench.panels.timeline import TimelinePanel
+from workbench.pictures.heat import draw_heat
 from workbench.pictures.memory import memory_table
 from workbench.pictures.moments import Moments
 from workbench.session import Session
 from workbench.snapshot import Snapshot
 
-KINDS: Sequence[type[Panel]] = (HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel, LayersPanel)
+KINDS: Sequence[type[Panel]] = (HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel, LayersPanel, HeatPanel)
 
 
 @pytest.fixture
@@ -514,7 +517,7 @@ def test_live_shows_the_step_under_way(player: RelayPanel) -> None:
 # Drawing only what somebody sees --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [RelayPanel, TimelinePanel, MemoryPanel, LossPanel])
+@pytest.mark.parametrize("kind", [RelayPanel, TimelinePanel, MemoryPanel, LossPanel, HeatPanel])
 def test_a_fold_draws_its_table_only_while_it_is_open(session: Session, kind: type[Panel]) -> None:
     panel = kind(session)
     button, table = panel.widget.children[-1].children
@@ -539,7 +542,7 @@ def test_a_fold_draws_its_table_only_while_it_is_open(session: Session, kind: ty
     assert table.value != first and "<table" in table.value
 
 
-@pytest.mark.parametrize("kind", [LayersPanel, LossPanel])
+@pytest.mark.parametrize("kind", [LayersPanel, LossPanel, HeatPanel])
 def test_what_changes_with_steps_is_drawn_with_steps(session: Session, kind: type[Panel]) -> None:
     panel = kind(session)
     train(session, 1)
@@ -557,6 +560,51 @@ def test_what_changes_with_steps_is_drawn_with_steps(session: Session, kind: typ
     session.wait(20)
     shown(panel)
     assert content.value not in ("as it was", drawn)
+
+
+def test_the_heat_map_shows_the_figure_that_is_chosen(session: Session) -> None:
+    panel = HeatPanel(session)
+    shown(panel)
+    assert "appear with the first step" in html_of(panel)
+    train(session, 2)
+    now = shown(panel)
+    picture, choice = panel.widget.children[0], panel.widget.children[1].children[0]
+    assert picture.value == draw_heat(now.statistics, "grad_norm", now.changes)
+    choice.value = "update_ratio"  # drawn again at once, without a step
+    assert picture.value == draw_heat(now.statistics, "update_ratio", now.changes)
+    assert panel.still(now)[0].svg == picture.value
+    choice.value = "influence"
+    assert "could not be drawn" not in picture.value
+
+
+def test_an_edit_changes_the_heat_map_at_once(session: Session) -> None:
+    panel = HeatPanel(session)
+    train(session, 2)
+    before = shown(panel)
+    drawn = panel.widget.children[0].value
+    session.edit(Drop(1)).result(20)
+    session.wait(20)
+    now = shown(panel)
+    assert panel.widget.children[0].value != drawn
+    assert [track.key for track in now.statistics.stack] == ["L000", "L002", "L003"]
+    assert [track.key for track in now.statistics.gone] == ["L001"] and not before.statistics.gone
+
+
+def test_a_session_keeps_the_figures_of_all_its_steps(session: Session) -> None:
+    rows = []
+    for _ in range(3):
+        train(session, 1)
+        rows.append(session.snapshot().layers)
+    session.edit(Freeze(2)).result(20)
+    train(session, 1)
+    rows.append(session.snapshot().layers)
+    record = session.snapshot().statistics
+    assert record.first.tolist() == record.last.tolist() == [1, 2, 3, 4]
+    for figure in ("grad_norm", "update_ratio"):
+        told = [[getattr(layer, figure) for layer in step] for step in rows]
+        expected = np.array(told, np.float64).T
+        np.testing.assert_allclose(record.values(figure, record.stack), expected, rtol=1e-6)
+        assert np.argwhere(np.isnan(expected)).tolist() == [[2, 3]], "frozen since then"
 
 
 def test_a_change_of_settings_is_marked_in_the_loss_at_once(session: Session) -> None:

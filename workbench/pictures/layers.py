@@ -1,4 +1,4 @@
-"""The layers as a table: sizes, versions, gradient norms and update-to-weight ratios, with small bars.
+"""The layers as a table: sizes, versions, gradient norms, update-to-weight ratios with small bars, and influence.
 
 HTML, not SVG: text of a page can be selected, searched and scrolled under a fixed header. A page needs `STYLE` once.
 """
@@ -26,7 +26,7 @@ STYLE = f"""
 .l2l-layers{{max-height:26em;overflow:auto;border:1px solid var(--jp-border-color2,#8886);
 color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color1,Canvas);
 font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}}
-.l2l-layers table{{border-collapse:separate;border-spacing:0;width:100%;min-width:68em;margin:0;table-layout:fixed;
+.l2l-layers table{{border-collapse:separate;border-spacing:0;width:100%;min-width:74em;margin:0;table-layout:fixed;
 font-size:inherit}}
 .l2l-layers th,.l2l-layers td{{box-sizing:border-box;padding:2px 10px;text-align:right;white-space:nowrap;font-weight:inherit;
 border-bottom:1px solid var(--jp-border-color3,#8883);background:none}}
@@ -45,9 +45,10 @@ background:color-mix(in srgb,currentColor 9%,transparent)}}
 .l2l-bar b{{position:absolute;top:-2px;bottom:-2px;border:solid currentColor;border-width:0 1px;opacity:.45}}
 """.replace("\n", "")
 
-_HEADER = ("", "layer", "weights", "bytes", "version", "gradient norm", "update / weight", "")
-_WIDTHS = (4.5, 0, 8.5, 6.5, 6, 13, 15, 5.5)  # em, so that nothing moves while numbers change; 0: what is left
+_HEADER = ("", "layer", "weights", "bytes", "version", "gradient norm", "update / weight", "influence", "")
+_WIDTHS = (4.5, 0, 8.5, 6.5, 6, 13, 15, 7, 5.5)  # em, so that nothing moves while numbers change; 0: what is left
 _USUAL = "norm of the update over norm of the weights; about 1e-3 is usual, the marks stand at 3e-4 and 3e-3"
+_INFLUENCE = "1 minus the mean cosine between the layer's input and output: near 0, the layer changes little"
 
 
 def draw_layers(layers: Sequence[LayerRow], *, computing: str = "", changed: Collection[str] = ()) -> str:
@@ -90,10 +91,11 @@ def layers_table(layers: Sequence[LayerRow]) -> Table:
                 str(layer.version),
                 _figure(layer.grad_norm),
                 _figure(layer.update_ratio),
+                _figure(layer.influence),
                 "frozen" if layer.frozen else "",
             )
         )
-    header = ("no.", "layer", "weights", "bytes", "version", "gradient norm", "update/weight", "frozen")
+    header = ("no.", "layer", "weights", "bytes", "version", "gradient norm", "update/weight", "influence", "frozen")
     note = f"… {len(layers) - len(rows)} more" if len(rows) < len(layers) else ""
     return Table("Layers", header, rows, note)
 
@@ -104,7 +106,7 @@ def _shown(layers: Sequence[LayerRow], besides: Collection[str]) -> Sequence[int
     if count <= ALL_UP_TO:
         return range(count)
     chosen = {*range(ENDS), *range(count - ENDS, count)}
-    for figures in ([layer.grad_norm for layer in layers], [layer.update_ratio for layer in layers]):
+    for figures in zip(*((layer.grad_norm, layer.update_ratio, layer.influence) for layer in layers), strict=True):
         known = [i for _, i in sorted((figure, i) for i, figure in enumerate(figures) if _is_finite(figure))]
         chosen |= {*known[:NOTABLE], *known[-NOTABLE:]}
         chosen |= set(
@@ -114,7 +116,11 @@ def _shown(layers: Sequence[LayerRow], besides: Collection[str]) -> Sequence[int
     return sorted(chosen)
 
 
-_ABOUT = {"layer": ' class="l2l-name"', "update / weight": f' title="{_USUAL}"'}
+_ABOUT = {
+    "layer": ' class="l2l-name"',
+    "update / weight": f' title="{_USUAL}"',
+    "influence": f' title="{_INFLUENCE}"',
+}
 
 
 def _row(number: int, layer: LayerRow, ends: tuple[float, float], computing: bool, changed: bool) -> str:
@@ -133,6 +139,7 @@ def _row(number: int, layer: LayerRow, ends: tuple[float, float], computing: boo
         f"<td>{layer.version}</td>",
         f"<td>{_figure(layer.grad_norm)}{_bar(layer.grad_norm, ends, VERMILION)}</td>",
         f"<td>{_figure(ratio)}{mark}{_bar(ratio, RATIOS, BLUE, band)}</td>",
+        f"<td>{_figure(layer.influence)}</td>",
         f"<td>{'frozen' if layer.frozen else ''}</td>",
     ]
     return f"<tr{f' class={style!r}' if style else ''}>{''.join(cells)}</tr>"

@@ -17,16 +17,26 @@ from numpy.typing import NDArray
 
 from workbench.pictures.picture import Table
 from workbench.pictures.scale import Scale, format_seconds, ticks
+from workbench.pictures.steps import (
+    APART,
+    LEFT,
+    RIGHT,
+    WIDTH,
+    change_lines,
+    cut_short,
+    draw_steps_axis,
+    name_changes,
+    place_changes,
+    steps_scale,
+)
 from workbench.pictures.svg import document, group, path, rect, text
 from workbench.pictures.theme import BLUE, VERMILION
 from workbench.snapshot import Change, StepRow
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 336, 96, 944, 66, 288
+HEIGHT, TOP, BOTTOM = 336, 66, 288
 LABEL_ROWS = (36.0, 47.5, 59.0)  # px, baselines of the names of changes
-LETTER = 6.2  # px, of a small letter, at most
 SMOOTH_FROM = 101  # steps
 MOST_POINTS = 200  # held out
-APART = 4.0  # px, between marks of changes and of broken steps
 
 Point = tuple[float, float]  # step, loss
 Floats = NDArray[np.float64]
@@ -88,7 +98,7 @@ def loss_table(steps: Sequence[StepRow], changes: Sequence[Change] = ()) -> Tabl
     for row in (steps[i] for i in shown):
         said = ", ".join(change.what for change in changes if since <= change.step < row.step)
         since = row.step
-        rows.append((str(row.step), f"{row.loss:.4g}", format_seconds(row.seconds), _short(said, 60)))
+        rows.append((str(row.step), f"{row.loss:.4g}", format_seconds(row.seconds), cut_short(said, 60)))
     note = f"{len(rows)} of {len(steps)} steps." if len(rows) < len(steps) else ""
     return Table("Loss", ("step", "loss", "time", "changed before"), rows, note)
 
@@ -131,9 +141,7 @@ def _steps_scale(curve: _Curve, points: Sequence[Point], changes: Sequence[Chang
     seen = [*curve.step[[0, -1]]] if len(curve.step) else []
     seen += [*curve.broken[[0, -1]]] if len(curve.broken) else []
     seen += [step for step, _ in points]
-    first, last = min(seen, default=0.0), max([*seen, *(change.step for change in changes)], default=1.0)
-    low = 0.0 if first <= max(last / 5, 1.0) else first - 1.0
-    return Scale(low, max(last, low + 10.0), LEFT, RIGHT)  # so that the first steps do not stretch it each
+    return steps_scale(seen, changes)
 
 
 def _loss_scale(losses: Sequence[float]) -> tuple[Scale, list[float]]:
@@ -157,14 +165,7 @@ def _axes(x: Scale, y: Scale, marks: Sequence[float], name: str, named: bool) ->
     for mark in marks if named else ():
         shown = f"{mark:.{digits}f}" if digits <= 4 and abs(mark) < 1e6 else f"{mark:.3g}"
         yield text(LEFT - 8, y(mark) + 4, shown, style="small dim", anchor="end")
-    steps = [step for step in ticks(x.low, x.high, 11) if step == int(step)]
-    yield path(
-        f"M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" + "".join(f"M{x(step):.1f} {BOTTOM}v5" for step in steps), style="axis"
-    )
-    for step in steps:
-        anchor = "end" if x(step) > RIGHT - 14 else "middle"
-        yield text(x(step), BOTTOM + 19, f"{step:.0f}", style="small dim", anchor=anchor)
-    yield text((LEFT + RIGHT) / 2, BOTTOM + 38, "step", style="dim", anchor="middle")
+    yield from draw_steps_axis(x, TOP, BOTTOM)
     yield (
         f'<text x="24" y="{(TOP + BOTTOM) / 2:g}" text-anchor="middle" class="dim" '
         f'transform="rotate(-90 24 {(TOP + BOTTOM) / 2:g})">{escape(name)}</text>'
@@ -216,28 +217,11 @@ def _crosses(broken: Floats, x: Scale) -> Iterator[str]:
 
 
 def _changes(changes: Sequence[Change], x: Scale) -> Iterator[str]:
-    """A dashed line where something changed; names in rows, the first that fit."""
-    by_step: dict[int, list[str]] = {}
-    for change in changes:
-        by_step.setdefault(change.step, []).append(change.what)
-    places = [(min(max(x(step + 0.5), LEFT), RIGHT), ", ".join(what)) for step, what in sorted(by_step.items())]
-    lines, end = [], -math.inf
-    for at, _ in places:
-        if at >= end + APART:
-            lines.append(f"M{at:.1f} {TOP - 5}V{BOTTOM}")
-            end = at
-    if lines:
-        yield path("".join(lines), style="axis", dash="3 4")
-    free = [0.0] * len(LABEL_ROWS)
-    for at, what in places:
-        words = _short(what, 34)
-        width = LETTER * len(words)
-        left = min(at, RIGHT - width)
-        for row, baseline in enumerate(LABEL_ROWS):
-            if left >= free[row]:
-                yield text(left, baseline, words, style="small")
-                free[row] = left + width + 10
-                break
+    """A dashed line where something changed, with names as far as there is room."""
+    places = place_changes(changes, x)
+    if places:
+        yield path(change_lines(places, TOP - 5, BOTTOM), style="axis", dash="3 4")
+    yield from name_changes(places, LABEL_ROWS)
 
 
 def _level(y: Scale, name: str, level: float) -> str:
@@ -273,10 +257,6 @@ def _seamed(words: str) -> str:
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     """At most so many, the last among them."""
     return points[:: -(-len(points) // MOST_POINTS)][:-1] + points[-1:] if len(points) > MOST_POINTS else points
-
-
-def _short(words: str, letters: int) -> str:
-    return words if len(words) <= letters else words[: letters - 1].rstrip() + "…"
 
 
 def _describe(

@@ -5,6 +5,7 @@ Coordinates are in pixels of a picture that scales with its place. Ids are avoid
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable
 from html import escape
 
@@ -39,6 +40,14 @@ def rect(
     rounded = f' rx="{r:g}"' if r else ""
     start = f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{rounded}{named}{filled}'
     return f"{start}><title>{escape(tip)}</title></rect>" if tip else f"{start}/>"
+
+
+def image(x: float, y: float, width: float, height: float, png: bytes) -> str:
+    """A PNG that lies in the picture itself, stretched to a box; its pixels stay sharp."""
+    return (
+        f'<image x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}" preserveAspectRatio="none" '
+        f'style="image-rendering:pixelated" href="data:image/png;base64,{b64encode(png).decode()}"/>'
+    )
 
 
 def path(d: str, *, style: str = "", stroke: str = "", fill: str = "", width: float = 0, dash: str = "") -> str:

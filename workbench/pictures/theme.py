@@ -14,6 +14,12 @@ from collections.abc import Mapping
 BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 SKY, PURPLE, YELLOW, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#999999"
 
+# From little to much, evenly to the eye and with colour-blindness, darker is less: viridis, every ninth part of it
+# (S. van der Walt and N. Smith for matplotlib, https://bids.github.io/colormap/, CC0).
+LITTLE_TO_MUCH = (
+    "#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"
+)  # fmt: skip
+
 KIND_COLOURS: Mapping[str, str] = {
     "forward": GREEN,
     "backward": ORANGE,

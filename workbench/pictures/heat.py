@@ -1,0 +1,242 @@
+"""A figure of every layer over the steps as a heat map: layers from the first on top, steps on the axis of the loss.
+
+What a cell means beside its colour: hatched grey is a layer without a figure (it was frozen), an empty cell is one that
+was not in the stack, and a cross is a figure that is not finite. The cells are one small image with a pixel per step, or
+per pixel of the picture if there are more steps, so the picture stays small whatever is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.pictures.heat_cells import Rows, heat_table, kind_of, round_numbers, say_extremes, say_steps
+from workbench.pictures.picture import Picture
+from workbench.pictures.png import Colour, write_png
+from workbench.pictures.scale import Scale
+from workbench.pictures.shades import Kind, Shades, draw_bar, palette, show_figure
+from workbench.pictures.steps import (
+    LEFT,
+    LETTER,
+    RIGHT,
+    WIDTH,
+    change_lines,
+    cut_short,
+    draw_steps_axis,
+    name_changes,
+    place_changes,
+    steps_scale,
+)
+from workbench.pictures.svg import document, hatch, image, path, rect, text
+from workbench.pictures.theme import GREY, VERMILION
+from workbench.snapshot import Change
+from workbench.statistics import Statistics, Track
+
+TOP = 76
+MOST_ROWS = 64  # of more layers several share one
+ROW, HIGHEST = 22.0, 264.0  # px, of a row and of all rows at most
+GONE_ROW, MOST_GONE = 9.0, 6  # px; of more layers that were dropped, those that left last
+LABEL_ROWS = (57.0, 68.5)  # px, baselines of the names of changes
+MOST_CROSSES = 200
+_BAR = (716.0, 926.0)  # px
+_SEAM = "var(--jp-layout-color1,Canvas)"
+_GREY: Sequence[Colour] = ((0, 0, 0, 0), (*bytes.fromhex(GREY[1:]), 110))  # type: ignore[assignment]
+
+
+def draw_heat(statistics: Statistics, figure: str, changes: Sequence[Change] = (), *, title: str = "") -> str:
+    """An SVG of one figure of the layers over steps.
+
+    Args:
+        statistics: the record.
+        figure: "grad_norm", "update_ratio" or "influence".
+        changes: dashed upright lines, with names as far as there is room.
+        title: instead of the figure's name.
+
+    Raises:
+        ValueError: no such figure.
+    """
+    kind, gone = kind_of(figure), statistics.gone[-MOST_GONE:]
+    rows, dropped = Rows.join(statistics, statistics.stack, figure, MOST_ROWS), Rows.join(statistics, gone, figure, 99)
+    x = steps_scale(_span(statistics), changes)
+    pitch = min(ROW, HIGHEST / max(len(rows.values), 1))
+    bottom = TOP + max(pitch * len(rows.values), 2 * ROW)
+    under = bottom + 20 if gone else bottom
+    end = under + GONE_ROW * len(gone)
+    everything = np.concatenate([rows.values, dropped.values])
+    shades, places = Shades.of(everything, kind), place_changes(changes, x)
+    parts = [
+        text(LEFT, 22, title or f"{kind.words}, layer by layer", style="strong"),
+        text(LEFT, 38, _say_cells(statistics, rows, kind), style="small dim"),
+        *draw_bar(shades, kind, *_BAR, 18),
+        *_legend(everything, np.concatenate([rows.there, dropped.there])),
+        *_draw_rows(statistics, rows, shades, x, TOP, pitch),
+        *_draw_rows(statistics, dropped, shades, x, under, GONE_ROW),
+        *_labels(statistics.stack, rows.per_row, pitch),
+        text(LEFT + 1, under - 6, _name_gone(statistics.gone), style="small dim") if gone else "",
+        *_draw_changes(places, end),
+        *draw_steps_axis(x, TOP, end),
+        *_tips(statistics, rows, kind, x, pitch),
+        *_gone_tips(gone, dropped, kind, x, statistics, under),
+    ]
+    if np.isnan(everything).all():
+        words = f"no {kind.words} is known yet" if len(statistics.first) else "no step yet"
+        parts.append(_seamed(text((LEFT + RIGHT) / 2, (TOP + bottom) / 2 + 4, words, style="dim", anchor="middle")))
+    name = f"{kind.words[0].upper()}{kind.words[1:]} of layers"
+    return document(WIDTH, end + 48, title or name, _describe(statistics, rows, kind, changes), parts)
+
+
+def show_heat(statistics: Statistics, figure: str, changes: Sequence[Change] = ()) -> Picture:
+    """The picture and the table behind it."""
+    return Picture(draw_heat(statistics, figure, changes), heat_table(statistics, figure))
+
+
+# Cells ---------------------------------------------------------------------------------------------------------------
+
+
+def _draw_rows(statistics: Statistics, rows: Rows, shades: Shades, x: Scale, top: float, pitch: float) -> Iterator[str]:
+    """Images of the cells: grey where there is no figure, hatching over it, colours on top."""
+    if not rows.values.size:
+        return
+    height, steps = pitch * len(rows.values), _span(statistics)
+    left, right = x(steps[0] - 0.5), x(steps[1] + 0.5)
+    columns = _columns_of_pixels(statistics)
+    without = rows.there & np.isnan(rows.values)
+    if without.any():
+        yield image(left, top, right - left, height, write_png(without.astype(np.uint8)[:, columns], _GREY))
+        yield path(hatch(left, top, right - left, height, 6), style="hatch")
+    yield image(left, top, right - left, height, write_png(shades.pixels(rows.values)[:, columns], palette()))
+    if pitch >= 6 and len(rows.values) > 1:
+        lines = "".join(f"M{LEFT} {top + pitch * i:.1f}H{right:.1f}" for i in range(1, len(rows.values)))
+        yield path(lines, stroke=_SEAM, width=1)
+    if crosses := _crosses(statistics, rows, x, top, pitch):
+        yield path(crosses, stroke="#fff", width=1.4)
+
+
+def _columns_of_pixels(statistics: Statistics) -> NDArray[np.intp]:
+    """Which column a pixel of the image shows: a pixel is a step, or one of the picture if there are more steps."""
+    low, high = _span(statistics)
+    span = int(high - low) + 1
+    count = min(span, RIGHT - LEFT)
+    columns = np.zeros(count, np.intp)
+    starts = ((statistics.first - int(low)) * count // span).tolist()
+    for column, start in enumerate(starts):
+        columns[start:] = column
+    return columns
+
+
+def _crosses(statistics: Statistics, rows: Rows, x: Scale, top: float, pitch: float) -> str:
+    """Commands of a path: a cross in the middle of cells that are not finite."""
+    size = min(3.0, pitch / 2 - 1)
+    if size <= 0.8:
+        return ""
+    lines = []
+    for row, column in np.argwhere(np.isinf(rows.values))[:MOST_CROSSES].tolist():
+        middle = x((int(statistics.first[column]) + int(statistics.last[column])) / 2)
+        y, both = top + pitch * (row + 0.5), 2 * size
+        lines.append(f"M{middle - size:.1f} {y - size:.1f}l{both:g} {both:g}m0 {-both:g}l{-both:g} {both:g}")
+    return "".join(lines)
+
+
+def _span(statistics: Statistics) -> Sequence[float]:
+    """First and last step, nothing without steps."""
+    return (float(statistics.first.min()), float(statistics.last.max())) if len(statistics.first) else ()
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+def _labels(stack: Sequence[Track], per_row: int, pitch: float) -> Iterator[str]:
+    """Numbers of layers, and their short names where rows are high enough."""
+    yield text(LEFT - 8, TOP - 8, "layer", style="small dim", anchor="end")
+    pace = next(number for number in round_numbers() if number % per_row == 0 and pitch * number >= 11 * per_row)
+    beside = LEFT - 14 - LETTER * len(str(len(stack)))
+    for layer in range(0, len(stack), pace):
+        y = TOP + pitch * (layer // per_row + 0.5) + 3.7
+        yield text(LEFT - 8, y, str(layer), style="small", anchor="end")
+        if pace == 1:
+            name = ".".join(stack[layer].name.split(".")[-2:])
+            yield text(beside, y, cut_short(name, int((beside - 4) / LETTER)), style="small dim", anchor="end")
+
+
+def _say_cells(statistics: Statistics, rows: Rows, kind: Kind) -> str:
+    """What a cell is, if not one layer in one step."""
+    steps = int((statistics.last - statistics.first).max(initial=0)) + 1
+    said = [f"a column is the mean of {steps} steps"] if steps > 1 else []
+    said += [f"a row is the {kind.over} of {rows.per_row} layers"] if rows.per_row > 1 else []
+    return ", ".join(said)
+
+
+def _name_gone(gone: Sequence[Track]) -> str:
+    names = [f"{track.name} ({track.key})" for track in reversed(gone[-MOST_GONE:])]
+    more = [f"and {len(gone) - MOST_GONE} before"] if len(gone) > MOST_GONE else []
+    return cut_short(f"dropped: {', '.join([*reversed(names), *more])}", int((RIGHT - LEFT) / LETTER))
+
+
+def _legend(values: NDArray[np.float32], there: NDArray[np.bool_]) -> Iterator[str]:
+    """Signs of cells without a colour, left of the bar."""
+    right = _BAR[0] - 40
+    if np.isinf(values).any():
+        yield text(right, 26, "not finite", style="small", anchor="end")
+        yield rect(right - 70, 18, 12, 9, fill=VERMILION)
+        yield path(f"M{right - 67:g} 19.5l6 6m0 -6l-6 6", stroke="#fff", width=1.4)
+        right -= 92
+    if (there & np.isnan(values)).any():
+        yield text(right, 26, "no figure, as when frozen", style="small", anchor="end")
+        yield rect(right - 152, 18, 12, 9, fill=GREY)
+        yield path(hatch(right - 152, 18, 12, 9, 6), style="hatch")
+
+
+def _draw_changes(places: Sequence[tuple[float, str]], bottom: float) -> Iterator[str]:
+    """As on the loss, with a seam that keeps the lines off the colours."""
+    if places:
+        lines = change_lines(places, TOP - 5, bottom)
+        yield f'<g opacity=".6">{path(lines, stroke=_SEAM, width=3)}</g>'
+        yield path(lines, style="axis", dash="3 4")
+    yield from name_changes(places, LABEL_ROWS)
+
+
+def _tips(statistics: Statistics, rows: Rows, kind: Kind, x: Scale, pitch: float) -> Iterator[str]:
+    """Words under the pointer, for every row."""
+    if not rows.values.size:
+        return
+    for row, line in enumerate(rows.values):
+        first, last = row * rows.per_row, min((row + 1) * rows.per_row, len(statistics.stack)) - 1
+        track = statistics.stack[first]
+        name = f"layer {first}: {track.name} ({track.key})" if first == last else f"layers {first} to {last}"
+        tip = f"{name}, {_newest(statistics, line, kind)}"
+        yield rect(LEFT, TOP + pitch * row, x(_span(statistics)[1] + 0.5) - LEFT, pitch, fill="transparent", tip=tip)
+
+
+def _gone_tips(
+    gone: Sequence[Track], rows: Rows, kind: Kind, x: Scale, statistics: Statistics, top: float
+) -> Iterator[str]:
+    for row, (track, line) in enumerate(zip(gone, rows.values, strict=True)):
+        tip = f"dropped: {track.name} ({track.key}), {_newest(statistics, line, kind)}"
+        width = x(_span(statistics)[1] + 0.5) - LEFT
+        yield rect(LEFT, top + GONE_ROW * row, width, GONE_ROW, fill="transparent", tip=tip)
+
+
+def _newest(statistics: Statistics, line: NDArray[np.float32], kind: Kind) -> str:
+    known = np.flatnonzero(~np.isnan(line))
+    if not len(known):
+        return f"no {kind.words}"
+    return f"{kind.words} {show_figure(float(line[known[-1]]))} {say_steps(statistics, int(known[-1]))}"
+
+
+def _describe(statistics: Statistics, rows: Rows, kind: Kind, changes: Sequence[Change]) -> str:
+    if not len(statistics.first):
+        return "No step yet."
+    low, high = _span(statistics)
+    said = [
+        f"{len(statistics.stack)} layers from step {low:.0f} to {high:.0f}.",
+        *say_extremes(statistics, rows.of, kind),
+    ]
+    said += [f"Layers that were {_name_gone(statistics.gone)}."] if statistics.gone else []
+    said += [f"After step {change.step}: {change.what}." for change in changes[:20]]
+    return " ".join(said)
+
+
+def _seamed(words: str) -> str:
+    return f'<g style="paint-order:stroke;stroke:{_SEAM};stroke-width:4px;stroke-linejoin:round">{words}</g>'
