@@ -12,7 +12,7 @@ from lab import Lab, Notebook, find_chromium, keep, serve_lab
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-WIDTH, HEIGHT = 1440, 2200  # px: a whole workbench is in sight
+WIDTH, HEIGHT = 1440, 2700  # px: a whole workbench is in sight
 
 
 @pytest.fixture(scope="session")

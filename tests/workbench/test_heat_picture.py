@@ -144,6 +144,24 @@ def test_merged_columns_are_as_wide_as_their_steps() -> None:
     assert "a column is the mean of 4 steps" in words(svg)
 
 
+def test_steps_that_the_session_has_not_seen_are_empty() -> None:
+    log = StatisticsLog()
+    for step in (1, 2, 5, 6):
+        log.append(step, stack("ab"))
+    svg = draw_heat(log.view(), "grad_norm")
+    assert cells(svg)[1].astype(bool).tolist() == [[True, True, False, False, True, True]] * 2
+
+
+def test_of_many_dropped_layers_those_are_shown_that_left_last() -> None:
+    log = StatisticsLog()
+    log.append(1, stack("abcdefghij"))
+    for left in ("abcdefghi", "abcdefgh", "bcdefgh", "bcdefg", "bcdef", "bcde", "bcd", "bc"):
+        log.arrange(stack(left))
+    svg = draw_heat(log.view(), "grad_norm")
+    assert images(svg)[-1][1].shape == (6, 1)
+    assert any(word.startswith("dropped: 2 before and h.0 (a), h.6 (h)") for word in words(svg))
+
+
 def test_an_inserted_layer_is_empty_before_and_a_frozen_one_is_hatched() -> None:
     log = StatisticsLog()
     for step in range(1, 11):
@@ -304,6 +322,14 @@ def test_numbers_and_names_label_the_rows() -> None:
     ys = {e.text: float(e.attrib["y"]) for e in ElementTree.fromstring(svg).iter() if (e.text or "").startswith("h.")}
     assert [ys[f"h.{i}"] for i in range(12)] == sorted(ys.values()) and len(ys) == 12
     assert tips(svg)[5] == "layer 5: transformer.h.5 (L5), gradient norm 1 at step 1"
+
+
+def test_a_name_that_is_a_number_is_not_put_beside_the_number() -> None:
+    log = StatisticsLog()
+    log.append(1, [LayerRow(f"L{i}", str(i + 7), 1, 4, 1, False, 1.0, 1.0, 1.0) for i in range(3)])
+    svg = draw_heat(log.view(), "grad_norm")
+    assert not {"8", "9"} & {e.text for e in ElementTree.fromstring(svg).iter() if e.get("text-anchor") == "end"}
+    assert tips(svg)[1].startswith("layer 1: 8 (L1)")
 
 
 def test_extremes_are_told_in_words() -> None:

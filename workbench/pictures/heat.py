@@ -104,26 +104,35 @@ def _draw_rows(statistics: Statistics, rows: Rows, shades: Shades, x: Scale, top
     columns = _columns_of_pixels(statistics)
     without = rows.there & np.isnan(rows.values)
     if without.any():
-        yield image(left, top, right - left, height, write_png(without.astype(np.uint8)[:, columns], _GREY))
+        yield image(left, top, right - left, height, write_png(_spread(without.astype(np.uint8), columns), _GREY))
         yield path(hatch(left, top, right - left, height, 6), style="hatch")
-    yield image(left, top, right - left, height, write_png(shades.pixels(rows.values)[:, columns], palette()))
+    yield image(left, top, right - left, height, write_png(_spread(shades.pixels(rows.values), columns), palette()))
     if pitch >= 6 and len(rows.values) > 1:
-        lines = "".join(f"M{LEFT} {top + pitch * i:.1f}H{right:.1f}" for i in range(1, len(rows.values)))
+        lines = "".join(f"M{left:.1f} {top + pitch * i:.1f}H{right:.1f}" for i in range(1, len(rows.values)))
         yield path(lines, stroke=_SEAM, width=1)
     if crosses := _crosses(statistics, rows, x, top, pitch):
         yield path(crosses, stroke="#fff", width=1.4)
 
 
 def _columns_of_pixels(statistics: Statistics) -> NDArray[np.intp]:
-    """Which column a pixel of the image shows: a pixel is a step, or one of the picture if there are more steps."""
+    """Which column a pixel of the image shows: a pixel is a step, or one of the picture if there are more steps.
+
+    -1: none, the session has not seen these steps.
+    """
     low, high = _span(statistics)
     span = int(high - low) + 1
     count = min(span, RIGHT - LEFT)
-    columns = np.zeros(count, np.intp)
+    columns = np.full(count, -1, np.intp)
     starts = ((statistics.first - int(low)) * count // span).tolist()
-    for column, start in enumerate(starts):
-        columns[start:] = column
+    stops = (-(-(statistics.last + 1 - int(low)) * count // span)).tolist()
+    for column, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        columns[start:stop] = column
     return columns
+
+
+def _spread(cells: NDArray[np.uint8], columns: NDArray[np.intp]) -> NDArray[np.uint8]:
+    """(rows, pixels): cells where their steps are, 0 between them."""
+    return np.hstack([cells, np.zeros((len(cells), 1), np.uint8)])[:, columns]
 
 
 def _crosses(statistics: Statistics, rows: Rows, x: Scale, top: float, pitch: float) -> str:
@@ -131,12 +140,15 @@ def _crosses(statistics: Statistics, rows: Rows, x: Scale, top: float, pitch: fl
     size = min(3.0, pitch / 2 - 1)
     if size <= 0.8:
         return ""
-    lines = []
-    for row, column in np.argwhere(np.isinf(rows.values))[:MOST_CROSSES].tolist():
+    lines, before = [], (-1, 0.0)
+    for row, column in np.argwhere(np.isinf(rows.values)).tolist():
         middle = x((int(statistics.first[column]) + int(statistics.last[column])) / 2)
+        if before[0] == row and middle < before[1] + 3 * size:
+            continue  # they would run into each other
+        before = row, middle
         y, both = top + pitch * (row + 0.5), 2 * size
-        lines.append(f"M{middle - size:.1f} {y - size:.1f}l{both:g} {both:g}m0 {-both:g}l{-both:g} {both:g}")
-    return "".join(lines)
+        lines.append(f"M{middle - size:.1f} {y - size:.1f}l{both:.2g} {both:.2g}m0 {-both:.2g}l{-both:.2g} {both:.2g}")
+    return "".join(lines[:MOST_CROSSES])
 
 
 def _span(statistics: Statistics) -> Sequence[float]:
@@ -155,8 +167,8 @@ def _labels(stack: Sequence[Track], per_row: int, pitch: float) -> Iterator[str]
     for layer in range(0, len(stack), pace):
         y = TOP + pitch * (layer // per_row + 0.5) + 3.7
         yield text(LEFT - 8, y, str(layer), style="small", anchor="end")
-        if pace == 1:
-            name = ".".join(stack[layer].name.split(".")[-2:])
+        name = ".".join(stack[layer].name.split(".")[-2:])
+        if pace == 1 and not name.isdecimal():  # a second number would confuse
             yield text(beside, y, cut_short(name, int((beside - 4) / LETTER)), style="small dim", anchor="end")
 
 
@@ -169,9 +181,9 @@ def _say_cells(statistics: Statistics, rows: Rows, kind: Kind) -> str:
 
 
 def _name_gone(gone: Sequence[Track]) -> str:
-    names = [f"{track.name} ({track.key})" for track in reversed(gone[-MOST_GONE:])]
-    more = [f"and {len(gone) - MOST_GONE} before"] if len(gone) > MOST_GONE else []
-    return cut_short(f"dropped: {', '.join([*reversed(names), *more])}", int((RIGHT - LEFT) / LETTER))
+    names = [f"{track.name} ({track.key})" for track in gone[-MOST_GONE:]]
+    before = f"{len(gone) - MOST_GONE} before and " if len(gone) > MOST_GONE else ""
+    return cut_short(f"dropped: {before}{', '.join(names)}", int((RIGHT - LEFT) / LETTER))
 
 
 def _legend(values: NDArray[np.float32], there: NDArray[np.bool_]) -> Iterator[str]:
