@@ -103,7 +103,7 @@ def test_a_workbench_as_one_output(relay: Relay) -> None:
     bundle = bench._repr_mimebundle_()
     assert set(bundle) == {WIDGET, "text/html", "image/svg+xml", "text/plain"}
     assert bundle[WIDGET]["model_id"] == bench.widget.model_id
-    assert bundle["text/html"].count("<svg") == 5, "all but the layers, which are a table"
+    assert bundle["text/html"].count("<svg") == 6, "all but the layers, which are a table"
     bench.close()
 
 
