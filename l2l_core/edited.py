@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from l2l_core.editor import Editor
 from l2l_core.journal import Entry, History
@@ -57,14 +59,20 @@ class Edited:
         return {**asdict(self), "journal": [asdict(entry) for entry in self.journal]}
 
     def fit(
-        self, model: nn.Module, manifest: Mapping[str, Any], modules: Mapping[str, nn.Module]
+        self,
+        model: nn.Module,
+        optimizer: object,
+        manifest: Mapping[str, Any],
+        modules: Mapping[str, nn.Module],
+        back: ExitStack,
     ) -> dict[str, nn.Module]:
-        """Give the model the stacks and the frozen parameters that were saved, unless it has them already.
+        """Give the model the stacks and the frozen parameters that were saved, and a ready optimizer its parameters.
 
         Args:
-            model: the caller's.
+            model, optimizer: the caller's.
             manifest: of the save.
             modules: layers by key that are unlike all of the model's.
+            back: gets what puts everything back as it was.
 
         Returns:
             Layers by key that are not in the model now.
@@ -86,11 +94,15 @@ class Edited:
                     if key not in by_key
                 }
                 like = {module: by_key[self.origin[key]] for key, module in made.items()}
-                rearrange(model, stack, [made.get(key) or by_key[key] for key in wanted], like=like)
+                layers = [made.get(key) or by_key[key] for key in wanted]
+                back.callback(rearrange(model, stack, layers, like=like, trust=True))  # it has been so before
                 spare |= {key: by_key[key] for key in set(by_key) - set(wanted) if by_key[key] in set(stack.layers)}
         trained = set(manifest["trainable"])
         for name, param in model.named_parameters():
+            back.callback(param.requires_grad_, param.requires_grad)
             param.requires_grad_(name in trained)
+        if isinstance(optimizer, Optimizer) and len(optimizer.param_groups) == len(manifest["groups"]):
+            _regroup(optimizer, dict(model.named_parameters()), manifest["groups"], back)
         return spare
 
     def restore_into(self, editor: Editor, history: History) -> None:
@@ -105,3 +117,12 @@ class Edited:
         if any(name not in modules or len(modules[name]._modules) != size for name, size in self.sizes.items()):
             return False
         return all(name in modules and kind_of(modules[name]) == self.kinds[key] for key, name in names.items())
+
+
+def _regroup(
+    optimizer: Optimizer, params: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]], back: ExitStack
+) -> None:
+    """Let the groups of an optimizer that was made for another stack hold the parameters that they held when saved."""
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        back.callback(group.__setitem__, "params", group["params"])
+        group["params"] = [params[name] for name in names if name in params]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -357,18 +357,17 @@ class Relay:
         state = files.load(Path(folder))
         options.setdefault("config", RelayConfig(**state.config))
         edited = Edited.of(state.manifest.get("edits", {}))
-        spare = edited.fit(model, state.manifest, modules)
         options.setdefault("layers", state.layers)
-        relay = cls(model, optimizer, **options)
-        edited.restore_into(relay._editor, relay._history)
-        try:
+        with ExitStack() as back:  # what fails leaves the caller's model and optimizer as they were
+            spare = edited.fit(model, optimizer, state.manifest, modules, back)
+            relay = cls(model, optimizer, **options)
+            back.callback(relay.close)
+            edited.restore_into(relay._editor, relay._history)
             with relay.device.current():
                 state.restore_into(relay._saved_state())
                 past = Restorer(relay._editor, relay._history, relay._branches, spare, relay.device.host_empty)
                 past.restore(state.past)
-        except BaseException:
-            relay.close()
-            raise
+            back.pop_all()
         relay._steps = state.steps
         return relay
 

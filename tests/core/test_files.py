@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from zoo import BY_NAME, Chain, ResidualMlp, sequences
 
-from l2l_core import Drop, Insert, Interpolate, Relay, RelayConfig, files
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap, files
 from l2l_core.past import parts_of
 
 KINDS = ["gpt2", "batch_norm", "llama", "tied_layers", "frozen_layer", "spectral_norm_old", "convnext"]
@@ -122,17 +122,20 @@ def in_new_process(code: str, *args: object, timeout_s: float = 200) -> str:
 def print_continued(folder: str) -> None:
     """Run in the new process."""
     runs = {kind: continued(kind, Path(folder)) for kind in IN_NEW_PROCESS}
-    print(json.dumps(runs | {"other config": continued("gpt2", Path(folder), config=OTHER_CONFIG)}))
+    runs["other config"] = continued("gpt2", Path(folder), config=OTHER_CONFIG)
+    print(json.dumps(runs | {"edited": continued("gpt2", Path(folder) / "edited")}))
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def half_trained(kind: str, folder: Path) -> list[str]:
-    """Train three steps, save, train three more: what those gave."""
+def half_trained(kind: str, folder: Path, *edits: Edit) -> list[str]:
+    """Train three steps, edit, save, train three more: what those gave."""
     relay, scheduler = start(kind)
     with relay:
         train(relay, scheduler, kind, 3)
+        if edits:
+            relay.apply(*edits)
         before = fingerprint(relay)
         save(relay, scheduler, kind, folder)
         assert fingerprint(relay) == before, "saving changed something"
@@ -141,8 +144,12 @@ def half_trained(kind: str, folder: Path) -> list[str]:
 
 def test_a_new_process_continues_bit_by_bit(tmp_path: Path) -> None:
     expected = {kind: half_trained(kind, tmp_path) for kind in IN_NEW_PROCESS}
-    found = json.loads(in_new_process("t.print_continued(sys.argv[1])", tmp_path))
-    assert found == expected | {"other config": expected["gpt2"]}
+    expected["other config"] = expected["gpt2"]
+    (tmp_path / "edited").mkdir()
+    edits = Insert(at=1, init="identity", warmup=5), Swap(0, 2), Drop(2), Duplicate(0, optimizer="copy"), Freeze(1)
+    expected["edited"] = half_trained("gpt2", tmp_path / "edited", *edits)
+    assert expected["edited"] != expected["gpt2"]
+    assert json.loads(in_new_process("t.print_continued(sys.argv[1])", tmp_path)) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -204,6 +204,21 @@ def square(out: torch.Tensor, batch: Any) -> torch.Tensor:
     return (out**2).mean()
 
 
+def test_a_load_that_is_refused_leaves_model_and_optimizer_as_they_were(relay: Relay, tmp_path: Path) -> None:
+    relay.apply(Drop(0), Duplicate(0), Freeze(1), Insert(at=0, init="copy"))
+    relay.save(tmp_path)
+    model = make_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, params = list(model.transformer.h), list(optimizer.param_groups[0]["params"])
+    with pytest.raises(ValueError, match="optimizer"):
+        Relay.load(tmp_path, model, optimizer, device=EmulatedDevice())
+    assert list(model.transformer.h) == before and model.config.n_layer == 4
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
+    assert all(param.requires_grad for param in model.parameters())
+    with load(tmp_path, model) as again:  # nothing stands in the way of another try
+        assert keys(again) == keys(relay)
+
+
 def test_what_was_dropped_for_good_stays_so(relay: Relay, tmp_path: Path) -> None:
     relay.apply(Drop(0, park=None))
     relay.apply(Swap(0, 1))
