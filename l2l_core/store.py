@@ -136,8 +136,8 @@ class LayerStore:
 
     def _begin(self, config: RelayConfig, trace: Trace) -> None:
         self._config, self._trace = config, trace
-        for unit in set(self._owner.values()):
-            unit.stats.clear()  # a unit that this step does not train has none
+        for unit in self.units:
+            unit.stats.clear()  # what this step does not tell is not known
         self._whole: dict[Block, GradientPiece] = {}
         self._apart: dict[Block, dict[int, GradientPiece]] = {}
         self._jobs: list[Future[None]] = []
