@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +85,21 @@ class Editor:
         """The stack of a layer, and its position there."""
         module = self.resolver.layer(where)
         return self.resolver.place(module, after_last_allowed=False)
+
+    def units_at(self, places: Iterable[Where]) -> set[Unit]:
+        """The layers of stacks that a person means by several places.
+
+        Raises:
+            ValueError, TypeError: one of them is no layer of a stack.
+        """
+        if isinstance(places, str | nn.Module) or not isinstance(places, Iterable):
+            raise TypeError(f"{places!r} is one layer, or none: give a collection of layers, as [{places!r}]")
+        wanted = list(places)
+        if not wanted:
+            return set()
+        resolver = self.resolver
+        found = (resolver.place(resolver.layer(where), after_last_allowed=False) for where in wanted)
+        return {self._by_module[stack.layers[i]] for stack, i in found}
 
     def states_of(self, unit: Unit) -> dict[nn.Parameter, State]:
         """What the optimizer knows of each parameter of a layer that is in a stack."""
@@ -215,8 +231,12 @@ class Editor:
 
     def restack(
         self, name: str, before: Sequence[Unit], after: Sequence[Unit], like: Mapping[Unit, Unit], trust: bool
-    ) -> None:
-        """Put the layers `after` in place of `before` in a stack; parked ones come back, those that leave are parked."""
+    ) -> Callable[[], None]:
+        """Put the layers `after` in place of `before` in a stack; parked ones come back, those that leave are parked.
+
+        Returns:
+            What puts the model alone back, to the same configuration objects, if nothing else was edited since.
+        """
         stack = next((stack for stack in self.stacks if stack.name == name), None)
         if stack is None or self.units_of(stack) != tuple(before):
             raise ValueError(f"the stack {name} has changed since: undo the later edits first")
@@ -229,7 +249,13 @@ class Editor:
         self._check_shared(set(before) - set(after))
         brought = {unit.module for unit in before if unit.key not in self.original}
         modules = [unit.module for unit in after]
-        rearrange(self.model, stack, modules, like=twins, trust=trust or self.trust, without_role=brought)
+        trust = trust or self.trust
+        put_back = rearrange(self.model, stack, modules, like=twins, trust=trust, without_role=brought)
+        self._take_over(stack, before, after)
+        return put_back
+
+    def _take_over(self, stack: Stack, before: Sequence[Unit], after: Sequence[Unit]) -> None:
+        """The model holds the layers `after` in place of `before`: let the EPS and the books follow."""
         staying = set(after)
         for unit, sides in self.store.dismiss([unit for unit in before if unit not in staying]).items():
             self._park(Parked(unit, sides))
@@ -241,9 +267,46 @@ class Editor:
         self.layers = [*self.layers[:first], *after, *(unit for unit in self.layers[first:] if unit not in gone)]
         now = replace(stack, layers=tuple(unit.module for unit in after))
         self.stacks = tuple(now if old is stack else old for old in self.stacks)
-        self._rename(name, stack.container, staying)
+        self._rename(stack.name, stack.container, staying)
         self._rename_shared()
         self.store.arrange(after)
+
+    @contextmanager
+    def without(self, units: Collection[Unit]) -> Iterator[None]:
+        """Let layers sit out in a block: parked where they are, as if dropped; afterwards everything is as it was.
+
+        Raises:
+            ValueError: a stack would be left without layers, or the model cannot be without one of these.
+        """
+        layers, groups = self.layers, [group["params"] for group in self.store.optimizer.param_groups]
+
+        def put_order_back() -> None:
+            self.layers = layers
+            for group, params in zip(self.store.optimizer.param_groups, groups, strict=True):
+                group["params"] = params
+
+        with ExitStack() as way_back:
+            way_back.callback(put_order_back)
+            for stack in self.stacks:
+                before = self.units_of(stack)
+                after = [unit for unit in before if unit not in units]
+                if not after:
+                    raise ValueError(
+                        f"all of {stack.title} ({_listed(before)}) would sit out, and one layer must run: leave one of them in"
+                    )
+                if len(after) < len(before):
+                    way_back.callback(self._sit_out(stack, before, after))
+            yield
+
+    def _sit_out(self, stack: Stack, before: Sequence[Unit], after: Sequence[Unit]) -> Callable[[], None]:
+        put_back = self.restack(stack.name, before, after, {}, trust=False)
+        now = next(each for each in self.stacks if each.name == stack.name)
+
+        def undo() -> None:
+            put_back()
+            self._take_over(now, after, before)
+
+        return undo
 
     def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]:
         """Give parameters of a layer in a stack other values and state; what they had."""
@@ -392,6 +455,10 @@ class Editor:
         for block in parked.sides:
             del self._sides_parked[block]
         return parked
+
+
+def _listed(units: Sequence[Unit]) -> str:
+    return units[0].key if len(units) == 1 else f"{units[0].key} to {units[-1].key}, {len(units)} layers"
 
 
 def _as(value: Any, param: torch.Tensor) -> Any:

@@ -44,6 +44,8 @@ class Anatomy:
 
 _known: WeakKeyDictionary[nn.Module, Anatomy] = WeakKeyDictionary()  # an edit of 1,000 layers must not look again
 _interned: dict[frozenset[tuple[Feature, Hashable]], Features] = {}
+_built: dict[Hashable, list[Features]] = {}  # a layer that sits a step out asks the same thing every time
+_BUILT_AT_MOST = 64
 
 
 def anatomy(layer: nn.Module) -> Anatomy:
@@ -142,6 +144,15 @@ def built(model: nn.Module, config: Any, name: str) -> list[Features]:
 
     Nothing is allocated: the model is built on the meta device. Any class may be here, so any exception may come.
     """
+    key = type(model), type(config), repr(config.to_dict()), name
+    if key not in _built:
+        while len(_built) >= _BUILT_AT_MOST:
+            del _built[next(iter(_built))]
+        _built[key] = _build(model, config, name)
+    return _built[key]
+
+
+def _build(model: nn.Module, config: Any, name: str) -> list[Features]:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("meta"):
         warnings.simplefilter("ignore")
         container = type(model)(config).get_submodule(name)

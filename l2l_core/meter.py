@@ -25,6 +25,11 @@ class Metered:
     places: frozenset[Any] = frozenset()  # attributes that the shell sets in its forward
     worst: dict[str, int] = field(default_factory=dict)  # by event label without k, for events out of order
 
+    def joined(self, other: Metered) -> Metered:
+        """What this pass and another one have learned; the order of events is that of this one."""
+        worst = {label: max(m.worst.get(label, 0) for m in (self, other)) for label in {**self.worst, **other.worst}}
+        return Metered(self.events, self.undeclared or other.undeclared, self.places | other.places, worst)
+
 
 class Meter:
     """Samples memory into a trace, and either counts activations or replays what an earlier one has recorded.

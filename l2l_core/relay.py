@@ -32,12 +32,14 @@ from l2l_core.editor import Editor
 from l2l_core.emulated import EmulatedDevice
 from l2l_core.interrupt import interrupts_wait
 from l2l_core.journal import Entry, History
+from l2l_core.known import Known, KnownInPart, Layers
 from l2l_core.layers import resolve_layers
 from l2l_core.loop import Loop, TrainLoop
 from l2l_core.memory import Ledger
 from l2l_core.meter import Metered
 from l2l_core.optimizers import OptimizerFactory, make_optimizer
 from l2l_core.past import Restorer, parts_of
+from l2l_core.stacks import Where
 from l2l_core.stage import Parts, Stage, Task
 from l2l_core.store import LayerStore, TornStep
 from l2l_core.trace import Trace
@@ -121,7 +123,8 @@ class Relay:
         self._store = LayerStore(self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores)
         self._steps = 0
         self._predicted: Sequence[Unit] = units
-        self._metered: tuple[Any, Metered] | None = None  # of the last metered step, and what it depends on
+        self._known = Known()  # of the last metered step
+        self._known_in_part = KnownInPart(self._known)  # of steps that leave layers out
         self._inferred: dict[Any, Metered] = {}  # what was checked by a first inference
         self._trace: Trace | None = None
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
@@ -194,16 +197,23 @@ class Relay:
 
     # -- what a relay does ---------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch) -> StepResult:
+    def step(self, batch: Batch, skip: Iterable[Where] = ()) -> StepResult:
         """Train on one batch.
 
+        Args:
+            batch: sliced along dim 0 into micro-batches.
+            skip: layers that sit this one step out, as edits name layers. The model runs as if they had been dropped; they
+                are neither loaded nor updated. LayerDrop (Fan et al., arXiv 1909.11556), stochastic depth (Huang et al.,
+                arXiv 1603.09382).
+
         Raises:
+            ValueError, TypeError: `skip` names no layer, or all of a stack; nothing has changed.
             TornStep: an error after the first eager update; names the updated layers. Any other exception leaves weights
                 and optimizer state as they were.
             DeviceOutOfMemory: the device's byte budget does not suffice; says what fills it and what would help.
             KeyboardInterrupt: after the step has finished; a second interrupt ends it at once.
         """
-        with interrupts_wait(), self._exclusive(), torch.enable_grad():
+        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._sitting_out(skip):
             return self._step(batch)
 
     def forward(self, batch: Batch) -> Any:
@@ -401,7 +411,7 @@ class Relay:
         self._history.note_loss(float(sum(losses)))
         way, expected = [visit.unit for visit in loop.visits], self._predicted
         if way == expected or expected is not self._parts.layers:  # otherwise no later step goes the way of this one
-            self._metered = (shape, stage.learned())
+            self._known.learn(shape, self._key_of_layers(), stage.learned())
         self._predicted = way
         return StepResult(
             loss=float(sum(losses)),
@@ -434,7 +444,10 @@ class Relay:
         """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
         check_model(self.model, self._parts.units)
         modes = {module: module.training for module in self.model.modules()}
-        config, shape = replace(self.config, meter="on_change"), (self._shape_of(micro_batches), task)
+        config, shape = (
+            replace(self.config, meter="on_change"),
+            (self._shape_of(micro_batches), self._key_of_layers(), task),
+        )
         try:
             self.model.eval()
             with torch.no_grad(), Stage(self._parts, config, self._new_trace(), self._inferred.get(shape)) as stage:
@@ -464,8 +477,27 @@ class Relay:
         finally:
             self._editor.trust = False
             self._parts = replace(self._parts, layers=list(self._editor.layers))
-            self._predicted, self._metered = self._parts.layers, None
+            self._predicted, self._known = self._parts.layers, Known()
+            self._known_in_part = KnownInPart(self._known)
             self._inferred.clear()
+
+    @contextmanager
+    def _sitting_out(self, skip: Iterable[Where]) -> Iterator[None]:
+        """Run a step without some layers; what is known of steps with all of them stays known."""
+        if not (units := self._editor.units_at(skip)):
+            yield
+            return
+        parts, predicted, known = self._parts, self._predicted, self._known
+        with self._editor.without(units):
+            self._parts = replace(parts, layers=list(self._editor.layers))
+            self._predicted = [unit for unit in predicted if unit not in units]
+            self._known = self._known_in_part
+            try:
+                yield
+            finally:
+                self._parts, self._predicted, self._known = parts, predicted, known
+        for unit in units:
+            unit.stats.clear()
 
     def _seeds(self, count: int) -> list[int]:
         return [self.config.micro_batch_seed(self._steps, k) for k in range(count)]
@@ -491,12 +523,14 @@ class Relay:
         """What the course of a step depends on; a change of it calls for metering."""
         tensors = [leaf for leaf in pytree.tree_leaves(list(micro_batches)) if isinstance(leaf, torch.Tensor)]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        units = tuple((unit.key, unit.frozen) for unit in self._parts.units)
-        return replace(self.config, seed=0), shapes, units, self.model.training
+        return replace(self.config, seed=0), shapes, self.model.training
+
+    def _key_of_layers(self) -> Layers:
+        return frozenset((unit.key, unit.frozen) for unit in self._parts.units)
 
     def _metered_for(self, shape: Any) -> Metered | None:
-        known = self._metered is not None and self._metered[0] == shape and self.config.meter == "on_change"
-        return self._metered[1] if known and self._metered is not None else None
+        known = self._known.find(shape, self._key_of_layers())
+        return known if self.config.meter == "on_change" else None
 
     @contextmanager
     def _preserved(self) -> Iterator[None]:

@@ -411,11 +411,13 @@ class LayerStore:
             self._blocks.append(block)
             self._owner[block] = unit
             self._model_params.update(zip(side.masters, block.params, strict=True))
-            for master, group in zip(side.masters, side.groups, strict=True):
-                if group >= 0:
-                    self.optimizer.param_groups[group]["params"].append(master)
+            part = []
+            for index, group in enumerate(self.optimizer.param_groups):
+                own = [master for master, its in zip(side.masters, side.groups, strict=True) if its == index]
+                group["params"].extend(own)
+                part.append({**group, "params": own})
             self.optimizer.state.update(side.state)
-            self._masters[block] = _Master(side.masters, slice_of(self.optimizer, side.masters))
+            self._masters[block] = _Master(side.masters, over(self.optimizer, part, self.optimizer.state))
             self.host.book("weights", block.key, block.nbytes)
             self._book_state(side.nbytes)
 
