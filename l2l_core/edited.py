@@ -31,6 +31,7 @@ class Edited:
         journal: what was edited.
         kinds: checksum of what tells a layer apart, by key; see `likeness.Anatomy`.
         sizes: number of members of the container, by stack.
+        stats: what the last step told of each layer, by key.
     """
 
     stacks: dict[str, list[str]] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Edited:
     journal: tuple[Entry, ...] = ()
     kinds: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    stats: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @staticmethod
     def from_(editor: Editor, history: History) -> Edited:
@@ -47,7 +49,8 @@ class Edited:
         stacks = {stack.name: [unit.key for unit in editor.units_of(stack)] for stack in editor.stacks}
         kinds = {unit.key: kind_of(unit.module) for unit in editor.layers}
         sizes = {stack.name: len(stack.container._modules) for stack in editor.stacks}
-        return Edited(stacks, editor.original, editor.origin, editor.made, history.journal, kinds, sizes)
+        stats = {unit.key: dict(unit.stats) for unit in editor.layers}
+        return Edited(stacks, editor.original, editor.origin, editor.made, history.journal, kinds, sizes, stats)
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Edited:
@@ -110,6 +113,8 @@ class Edited:
         if self.stacks:
             editor.made, editor.original, editor.origin = self.made, dict(self.original), dict(self.origin)
             history.continue_from(self.journal, (), ())
+        for unit in editor.layers:
+            unit.stats.update(self.stats.get(unit.key, {}))
 
     def _is_like(self, model: nn.Module, names: Mapping[str, str]) -> bool:
         """Whether the model has the saved stacks already; `names` are those of the layers by key."""

@@ -116,6 +116,10 @@ class History:
         Raises:
             ValueError, TypeError: of the edit that cannot be; everything is as it was.
         """
+        if not edits:
+            raise ValueError(
+                "apply() was given no edit, so there is nothing to do and nothing to undo: give at least one"
+            )
         before = self._sizes()
         try:
             with all_or_nothing(self._editor) as group:

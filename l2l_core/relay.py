@@ -141,6 +141,11 @@ class Relay:
         return tuple(self._parts.layers)
 
     @property
+    def stacks(self) -> dict[str, tuple[Unit, ...]]:
+        """The layers in order by the dotted name of their container; a layer that is in none is not among them."""
+        return {stack.name: tuple(self._editor.units_of(stack)) for stack in self._editor.stacks}
+
+    @property
     def shell(self) -> Unit:
         """What of the model is in no layer and stays on the device during a step."""
         return self._parts.shell
@@ -252,6 +257,11 @@ class Relay:
                 max_grad_norm=self.config.max_grad_norm,
                 torch_device=self.device.torch_device,
             )
+
+    def expect(self, batch: Batch) -> None:
+        """Say what the next batch is like, so that an edit that runs layers (``init="identity"``) needs no step before it."""
+        with self._exclusive():
+            self._remember(self._split(batch))
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
@@ -407,7 +417,7 @@ class Relay:
             self._undo_step(put_buffers_back, error)
             raise
         self._steps += 1
-        self._editor.call = partial(self._call.objective, self.model, first_rows(micro_batches[0], 2))
+        self._remember(micro_batches)
         self._history.note_loss(float(sum(losses)))
         way, expected = [visit.unit for visit in loop.visits], self._predicted
         if way == expected or expected is not self._parts.layers:  # otherwise no later step goes the way of this one
@@ -498,6 +508,9 @@ class Relay:
                 self._parts, self._predicted, self._known = parts, predicted, known
         for unit in units:
             unit.stats.clear()
+
+    def _remember(self, micro_batches: Sequence[Any]) -> None:
+        self._editor.call = partial(self._call.objective, self.model, first_rows(micro_batches[0], 2))
 
     def _seeds(self, count: int) -> list[int]:
         return [self.config.micro_batch_seed(self._steps, k) for k in range(count)]

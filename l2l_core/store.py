@@ -249,6 +249,7 @@ class LayerStore:
         updated = self.updated
         self._begin(self._config, self._trace)
         self.updated = updated
+        self.book_optimizer()
 
     def _submit(self, work: Callable[[], Any]) -> None:
         def guarded() -> None:
@@ -473,6 +474,7 @@ class LayerStore:
         def undo() -> None:
             for each in undos:
                 each()
+            self.book_optimizer()
 
         return undo
 

@@ -228,3 +228,17 @@ def test_layers_of_several_stacks_sit_out_together() -> None:
         with pytest.raises(ValueError, match="all of 1"):
             relay.step((x,), skip=[("0", 1), "1.0", "1.1"])
         assert [unit.name for unit in relay.stack] == layers and relay.verify((x,)).equal
+
+
+def test_bytes_of_optimizer_state_are_known_before_the_first_step(relay: Relay, tmp_path: Path) -> None:
+    """Layers leave with their state, whoever has put it there: a loaded save, a step that failed, one that was tried."""
+    relay.step(make_batch())
+    relay.save(tmp_path)
+    held = held_bytes(relay)
+    with Relay.load(tmp_path, make_gpt(), partial(torch.optim.AdamW, lr=1e-2), device=EmulatedDevice()) as again:
+        assert held_bytes(again) == held
+        again.step(make_batch(1), skip=[1])
+    with make_relay(make_gpt()) as fresh:
+        before = held_bytes(fresh)
+        assert fresh.verify(make_batch()).equal and held_bytes(fresh) == before
+        fresh.step(make_batch(1), skip=[1])
