@@ -85,6 +85,7 @@ class State:
         settings: of the optimizer's groups.
         random: generators.
         units: the shell, layers that it has, and layers that it may bring back.
+        stats: what its last step told of each layer.
     """
 
     config: RelayConfig
@@ -97,6 +98,7 @@ class State:
     settings: list[dict[str, Any]]
     random: RandomState
     units: tuple[Unit, ...]
+    stats: dict[Unit, dict[str, float]]
 
     @property
     def depth(self) -> int:
@@ -185,6 +187,8 @@ class Branches:
             unit.buffers.restore(buffers)
         for group_, settings in zip(editor.store.optimizer.param_groups, target.settings, strict=True):
             group_.update(settings)
+        for unit, stats in target.stats.items():
+            unit.stats = dict(stats)
         target.random.put()
         editor.book_again()
         return target
@@ -227,6 +231,7 @@ class Branches:
             settings=[_without_params(group) for group in editor.store.optimizer.param_groups],
             random=RandomState.take(),
             units=units,
+            stats={unit: dict(unit.stats) for unit in units},
         )
 
     def adopt(self, active: str, others: Mapping[str, State]) -> None:

@@ -94,6 +94,7 @@ def _plain_branch(name: str, state: State, values: Mapping[Values, str], editor:
         "settings": state.settings,
         "random": {slot: getattr(state.random, slot) for slot in RandomState.__slots__},
         "units": [unit.key for unit in state.units],
+        "stats": {unit.key: stats for unit, stats in state.stats.items()},
         "journal": [asdict(entry) for entry in state.history.journal],
         "loss": state.history.loss,
         **_plain_turns(state.history, editor),
@@ -222,6 +223,7 @@ class Restorer:
             buffers={units[key]: buffers for key, buffers in part["buffers"].items() if key in units},
             settings=part["settings"],
             random=usable(RandomState(**part["random"])),
+            stats={units[key]: stats for key, stats in part["stats"].items() if key in units},
             units=tuple(units[key] for key in part["units"] if key in units),
         )
 

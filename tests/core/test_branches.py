@@ -43,7 +43,7 @@ def bytes_of(relay: Relay, name: str) -> int:
 
 
 def test_a_branch_is_a_whole_state_and_the_other_does_not_notice(relay: Relay) -> None:
-    before = whole(relay)
+    before, stats = whole(relay), [dict(unit.stats) for unit in relay.stack]
     assert relay.branch == "main" and relay.fork("wide").name == relay.branch == "wide"
     assert_same(whole(relay), before)
     relay.apply(Duplicate(1), Swap(0, 3), Freeze(2))
@@ -57,6 +57,7 @@ def test_a_branch_is_a_whole_state_and_the_other_does_not_notice(relay: Relay) -
     assert main.active and main.layers == 4 and main.steps == 2 and relay.journal == ()
     assert relay.config.micro_batches == 2 and relay.model.config.n_layer == 4
     assert_same(whole(relay), before)
+    assert [unit.stats for unit in relay.stack] == stats
     assert relay.verify(make_batch()).equal
     other = relay.step(make_batch(3)).loss
     assert other != losses[0]
