@@ -24,7 +24,7 @@ from l2l_core.units import Unit
 Init = Literal["identity", "copy", "fresh", "interpolate"]
 Mode = Literal["top", "middle", "interleaved"]
 Policy = Literal["fresh", "copy"] | float  # of the optimizer's state; a number scales a copy
-Span = Where | slice | range | tuple[str, slice | range]
+Span = Where | slice | range | tuple[str, slice | range] | tuple[str, str]  # the last: from one layer to another
 
 Do = Callable[[Change], None]
 

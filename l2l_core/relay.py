@@ -200,6 +200,16 @@ class Relay:
         """All branches, by name."""
         return self._branches.rows(self._steps, self._history)
 
+    @property
+    def can_undo(self) -> bool:
+        """Whether there is an edit that `undo` would undo."""
+        return bool(self._history.done)
+
+    @property
+    def can_redo(self) -> bool:
+        """Whether there is an edit that `redo` would do again."""
+        return bool(self._history.undone)
+
     # -- what a relay does ---------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, skip: Iterable[Where] = ()) -> StepResult:

@@ -111,13 +111,15 @@ class Resolver:
         return stack, _index(stack, position, len(stack) + after_last_allowed)
 
     def span(
-        self, first: Where | slice | range | tuple[str, slice | range], last: Where | None = None
+        self, first: Where | slice | range | tuple[str, slice | range] | tuple[str, str], last: Where | None = None
     ) -> tuple[Stack, range]:
         """A stack and the indices of layers that follow one another in it.
 
-        ``span(2)`` is one layer, ``span(2, 4)`` and ``span("L002", "L004")`` are three: both ends belong to it. A slice or
-        range counts as in Python, so ``span(slice(2, 5))`` is the same three.
+        ``span(2)`` is one layer, ``span(2, 4)``, ``span("L002", "L004")`` and ``span(("L002", "L004"))`` are three: both ends
+        belong to it. A slice or range counts as in Python, so ``span(slice(2, 5))`` is the same three.
         """
+        if isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], str) and last is None:
+            first, last = first
         name, part = first if isinstance(first, tuple) and len(first) == 2 else (None, first)
         if isinstance(part, slice | range):
             if last is not None:

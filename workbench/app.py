@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import ipywidgets
 
-from l2l_core import Relay
+from l2l_core import Edit, Relay
+from l2l_core.branches import Branch
+from l2l_core.journal import Entry
 from workbench.batches import BatchSource
 from workbench.loggers import Logger
 from workbench.panels.cells import belongs_to_cell
@@ -30,8 +32,8 @@ from workbench.snapshot import Snapshot
 class Workbench:
     """See a relay train, and steer it.
 
-    ``Workbench(relay, batches)`` at the end of a cell shows header, relay picture, timeline, memory, loss, layers and their
-    figures over the steps.
+    ``Workbench(relay, batches)`` at the end of a cell shows header, relay picture, timeline, memory, loss, layers and
+    their figures over the steps.
     Running the cell again replaces it; another workbench on the same relay takes it over. Training goes on in a thread of
     its own, so cells stay free.
 
@@ -51,7 +53,16 @@ class Workbench:
         scheduler: Scheduler | None = None,
     ) -> None:
         self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler)
-        kinds = (HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel, LayersPanel, HeatPanel, ExplorePanel)
+        kinds = (
+            HeaderPanel,
+            RelayPanel,
+            TimelinePanel,
+            MemoryPanel,
+            LossPanel,
+            LayersPanel,
+            HeatPanel,
+            ExplorePanel,
+        )
         self.panels = tuple(kind(self.session) for kind in kinds)
         style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
         self.widget = ipywidgets.VBox([style, *(panel.widget for panel in self.panels)])
@@ -81,9 +92,29 @@ class Workbench:
         """Give the next step other settings; see `Session.reconfigure`."""
         self.session.reconfigure(**settings)
 
-    def edit(self, change: Any, what: str = "") -> Future[Any]:
-        """Do something with the relay between two steps; see `Session.edit`."""
-        return self.session.edit(change, what)
+    def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "") -> Future[Any]:
+        """Edit the stack of layers, or do something else with the relay, between two steps; see `Session.edit`."""
+        return self.session.edit(*changes, what=what)
+
+    def undo(self) -> Future[Entry]:
+        """Undo the last edit; see `Session.undo`."""
+        return self.session.undo()
+
+    def redo(self) -> Future[Entry]:
+        """Do again what was undone last."""
+        return self.session.redo()
+
+    def fork(self, name: str) -> Future[Branch]:
+        """Make a branch of the present state and go on there; see `Session.fork`."""
+        return self.session.fork(name)
+
+    def switch(self, name: str) -> Future[Branch]:
+        """Go on with another branch."""
+        return self.session.switch(name)
+
+    def discard(self, name: str) -> Future[None]:
+        """Free a branch that is not the present one."""
+        return self.session.discard(name)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
         """Wait until nothing runs; see `Session.wait`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 from l2l_core import Relay, StepResult, TornStep
@@ -16,7 +17,8 @@ BANDWIDTHS = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 
 
 def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
-    """The stack of a relay, in order."""
+    """The layers of a relay, in order."""
+    places = {unit: (name, i) for name, units in relay.stacks.items() for i, unit in enumerate(units)}
     return tuple(
         LayerRow(
             key=unit.key,
@@ -27,10 +29,22 @@ def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
             frozen=unit.frozen,
             grad_norm=unit.stats.get("grad_norm"),
             update_ratio=unit.stats.get("update_ratio"),
+            stack=places.get(unit, (None, -1))[0],
+            position=places.get(unit, (None, -1))[1],
             influence=unit.stats.get("influence"),
         )
         for unit in relay.stack
     )
+
+
+def changed_layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> frozenset[str]:
+    """Keys of the layers that are new, have moved past others, or are trained now and were not, or the other way."""
+    frozen = {row.key: row.frozen for row in before}
+    old = [row.key for row in before if row.key in {row.key for row in after}]
+    new = [row.key for row in after if row.key in frozen]
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    stayed = {key for block in blocks for key in new[block.b : block.b + block.size]}
+    return frozenset(row.key for row in after if row.key not in stayed or row.frozen != frozen[row.key])
 
 
 def count_params(relay: Relay) -> int:
@@ -38,8 +52,8 @@ def count_params(relay: Relay) -> int:
     return sum(param.numel() for param in relay.model.parameters())
 
 
-def step_row(step: int, result: StepResult) -> StepRow:
-    """A finished step; `step` counts from 1."""
+def step_row(step: int, result: StepResult, branch: str) -> StepRow:
+    """A finished step of a branch; `step` counts from 1."""
     return StepRow(
         step=step,
         loss=result.loss,
@@ -49,6 +63,7 @@ def step_row(step: int, result: StepResult) -> StepRow:
         bytes_loaded=result.bytes_loaded,
         bytes_pushed=result.bytes_pushed,
         overlap=timeline_summary(Columns.of(result.trace)).overlap,
+        branch=branch,
     )
 
 
@@ -74,6 +89,7 @@ def _what_holds(error: BaseException, during: During) -> str:
         "batch": "The source of batches failed before anything was computed: Run asks it again.",
         "step": "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip lets it go.",
         "edit": "What the change did before its error stays: Run goes on from here.",
+        "refused": "Nothing was changed.",
         "scheduler": "The step itself is done and counted: Run goes on.",
         "logger": "The step or change itself is done and counted, but may not be logged: Run goes on.",
     }[during]

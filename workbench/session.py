@@ -11,29 +11,28 @@ order in which they were asked for. Nobody waits for them: commands return at on
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm.auto import tqdm
 
-from l2l_core import Edit, EmulatedDevice, Relay, RelayConfig, StepResult, TornStep, Trace
+from l2l_core import Edit, EmulatedDevice, Relay, StepResult, TornStep, Trace
+from l2l_core.branches import Branch
+from l2l_core.journal import Entry
 from workbench.batches import Batches, BatchSource
+from workbench.edit_words import edit_words, entry_words
 from workbench.in_core_bytes import batch_bytes, in_core_bytes
 from workbench.loggers import Logger
-from workbench.rows import count_params, explain, layer_rows, settings_words, step_row
-from workbench.snapshot import Change, During, Failure, Progress, Snapshot, State, StepRow
-from workbench.statistics import StatisticsLog
-
-LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
-SETTINGS = (*(field.name for field in fields(RelayConfig)), *LINK)
+from workbench.mirror import Mirror
+from workbench.rows import explain, layer_rows, settings_words, step_row
+from workbench.settings import LINK, SETTINGS, apply_settings, check_settings, config_of, settings_of
+from workbench.snapshot import Change, During, Failure, LayerRow, Progress, Snapshot, State, StepRow
+from workbench.worker import Command, Worker
 
 
 class Scheduler(Protocol):
@@ -75,36 +74,28 @@ class Session:
         self.relay = relay
         self._batches = Batches(batches)
         self._loggers, self._scheduler = tuple(loggers), scheduler
-        self._changed = threading.Condition()
-        self._queue: deque[_Command] = deque()
+        self._worker = Worker(self._due, self._fail)
+        self._changed = self._worker.changed
         self._state: State = "idle"
         self._left: int | None = 0  # steps asked for and not done; None: no end
         self._done = 0
         self._pauses = False  # after the step under way
         self._owes_step = False  # commands wait until a run that has begun has made a step
-        self._at_work = False
-        self._closing = False
-        self._number = 0
         self._during: During = "step"
-        self._planned = _settings_of(relay)  # once everything queued is done
+        self._planned = settings_of(relay)  # once everything queued is done
         self._used = dict(self._planned)  # settings of the last step
         self._set_since: Change | None = None  # what was set since then
-        self._steps: list[StepRow] = []
-        self._changes: list[Change] = []
-        self._layers, self._finished = layer_rows(relay), relay.steps
-        self._statistics = StatisticsLog()
-        self._statistics.arrange(self._layers)
-        self._num_params = count_params(relay)
+        self._mirror = Mirror(relay)
         self._last: Trace | None = None
         self._under_way: Callable[[], Trace | None] = lambda: None
         self._in_core: tuple[Any, int | None] = None, None
         self._failure: Failure | None = None
+        self._refusal: Failure | None = None
         earlier = _sessions[relay]() if relay in _sessions else None
         if earlier is not None:
             earlier.close(wait=False)
         _sessions[relay] = ref(self)
-        self._thread = threading.Thread(target=self._work, args=(earlier,), name="session", daemon=True)
-        self._thread.start()
+        self._worker.start(lambda: self._take_over(earlier), self._end)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -119,45 +110,77 @@ class Session:
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ValueError(f"steps={steps!r}: must be a positive integer, or None to go on")
         with self._changed:
-            stops = "stop" in [command.what for command in self._queue]
+            stops = "stop" in [command.what for command in self._worker.queue]
             goes_on = steps is None and self._state == "running" and not stops
-            self._submit(_Command("run", lambda: self._begin(steps, goes_on=goes_on)))
+            self._worker.submit(Command("run", lambda: self._begin(steps, goes_on=goes_on)))
 
     def step(self) -> None:
         """Train one step; a run under way pauses after it."""
-        self._submit(_Command("step", lambda: self._begin(None if self._left != 0 else 1, pauses=True)))
+        self._worker.submit(Command("step", lambda: self._begin(None if self._left != 0 else 1, pauses=True)))
 
     def pause(self) -> None:
         """Pause when the step under way is over; `run` goes on with the steps that are left."""
-        self._submit(_Command("pause", self._halt))
+        self._worker.submit(Command("pause", self._halt))
 
     def stop(self) -> None:
         """End the run when the step under way is over."""
-        self._submit(_Command("stop", lambda: self._halt(left=0)))
+        self._worker.submit(Command("stop", lambda: self._halt(left=0)))
 
     def skip(self) -> None:
         """Let go of the batch that a failed step has left: the next step takes another one."""
-        self._submit(_Command("skip the batch", self._batches.used))
+        self._worker.submit(Command("skip the batch", self._batches.used))
 
-    def edit(self, change: Edit | Callable[[Relay], Any], what: str = "") -> Future[Any]:
+    def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "") -> Future[Any]:
         """Edit the stack of layers, or do something else with the relay, between two steps.
 
+        An edit that cannot be carried out changes nothing: it is shown as the session's `refusal`, and a run goes on. An
+        error of any other function stops the run.
+
         Args:
-            change: an edit as `Insert(at=2)`, or a function that is called with the relay on the session's thread, as
-                ``lambda relay: relay.evaluate(batch)``.
-            what: a few words for the record of changes; default the edit. A call without them is not recorded.
+            changes: an edit as `Insert(at=2)`, or several, of which all are carried out or none; or one function that is
+                called with the relay on the session's thread, as ``lambda relay: relay.evaluate(batch)``.
+            what: a few words for the record of changes; default the edits. A call without them is not recorded.
 
         Returns:
-            A future of what `change` returns; of an edit, its inverse. An error reaches it too, beside the session's `failure`.
+            A future of what the function returns; of edits, their inverse. An error reaches it too.
 
         Raises:
-            TypeError: not a function.
+            TypeError: neither edits nor a function.
         """
-        if isinstance(change, Edit):
-            return self.edit(lambda relay: relay.apply(change), what or repr(change))
-        if not callable(change):
-            raise TypeError(f"change is a {type(change).__name__}: give a function of the relay")
-        return self._submit(_Command(what or "a call between steps", lambda: self._edit(change, what)))
+        edits = [change for change in changes if isinstance(change, Edit)]
+        if edits and len(edits) == len(changes):
+            words = what or "; ".join(map(edit_words, edits))
+            return self._revise(lambda: self.relay.apply(*edits), words, self._mark_edit(lambda _: words))
+        if len(changes) != 1 or not callable(call := changes[0]):
+            raise TypeError(f"{changes!r}: give edits, as Insert(at=2), or a function of the relay")
+        return self._worker.submit(Command(what or "a call between steps", lambda: self._edit(call, what)))
+
+    def undo(self) -> Future[Entry]:
+        """Undo the last edit between two steps; what cannot be undone is refused, as in `edit`."""
+        return self._revise(self.relay.undo, "undo", self._mark_edit(self._words_of))
+
+    def redo(self) -> Future[Entry]:
+        """Do again what was undone last."""
+        return self._revise(self.relay.redo, "redo", self._mark_edit(self._words_of))
+
+    def fork(self, name: str) -> Future[Branch]:
+        """Make a branch of the present state and go on there; what cannot be is refused, as in `edit`."""
+        return self._revise(lambda: self.relay.fork(name), f"⑂ {name}", lambda *_: self._record(f"⑂ {name}"))
+
+    def switch(self, name: str) -> Future[Branch]:
+        """Go on with another branch. A scheduler of the learning rate goes on as it is, but for the rates themselves."""
+        return self._revise(lambda: self.relay.switch(name), f"switch to {name}", self._note_switch)
+
+    def discard(self, name: str) -> Future[None]:
+        """Free a branch that is not the present one."""
+        return self._revise(lambda: self.relay.discard(name), f"discard {name}", lambda *_: None)
+
+    def cancel(self, ticket: int) -> bool:
+        """Take a command out of the queue by its ticket, see `Snapshot.tickets`; False if its turn has come already."""
+        with self._changed:
+            taken = self._worker.cancel(ticket)
+            self._plan()
+            return taken
 
     def reconfigure(self, **settings: Any) -> None:
         """Give the next step other settings: fields of `RelayConfig`, or an emulated link's figures (`LINK`).
@@ -173,23 +196,16 @@ class Session:
             )
         with self._changed:
             planned = {**self._planned, **settings}
-            _config_of(planned), EmulatedDevice(None, *_link_of(planned))  # both refuse what is out of range
+            check_settings(planned)
             if planned == self._planned:
                 return
             what = settings_words(self._planned, planned)
-            self._submit(_Command(what, lambda: self._set(settings), settings))
+            self._worker.submit(Command(what, lambda: self._set(settings), settings))
             self._planned = planned
 
     def close(self, wait: bool = True) -> None:
         """Let the step under way finish, drop what is queued, end the thread. Closing twice is fine."""
-        with self._changed:
-            self._closing = True
-            dropped, self._queue = self._queue, deque()
-            self._touch()
-        for command in dropped:
-            command.future.cancel()
-        if wait and threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._worker.close(wait)
 
     def __enter__(self) -> Session:
         return self
@@ -202,35 +218,45 @@ class Session:
     def snapshot(self) -> Snapshot:
         """The session as it is now, in the middle of a step too; never waits for the step."""
         with self._changed:
-            waiting = [command.what for command in self._queue]
+            queue = list(self._worker.queue)
+            waiting = [command.what for command in queue]
             return Snapshot(
-                number=self._number,
+                number=self._worker.number,
                 state=self._state,
                 pausing=self._state == "running" and (self._pauses or bool({"pause", "stop"} & set(waiting))),
                 model=type(self.relay.model).__name__,
-                num_params=self._num_params,
+                num_params=self._mirror.num_params,
                 device=self.relay.device.name,
                 figures={name: self._planned[name] for name in self.relay.device.figures()},
-                config=_config_of(self._planned),
+                config=config_of(self._planned),
                 queued=tuple(waiting),
-                step=self._finished,
+                step=self._mirror.steps,
                 done=self._done,
                 target=None if self._left is None else self._done + self._left,
-                steps=tuple(self._steps),
-                changes=tuple(self._changes),
-                layers=self._layers,
-                statistics=self._statistics.view(),
+                steps=tuple(self._mirror.past.steps),
+                changes=tuple(self._mirror.past.changes),
+                layers=self._mirror.layers,
+                statistics=self._mirror.past.statistics.view(),
                 shell_params=self.relay.shell.num_params,
                 last=self._last,
                 progress=self._progress(),
                 in_core_bytes=self._in_core[1],
                 failure=self._failure,
+                refusal=self._refusal,
+                tickets=tuple(command.ticket for command in queue),
+                journal=self._mirror.journal,
+                can_undo=self._mirror.can_undo,
+                can_redo=self._mirror.can_redo,
+                branch=self._mirror.branch,
+                branches=self._mirror.branches,
+                elsewhere=self._mirror.elsewhere,
+                touched=self._mirror.touched,
             )
 
     def wait_for_change(self, number: int, timeout_s: float) -> None:
         """Wait until a snapshot would have another number than this one, at most `timeout_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._number != number, timeout_s)
+            self._changed.wait_for(lambda: self._worker.number != number, timeout_s)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
         """Wait until nothing runs and nothing is queued; an interrupt pauses the run.
@@ -256,7 +282,7 @@ class Session:
 
     def _has_settled(self, until_s: float) -> bool:
         with self._changed:
-            if self._state == "closed" or not (self._state == "running" or self._queue or self._at_work):
+            if self._state == "closed" or not (self._state == "running" or self._worker.is_busy):
                 return True
             if time.monotonic() >= until_s:
                 raise TimeoutError(
@@ -269,76 +295,44 @@ class Session:
         trace = self._under_way()
         return Progress(trace, *trace.counts, trace.now()) if trace is not None else None
 
-    # -- the queue -----------------------------------------------------------------------------------------------------
+    # -- the worker ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, command: _Command) -> Future[Any]:
-        with self._changed:
-            if self._closing:
-                raise RuntimeError("this session is closed: make a new one on the relay")
-            self._queue.append(command)
-            self._touch()
-        return command.future
-
-    def _touch(self) -> None:
-        self._number += 1
-        self._changed.notify_all()
-
-    def _work(self, earlier: Session | None) -> None:
+    def _take_over(self, earlier: Session | None) -> None:
         if earlier is not None:
-            earlier._thread.join()  # it may be in the middle of a step
+            earlier._worker.join()  # it may be in the middle of a step
             with self._changed:
                 self._look_at_relay()
-                self._used = _settings_of(self.relay)
-                self._touch()
-        del earlier
-        while (command := self._next()) is not None:
-            self._do(command)
-            del command  # its error knows the frames of the step, and these all tensors
-        self._during = "logger"
-        for logger in self._loggers:
-            self._do(_Command("close", logger.close))
-        with self._changed:
-            self._state = "closed"
-            self._touch()
+                self._used = settings_of(self.relay)
+                self._worker.touch()
 
-    def _next(self) -> _Command | None:
-        """What to do next: the first of the queue, or else a step of the run; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._queue or self._state == "running")
-            if self._closing:
-                return None
-            self._at_work = True
-            if self._state == "running" and (self._owes_step or not self._queue):
-                self._owes_step = False
-                return _Command("train", self._train)
-            return self._queue.popleft()
+    def _due(self) -> Command | None:
+        """A step of the run, if it is its turn."""
+        if self._state == "running" and (self._owes_step or not self._worker.queue):
+            return Command("train", self._train)
+        return None
 
-    def _do(self, command: _Command) -> None:
-        """Run a command. An error stops the run and is shown, but does not end the session."""
-        if not command.future.set_running_or_notify_cancel():
+    def _fail(self, command: Command, error: BaseException) -> None:
+        """Show an error. It stops the run, unless it says that everything is as it was before."""
+        if command.is_whole and isinstance(error, ValueError | TypeError):
             with self._changed:
-                self._at_work = False
-                self._touch()
-            return
-        try:
-            value = command.action()
-        except BaseException as error:
-            with self._changed:
-                self._at_work = False
-                self._fail(error)
-            command.future.set_exception(error)
-            del command  # the error knows this frame
-            return
-        with self._changed:
-            self._at_work = False
-            self._touch()
-        command.future.set_result(value)
+                self._refusal = explain(error, "refused", self.relay.steps)
+                self._worker.touch()
+        else:
+            self._show_failure(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _show_failure(self, error: BaseException) -> None:
         with self._changed:
             self._failure = explain(error, self._during, self.relay.steps)
             self._state, self._owes_step = "failed", False
-            self._touch()
+            self._worker.touch()
+
+    def _end(self) -> None:
+        self._during = "logger"
+        for logger in self._loggers:
+            self._worker.do(Command("close", logger.close))
+        with self._changed:
+            self._state = "closed"
+            self._worker.touch()
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
@@ -359,6 +353,36 @@ class Session:
             if self._state == "running" or left is not None:
                 self._state = "idle" if self._left == 0 else "paused"
 
+    def _revise(self, action: Callable[[], Any], what: str, note: Callable[[Any, Layers], Any]) -> Future[Any]:
+        """Queue something that the relay does as a whole or not at all; `note` gets its result and the layers before."""
+
+        def revise() -> Any:
+            before = self._mirror.layers
+            value = self._edit(lambda _: action(), "")
+            with self._changed:
+                self._refusal = None
+            note(value, before)
+            return value
+
+        return self._worker.submit(Command(what, revise, is_whole=True))
+
+    def _mark_edit(self, say: Callable[[Any], str]) -> Callable[[Any, Layers], None]:
+        """What to do when an edit is done, with its words."""
+
+        def mark(value: Any, before: Layers) -> None:
+            with self._changed:
+                self._mirror.compare(before)
+            self._record(say(value))
+
+        return mark
+
+    def _note_switch(self, branch: Branch, before: Layers) -> None:
+        """To the branch itself nothing has happened, but loggers see other figures from now on."""
+        self._tell(lambda logger: logger.log_change(Change(branch.steps, f"switch to {branch.name}", branch.name)))
+
+    def _words_of(self, turn: Entry) -> str:
+        return entry_words(turn, self.relay.journal)
+
     def _edit(self, change: Callable[[Relay], Any], what: str) -> Any:
         self._during = "edit"
         try:
@@ -367,30 +391,31 @@ class Session:
             with self._changed:
                 self._look_at_relay()
         if what:
-            self._record(Change(self.relay.steps, what))
+            self._record(what)
         return value
 
     def _set(self, settings: Mapping[str, Any]) -> None:
         """Settings since the last step are one change, however often they were set."""
         self._during = "edit"
-        planned = {**_settings_of(self.relay), **settings}
+        planned = {**settings_of(self.relay), **settings}
         try:
-            self._apply(planned)
+            apply_settings(self.relay, planned)
         finally:
             with self._changed:
                 self._look_at_relay()
         with self._changed:
             if self._set_since is not None:
-                self._changes.remove(self._set_since)
+                self._mirror.past.changes.remove(self._set_since)
                 self._set_since = None
         if what := settings_words(self._used, planned):
-            self._set_since = Change(self.relay.steps, what)
-            self._record(self._set_since)
+            self._set_since = self._record(what)
 
-    def _record(self, made: Change) -> None:
+    def _record(self, what: str) -> Change:
+        made = Change(self.relay.steps, what, self.relay.branch)
         with self._changed:
-            self._changes.append(made)
+            self._mirror.past.changes.append(made)
         self._tell(lambda logger: logger.log_change(made))
+        return made
 
     def _tell(self, tell: Callable[[Logger], None]) -> None:
         """Tell all loggers. When one fails the run stops, but the others are told, and what was done is done."""
@@ -399,26 +424,24 @@ class Session:
             try:
                 tell(logger)
             except Exception as error:
-                self._fail(error)
+                self._show_failure(error)
 
     def _look_at_relay(self) -> None:
         """A change may have done anything to the relay; settings that still wait come on top."""
-        self._layers, self._finished = layer_rows(self.relay), self.relay.steps
-        self._statistics.arrange(self._layers)
-        self._num_params = count_params(self.relay)
-        self._planned = _settings_of(self.relay)
-        for command in self._queue:
+        if self._mirror.look():
+            self._used, self._set_since = settings_of(self.relay), None
+        self._plan()
+
+    def _plan(self) -> None:
+        """Settings as they will be once everything queued is done."""
+        self._planned = settings_of(self.relay)
+        for command in self._worker.queue:
             with suppress(ValueError):  # no longer fits: its turn will tell
-                _config_of(planned := {**self._planned, **command.settings})
+                check_settings(planned := {**self._planned, **command.settings})
                 self._planned = planned
 
-    def _apply(self, planned: dict[str, Any]) -> None:
-        self.relay.config = _config_of(planned)
-        if isinstance(self.relay.device, EmulatedDevice):
-            self.relay.device.throttle(*_link_of(planned))
-
     def _train(self) -> None:
-        self._during = "batch"
+        self._during, self._owes_step = "batch", False
         try:
             batch = self._batches.take()
         except StopIteration:
@@ -455,7 +478,7 @@ class Session:
 
     def _count(self, result: StepResult) -> StepRow:
         """A step has succeeded: note it, and see whether the run goes on."""
-        row, layers = step_row(self.relay.steps, result), layer_rows(self.relay)
+        row, layers = step_row(self.relay.steps, result, self.relay.branch), layer_rows(self.relay)
         frozen = tuple((layer.key, layer.frozen) for layer in layers)
         like = self.relay.config, result.samples, batch_bytes(result.trace), frozen
         if like != self._in_core[0]:
@@ -465,10 +488,9 @@ class Session:
                 _log.exception("what in-core training would need cannot be told")
                 self._in_core = like, None
         with self._changed:
-            self._steps.append(row)
-            self._layers, self._last, self._finished = layers, result.trace, row.step
-            self._statistics.append(row.step, layers)
-            self._used, self._set_since = _settings_of(self.relay), None
+            self._mirror.note_step(row, layers)
+            self._last = result.trace
+            self._used, self._set_since = settings_of(self.relay), None
             self._done += 1
             if self._left is not None:
                 self._left -= 1
@@ -477,31 +499,10 @@ class Session:
         return row
 
 
-@dataclass(frozen=True)
-class _Command:
-    """Something to do on the session's thread."""
-
-    what: str
-    action: Callable[[], Any]
-    settings: Mapping[str, Any] = field(default_factory=dict)  # that it will make
-    future: Future[Any] = field(default_factory=Future)
-
+Layers = Sequence[LayerRow]
 
 _log = logging.getLogger(__name__)
 _sessions: WeakKeyDictionary[Relay, ref[Session]] = WeakKeyDictionary()
-
-
-def _settings_of(relay: Relay) -> dict[str, Any]:
-    config = relay.config
-    return {**{field.name: getattr(config, field.name) for field in fields(config)}, **relay.device.figures()}
-
-
-def _config_of(settings: dict[str, Any]) -> RelayConfig:
-    return RelayConfig(**{field.name: settings[field.name] for field in fields(RelayConfig)})
-
-
-def _link_of(settings: dict[str, Any]) -> list[Any]:
-    return [settings.get(name, 0.0 if name == "latency_s" else None) for name in LINK]
 
 
 def _advance(bar: tqdm | None, now: Snapshot) -> None:

@@ -6,15 +6,17 @@ only grows, so what it says up to there stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from l2l_core import RelayConfig, Trace
+from l2l_core.branches import FIRST, Branch
+from l2l_core.journal import Entry
 from workbench.statistics import Statistics
 
 State = Literal["idle", "running", "paused", "failed", "closed"]
-During = Literal["batch", "step", "edit", "scheduler", "logger"]
+During = Literal["batch", "step", "edit", "refused", "scheduler", "logger"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class StepRow:
         peak_device_bytes: highest device bytes.
         bytes_loaded, bytes_pushed: weights to the device, gradients back.
         overlap: share in [0, 1] of copy time hidden under compute.
+        branch: on which it was made.
     """
 
     step: int
@@ -39,6 +42,7 @@ class StepRow:
     bytes_loaded: int
     bytes_pushed: int
     overlap: float
+    branch: str = FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class LayerRow:
         nbytes: bytes of the float32 weights.
         version: number of updates so far.
         frozen: whether nothing in it is trained.
+        stack: name of the stack that it is in; None if it is in none, and cannot be edited.
+        position: in that stack, from 0.
         grad_norm: norm of its gradient.
         update_ratio: norm of the update over norm of the weights.
         influence: 1 minus the mean cosine between its input and its output, in [0, 2] (Block Influence, arXiv 2403.03853).
@@ -65,6 +71,8 @@ class LayerRow:
     frozen: bool
     grad_norm: float | None
     update_ratio: float | None
+    stack: str | None = None
+    position: int = -1
     influence: float | None = None
 
 
@@ -75,10 +83,12 @@ class Change:
     Attributes:
         step: number of steps that were finished.
         what: a few words, as "micro_batches 4 → 8".
+        branch: on which it happened.
     """
 
     step: int
     what: str
+    branch: str = FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +138,24 @@ class Snapshot:
         queued: commands that wait for the step under way to end, in words.
         step: number of finished steps of the relay.
         done, target: steps finished and asked for in this run; None: until the batches end or someone stops it.
-        steps: finished steps of this session, in order.
-        changes: settings and edits between steps, in order.
+        steps: finished steps of this session that led to the present state, in order.
+        changes: settings and edits between them, in order.
         layers: the stack, in order.
-        statistics: figures of the layers over the steps of this session.
+        statistics: figures of the layers over these steps.
         shell_params: weights that are in no layer.
         last: trace of the last finished step.
         progress: the step under way.
         in_core_bytes: device bytes that in-core training of the same batch would need, an estimate; None before the
             first step.
         failure: why the last command failed, until something runs again.
+        refusal: why the last edit was not carried out, until another one is; it changed nothing.
+        tickets: of the commands in `queued`, for `Session.cancel`.
+        journal: what was edited, oldest first.
+        can_undo, can_redo: whether there is an edit to undo, or to do again.
+        branch: the one that is trained now.
+        branches: all of them.
+        elsewhere: by other branch, the steps that it has not in common with this one, after the last common one.
+        touched: keys of the layers that the last edit has made, moved, frozen or thawed.
     """
 
     number: int
@@ -161,6 +179,15 @@ class Snapshot:
     progress: Progress | None
     in_core_bytes: int | None
     failure: Failure | None
+    refusal: Failure | None = None
+    tickets: Sequence[int] = ()
+    journal: Sequence[Entry] = ()
+    can_undo: bool = False
+    can_redo: bool = False
+    branch: str = FIRST
+    branches: Sequence[Branch] = ()
+    elsewhere: Mapping[str, Sequence[StepRow]] = field(default_factory=dict)
+    touched: Collection[str] = ()
 
     @property
     def budget_bytes(self) -> int | None:

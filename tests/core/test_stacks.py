@@ -101,6 +101,7 @@ def test_spans(two: tuple[nn.Module, Resolver]) -> None:
     decoder = find_stacks(model, list(model.decoder.block))[0]
     assert find.span("L007") == (decoder, range(1, 2))
     assert find.span("L007", "L009") == (decoder, range(1, 4))
+    assert find.span(("L007", "L009")) == (decoder, range(1, 4))
     assert find.span(("decoder.block", 1), ("decoder.block", 3)) == (decoder, range(1, 4))
     assert find.span(("decoder.block", slice(1, 4))) == (decoder, range(1, 4))
     assert find.span(("decoder.block", range(1, 4))) == (decoder, range(1, 4))

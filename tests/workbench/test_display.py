@@ -280,7 +280,7 @@ def test_running_a_cell_again_closes_what_it_has_made_before(page: Page, relay: 
     with make_relay() as other:
         second = Workbench(other, make_batches())
         assert first.widget.comm is None and len(_instances) == before
-        first.session._thread.join(20)
+        first.session._worker.join()
         assert first.snapshot().state == "closed" and second.snapshot().state == "idle"
         second.close()
 

@@ -740,7 +740,7 @@ def test_a_workbench_steers_its_session(relay: Relay) -> None:
     assert bench.wait(20).step == 2
     bench.step()
     bench.reconfigure(ahead=2)
-    assert bench.edit(lambda relay: relay.steps, "count").result(20) == 3
+    assert bench.edit(lambda relay: relay.steps, what="count").result(20) == 3
     with held(relay):
         bench.run(5)
         enter(relay)

@@ -15,11 +15,11 @@ from weakref import ref
 
 import pytest
 import torch
-from sessions import WIDTH, Batch, Layer, make_batches, make_relay, mse
+from sessions import WIDTH, Batch, Layer, make_batches, make_relay, mse, train, wait_until
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from l2l_core import Drop, EmulatedDevice, Relay, RelayConfig, TornStep
+from l2l_core import Drop, Edit, EmulatedDevice, Insert, Relay, RelayConfig, TornStep
 from workbench.in_core_bytes import in_core_bytes
 from workbench.session import Session
 from workbench.snapshot import Change, Snapshot, StepRow
@@ -214,7 +214,7 @@ def test_commands_happen_in_the_order_in_which_they_were_given(relay: Relay) -> 
     seen: list[int] = []
     with Session(relay, make_batches()) as session:
         session.step()
-        session.edit(lambda relay: seen.append(relay.steps), "look")
+        session.edit(lambda relay: seen.append(relay.steps), what="look")
         session.step()
         session.edit(lambda relay: seen.append(relay.steps))
         now = session.wait(20)
@@ -230,7 +230,7 @@ def test_the_stack_is_edited_between_steps_and_the_inverse_brings_it_back(relay:
         now = session.wait(20)
         assert [row.key for row in now.layers] == ["L000", "L002", "L003"]
         assert now.num_params == sum(param.numel() for param in relay.model.parameters())
-        assert now.changes[0].what == "Drop(layers=1, park='memory')"
+        assert now.changes[0].what == "− layer 1"
         session.step()
         session.edit(inverse)
         session.step()
@@ -243,7 +243,7 @@ def test_an_edit_returns_its_result_and_its_error(relay: Relay) -> None:
     batches = make_batches()
     with Session(relay, batches) as session:
         assert session.edit(lambda relay: relay.evaluate(batches[0])).result(20) > 0
-        future = session.edit(lambda relay: 1 / 0, "divide")
+        future = session.edit(lambda relay: 1 / 0, what="divide")
         assert isinstance(future.exception(20), ZeroDivisionError)
         now = session.wait(20)
         assert now.state == "failed" and now.failure is not None and now.failure.during == "edit"
@@ -253,6 +253,176 @@ def test_an_edit_returns_its_result_and_its_error(relay: Relay) -> None:
         assert now.state == "idle" and now.failure is None and now.step == 2
     with pytest.raises(TypeError, match="a function of the relay"):
         session.edit("drop layer 3")  # type: ignore[arg-type]
+
+
+def test_edits_undo_and_redo_are_recorded_in_words_and_in_the_journal(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.step()
+        session.edit(Insert(2, init="copy"), Drop("L000"))
+        session.step()
+        session.undo()
+        assert session.redo().result(20).kind == "redo"
+        now = session.wait(20)
+        group = "+ at 2 (copy); − L000"
+        assert now.changes == (Change(1, group), Change(2, f"undo {group}"), Change(2, f"redo {group}"))
+        assert now.journal == relay.journal and [entry.kind for entry in now.journal] == ["edit", "undo", "redo"]
+        assert [row.key for row in now.layers] == ["L001", "L004", "L002", "L003"] and now.touched == {"L004"}
+        assert (now.can_undo, now.can_redo) == (True, False)
+        session.step()
+        now = session.wait(20)
+    assert now.journal[-1].loss_after == now.steps[-1].loss, "the journal follows the steps"
+
+
+class Log:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[StepRow] = []
+        self.changes: list[Change] = []
+
+    def log_step(self, row: StepRow) -> None:
+        self.rows.append(row)
+
+    def log_change(self, change: Change) -> None:
+        self.changes.append(change)
+
+    def close(self) -> None: ...
+
+
+def test_every_branch_has_its_own_past(relay: Relay) -> None:
+    with Session(relay, make_batches(), loggers=[log := Log()]) as session:
+        train(session, 2)
+        session.fork("wide")
+        session.edit(Insert(2))
+        train(session, 2)
+        wide = session.wait(20)
+        assert (wide.branch, wide.step, len(wide.layers)) == ("wide", 4, 5)
+        assert [(row.step, row.branch) for row in wide.steps] == [(1, "main"), (2, "main"), (3, "wide"), (4, "wide")]
+        assert wide.changes == (Change(2, "⑂ wide", "wide"), Change(2, "+ at 2 (identity)", "wide"))
+        assert wide.elsewhere == {}, "main has nothing that is not in the past of its fork"
+        assert [(branch.name, branch.active, branch.steps) for branch in wide.branches] == [
+            ("main", False, 2),
+            ("wide", True, 4),
+        ]
+
+        session.switch("main")
+        now = session.wait(20)
+        assert (now.branch, now.step, len(now.layers), now.journal) == ("main", 2, 4, ())
+        assert now.steps == wide.steps[:2] and now.changes == () and not now.can_undo
+        assert now.statistics.last.tolist() == [1, 2] and wide.statistics.last.tolist() == [1, 2, 3, 4]
+        assert now.elsewhere == {"wide": wide.steps[1:]}, "from the last step that both have"
+        train(session, 1)
+        now = session.wait(20)
+        assert [(row.step, row.branch) for row in now.steps] == [(1, "main"), (2, "main"), (3, "main")]
+        assert now.elsewhere == {"wide": wide.steps[1:]}
+
+        session.switch("wide")
+        train(session, 1)
+        again = session.wait(20)
+        assert [row.step for row in again.steps] == [1, 2, 3, 4, 5] and again.steps[:4] == wide.steps
+        assert again.elsewhere == {"main": now.steps[1:]} and again.can_undo
+        session.discard("main")
+        now = session.wait(20)
+        assert now.elsewhere == {} and [branch.name for branch in now.branches] == ["wide"]
+        assert now.failure is None and now.refusal is None
+    assert [(row.step, row.branch) for row in log.rows] == [
+        (1, "main"), (2, "main"), (3, "wide"), (4, "wide"), (3, "main"), (5, "wide"),
+    ]  # fmt: skip
+    assert Change(4, "switch to wide", "wide") in log.changes
+
+
+def test_a_branch_trains_as_if_the_other_one_had_not_been(relay: Relay) -> None:
+    batch = make_batches()[0]
+    with make_relay() as plain:
+        losses = [plain.step(batch).loss for _ in range(5)]
+        expected = weights_of(plain)
+    with Session(relay, lambda: batch) as session:
+        train(session, 3)
+        session.fork("aside")
+        session.edit(Drop(0))
+        session.reconfigure(micro_batches=3)
+        train(session, 2)
+        session.switch("main")
+        train(session, 2)
+        now = session.wait(20)
+    assert [row.loss for row in now.steps] == losses and now.config.micro_batches == 2
+    assert_equal(weights_of(relay), expected)
+
+
+def test_branches_that_cannot_be_are_refused_and_the_run_goes_on(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.run()
+        for future in (session.fork("main"), session.fork(" "), session.switch("nowhere"), session.discard("main")):
+            assert isinstance(future.exception(20), ValueError)
+        now = session.snapshot()
+        assert now.state == "running" and now.failure is None and now.refusal is not None
+        assert now.branch == "main" and now.changes == ()
+        session.stop()
+
+
+def test_branches_made_by_a_function_have_pasts_too(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        train(session, 2)
+        session.edit(lambda relay: (relay.fork("a"), relay.fork("b")))
+        train(session, 1)
+        session.reconfigure(micro_batches=3)
+        session.edit(lambda relay: relay.switch("a"))
+        session.reconfigure(ahead=2)
+        now = session.wait(20)
+        assert now.failure is None and [change.what for change in now.changes] == ["ahead 1 → 2"]
+        assert now.branch == "a" and [row.branch for row in now.steps] == ["main", "main"]
+        assert list(now.elsewhere) == ["b"]
+
+
+def test_an_edit_that_is_refused_changes_nothing_and_the_run_goes_on(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.run()
+        first = session.edit(Drop("L001"), Drop(slice(None)))
+        assert isinstance(first.exception(20), ValueError)
+        seen = session.snapshot()
+        assert seen.state == "running" and seen.failure is None and seen.changes == ()
+        assert [row.key for row in seen.layers] == ["L000", "L001", "L002", "L003"] and not seen.journal
+        assert seen.refusal is not None and seen.refusal.during == "refused"
+        assert "one must stay" in seen.refusal.message and seen.refusal.after == "Nothing was changed."
+        wait_until(lambda: session.snapshot().step >= seen.step + 2)
+        assert isinstance(session.redo().exception(20), ValueError)
+        assert "nothing to redo" in str(session.snapshot().refusal)
+        session.edit(Drop("L001")).result(20)
+        now = session.snapshot()
+        assert now.refusal is None and now.state == "running"
+        session.stop()
+
+
+def test_an_edit_that_breaks_otherwise_stops_the_run(relay: Relay) -> None:
+    class Breaks(Edit):
+        def carry_out(self, editor: Any, do: Any) -> None:
+            raise OSError("no space left on the disk")
+
+    with Session(relay, make_batches()) as session:
+        session.run()
+        assert isinstance(session.edit(Breaks()).exception(20), OSError)
+        now = session.wait(20)
+    assert now.state == "failed" and now.failure is not None and now.refusal is None
+
+
+def test_a_command_can_be_taken_out_of_the_queue(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.run(2)
+        assert first.entered.wait(20)
+        dropped = session.edit(Drop("L001"))
+        session.reconfigure(micro_batches=3)
+        session.reconfigure(ahead=2)
+        waiting = session.snapshot()
+        assert waiting.queued == ("− L001", "micro_batches 2 → 3", "ahead 1 → 2")
+        assert session.cancel(waiting.tickets[0]) and dropped.cancelled()
+        assert session.cancel(waiting.tickets[1])
+        assert session.snapshot().queued == ("ahead 1 → 2",) and session.snapshot().config.micro_batches == 2
+        first.gate.set()
+        now = session.wait(20)
+        assert not session.cancel(waiting.tickets[2]), "its turn has come"
+    assert len(now.layers) == 4 and (now.config.micro_batches, now.config.ahead) == (2, 2) and now.step == 2
 
 
 def test_settings_act_on_the_next_step(relay: Relay) -> None:
@@ -291,7 +461,7 @@ def test_settings_that_are_as_they_were_are_no_change(relay: Relay) -> None:
 
 def test_a_setting_that_an_edit_makes_is_seen(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
-        session.edit(lambda relay: setattr(relay, "config", RelayConfig(micro_batches=6)), "by hand").result(20)
+        session.edit(lambda relay: setattr(relay, "config", RelayConfig(micro_batches=6)), what="by hand").result(20)
         assert session.snapshot().config.micro_batches == 6
         session.reconfigure(ahead=2)
         session.wait(20)
@@ -318,7 +488,7 @@ def test_a_setting_and_a_change_that_wait_together_do_not_undo_each_other(relay:
     with Session(relay, make_batches()) as session:
         session.step()
         assert first.entered.wait(20)
-        session.edit(lambda relay: setattr(relay, "config", replace(relay.config, stash="host")), "stash by hand")
+        session.edit(lambda relay: setattr(relay, "config", replace(relay.config, stash="host")), what="stash by hand")
         session.reconfigure(micro_batches=3)
         first.gate.set()
         now = session.wait(20)
@@ -330,7 +500,9 @@ def test_a_setting_that_no_longer_fits_is_refused_when_its_turn_comes(relay: Rel
     with Session(relay, make_batches()) as session:
         session.reconfigure(update="deferred")
         session.wait(20)
-        session.edit(lambda relay: go_on.wait(20) and setattr(relay, "config", RelayConfig(update="eager")), "by hand")
+        session.edit(
+            lambda relay: go_on.wait(20) and setattr(relay, "config", RelayConfig(update="eager")), what="by hand"
+        )
         session.reconfigure(max_grad_norm=1.0)
         go_on.set()
         now = session.wait(20)
@@ -346,13 +518,13 @@ def test_what_a_failing_change_has_set_is_seen(relay: Relay) -> None:
         raise RuntimeError("half way")
 
     with Session(relay, make_batches()) as session:
-        session.edit(change, "by hand")
+        session.edit(change, what="by hand")
         assert session.wait(20).config.micro_batches == 6
 
 
 def test_a_link_that_a_change_throttles_is_seen_and_stays(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
-        session.edit(lambda relay: relay.device.throttle(3e6, 3e6), "throttle")
+        session.edit(lambda relay: relay.device.throttle(3e6, 3e6), what="throttle")
         assert session.wait(20).figures["h2d_bytes_per_s"] == 3e6
         session.reconfigure(ahead=2)
         session.wait(20)
@@ -479,7 +651,7 @@ def test_in_core_needs_follow_what_is_trained(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.step()
         whole = session.wait(20)
-        session.edit(freeze, "freeze")
+        session.edit(freeze, what="freeze")
         session.step()
         frozen = session.wait(20)
     assert frozen.in_core_bytes is not None and whole.in_core_bytes is not None
@@ -667,7 +839,7 @@ def test_a_change_that_cannot_be_logged_is_made_and_its_result_arrives(relay: Re
             raise OSError("disk full")
 
     with Session(relay, make_batches(), loggers=[Full()]) as session:
-        assert session.edit(lambda relay: 42, "count").result(20) == 42
+        assert session.edit(lambda relay: 42, what="count").result(20) == 42
         now = session.wait(20)
         assert now.state == "failed" and now.failure is not None and now.failure.during == "logger"
         assert "change" in now.failure.after and now.changes == (Change(0, "count"),)
@@ -717,7 +889,7 @@ def test_closing_waits_for_the_step_and_drops_the_rest(relay: Relay) -> None:
     session = Session(relay, make_batches())
     session.run(5)
     assert first.entered.wait(20)
-    dropped = session.edit(lambda relay: None, "never")
+    dropped = session.edit(lambda relay: None, what="never")
     session.close(wait=False)
     assert dropped.cancelled()
     first.gate.set()

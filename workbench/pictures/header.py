@@ -28,6 +28,7 @@ _FAILED = {
     "batch": "The batch of step {step} could not be had",
     "step": "Step {step} failed",
     "edit": "The change after step {step} failed",
+    "refused": "The edit after step {step} was refused",
     "scheduler": "The learning rate's schedule failed after step {step}",
     "logger": "A logger failed after step {step}",
 }

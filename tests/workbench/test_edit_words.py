@@ -1,0 +1,73 @@
+"""Edits in a few words, from values and from what the journal keeps of them."""
+
+from __future__ import annotations
+
+import pytest
+from sessions import Layer, make_batches, make_relay
+from torch import nn
+
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Replace, Swap, Unfreeze
+from l2l_core.journal import Entry
+from workbench.edit_words import edit_words, entry_words
+
+LINEAR = nn.Linear(2, 2)
+
+WORDS: list[tuple[Edit, str]] = [
+    (Insert(5), "+ at 5 (identity)"),
+    (Insert("L005", like="L004", init="copy"), "+ before L005 like L004 (copy)"),
+    (Insert(("decoder.h", 2), init="fresh"), "+ at decoder.h 2 (fresh)"),
+    (Insert(("", 4)), "+ at 4 (identity)"),
+    (Insert(0, module=LINEAR), "+ Linear at 0"),
+    (Duplicate(), "2 × all layers"),
+    (Duplicate(slice(2, 5), mode="interleaved"), "2 × layers 2–4, interleaved"),
+    (Drop(3), "− layer 3"),
+    (Drop("L003", park=None), "− L003"),
+    (Drop(("L002", "L004")), "− L002–L004"),
+    (Drop(("decoder.h", slice(0, 2))), "− decoder.h 0–1"),
+    (Drop(range(1, 2)), "− layers 1"),
+    (Swap(2, 7), "2 ⇄ 7"),
+    (Swap("L002", "L007"), "L002 ⇄ L007"),
+    (Move("L000", "L003"), "L000 to the place of L003"),
+    (Replace("L003", LINEAR), "L003 becomes Linear"),
+    (Interpolate(1, 2, 0.25), "1 ← 25 % 2"),
+    (Freeze(slice(None, 2)), "freeze layers 0–1"),
+    (Unfreeze(slice(2, None)), "unfreeze layers 2–end"),
+]
+
+
+@pytest.mark.parametrize(("edit", "words"), WORDS, ids=[words for _, words in WORDS])
+def test_an_edit_is_said_in_a_few_words_also_as_it_was_printed(edit: Edit, words: str) -> None:
+    assert edit_words(edit) == words
+    assert from_print(edit) == words
+
+
+def from_print(edit: Edit) -> str:
+    """As the journal has it."""
+    entry = Entry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0, None)
+    return entry_words(entry, [entry])
+
+
+def test_an_edit_of_ones_own_is_said_as_it_prints_itself() -> None:
+    class Odd(Edit):
+        def __repr__(self) -> str:
+            return "Odd(1)"
+
+        def carry_out(self, editor: object, do: object) -> None: ...
+
+    assert edit_words(Odd()) == "Odd(1)"
+    assert from_print(Odd()) == "Odd(1)"
+
+
+def test_the_journal_reads_well_also_with_undo_groups_and_modules_that_print_lines() -> None:
+    with make_relay() as relay:
+        relay.step(make_batches()[0])
+        relay.apply(Insert(2), Drop("L000"))
+        back = relay.apply(Replace("L001", nn.Sequential(Layer(), nn.Identity())))
+        relay.undo(), relay.undo(), relay.redo()
+        relay.apply(Freeze(0))
+        journal = relay.journal
+        assert edit_words(back).startswith("back from ")
+    words = [entry_words(entry, journal) for entry in journal]
+    assert words[0] == "+ at 2 (identity); − L000"
+    assert words[2].startswith("undo Replace(") or words[2] == "undo L001 becomes Sequential"
+    assert words[3:] == ["undo + at 2 (identity); − L000", "redo + at 2 (identity); − L000", "freeze layer 0"]

@@ -1,0 +1,157 @@
+"""A thread that does commands one after another, in the order in which they were given. It knows neither relay nor widgets.
+
+commands ──► queue ──► thread: what is due of itself, or else the first command, one at a time
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class Command:
+    """Something to do on the thread.
+
+    Attributes:
+        what: in a few words.
+        action: does it; its value becomes that of `future`.
+        settings: that it will make.
+        is_whole: it does all of what it should, or nothing and says so by a ValueError or TypeError.
+        ticket: its number, by which it can be taken out of the queue.
+    """
+
+    what: str
+    action: Callable[[], Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_whole: bool = False
+    future: Future[Any] = field(default_factory=Future)
+    ticket: int = field(default_factory=count().__next__)
+
+
+class Worker:
+    """The queue and the thread.
+
+    Invariant: one thing is done at a time; what is in here, and what its owner shows of itself, is read and written under
+    `changed`, and `number` has grown whenever it is different.
+
+    Args:
+        due: what to do before the next command, None if nothing; called under the lock.
+        fail: gets a command and its error, before the command's future does; called under the lock.
+    """
+
+    def __init__(self, due: Callable[[], Command | None], fail: Callable[[Command, BaseException], None]) -> None:
+        self.changed = threading.Condition()
+        self.queue: deque[Command] = deque()
+        self.number = 0
+        self.is_closing = False
+        self._at_work = False
+        self._due, self._fail = due, fail
+        self._thread: threading.Thread | None = None
+
+    def start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Begin; on the thread, `before` is called first and `after` last."""
+        self._thread = threading.Thread(target=self._work, args=(before, after), name="session", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being done or waits."""
+        return self._at_work or bool(self.queue)
+
+    def submit(self, command: Command) -> Future[Any]:
+        """Put a command at the end of the queue.
+
+        Raises:
+            RuntimeError: it takes no more.
+        """
+        with self.changed:
+            if self.is_closing:
+                raise RuntimeError("this session is closed: make a new one on the relay")
+            self.queue.append(command)
+            self.touch()
+        return command.future
+
+    def cancel(self, ticket: int) -> bool:
+        """Take a command out of the queue; False if its turn has come already."""
+        with self.changed:
+            command = next((command for command in self.queue if command.ticket == ticket), None)
+            if command is None:
+                return False
+            self.queue.remove(command)
+            self.touch()
+        return command.future.cancel()
+
+    def touch(self) -> None:
+        """Something is different now."""
+        with self.changed:
+            self.number += 1
+            self.changed.notify_all()
+
+    def close(self, wait: bool) -> None:
+        """Let what is being done end, drop what is queued, end the thread."""
+        with self.changed:
+            self.is_closing = True
+            dropped = list(self.queue)
+            self.queue.clear()
+            self.touch()
+        for command in dropped:
+            command.future.cancel()
+        if wait:
+            self.join()
+
+    def join(self) -> None:
+        """Wait for the end of the thread, unless it is this one."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def do(self, command: Command) -> None:
+        """Do it now, on this thread."""
+        if not command.future.set_running_or_notify_cancel():
+            self._rest()
+            return
+        try:
+            value = command.action()
+        except BaseException as error:
+            with self.changed:
+                self._rest()
+                self._fail(command, error)
+            command.future.set_exception(error)
+            del command  # the error knows this frame
+            return
+        self._rest()
+        command.future.set_result(value)
+
+    def _rest(self) -> None:
+        with self.changed:
+            self._at_work = False
+            self.touch()
+
+    def _work(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        before()
+        del before
+        while (command := self._next()) is not None:
+            self.do(command)
+            del command  # its error knows the frames of the step, and these all tensors
+        after()
+
+    def _next(self) -> Command | None:
+        """What to do next; None at the end."""
+        with self.changed:
+            due: Command | None = None
+
+            def there_is() -> bool:
+                nonlocal due
+                due = None if self.is_closing else self._due()
+                return self.is_closing or due is not None or bool(self.queue)
+
+            self.changed.wait_for(there_is)
+            if self.is_closing:
+                return None
+            self._at_work = True
+            return due or self.queue.popleft()
