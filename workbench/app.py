@@ -15,6 +15,7 @@ from workbench.batches import BatchSource
 from workbench.loggers import Logger
 from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
+from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
 from workbench.panels.header import HeaderPanel
 from workbench.panels.heat import HeatPanel
@@ -32,7 +33,7 @@ from workbench.snapshot import Snapshot
 class Workbench:
     """See a relay train, and steer it.
 
-    ``Workbench(relay, batches)`` at the end of a cell shows header, relay picture, timeline, memory, loss, layers and
+    ``Workbench(relay, batches)`` at the end of a cell shows header, relay picture, timeline, memory, loss, edits, layers and
     their figures over the steps.
     Running the cell again replaces it; another workbench on the same relay takes it over. Training goes on in a thread of
     its own, so cells stay free.
@@ -59,6 +60,7 @@ class Workbench:
             TimelinePanel,
             MemoryPanel,
             LossPanel,
+            EditsPanel,
             LayersPanel,
             HeatPanel,
             ExplorePanel,

@@ -103,6 +103,23 @@ def test_very_many_changes_stay_a_small_picture() -> None:
     assert len(svg) < LIMIT and svg.count("<circle") <= 201
 
 
+def test_other_branches_are_lines_with_names() -> None:
+    own, other = steps([3.0, 2.0, 1.5]), steps([2.0, 9.0, 0.5, 0.25], first=2)
+    alone = draw_loss(own, branch="main", others={})
+    svg = draw_loss(own, branch="main", others={"<wide>": other, "empty": []})
+    assert "training" in alone and "main" not in alone
+    assert "&lt;wide&gt;" in svg and ">main<" in svg and "training" not in svg
+    assert svg.count('stroke-dasharray="6 3"') == 1
+    assert "Branch &lt;wide&gt;: 0.25 at step 5." in svg
+    (line,) = re.findall(r'<path d="(M[^"]+)"[^>]+stroke-dasharray="6 3"', svg)
+    assert len(heights(line)) == 4 and min(heights(line)) >= TOP, "the axis reaches as far as the other branch"
+
+
+def test_very_many_branches_stay_a_small_picture() -> None:
+    others = {f"branch {i}": steps([float(i % 7)] * 5000) for i in range(50)}
+    assert len(draw_loss(steps([1.0] * 5000), others=others)) < LIMIT
+
+
 def test_levels_and_held_out_points_are_named() -> None:
     svg = draw_loss(
         steps([5.0, 4.0]), title="a < b & c", held_out=[(2, 4.5)], levels=[("goal & more", 3.0)], unit="nats"

@@ -17,6 +17,7 @@ from sessions import Batch, enter, held, make_batches, make_relay, threads_named
 from l2l_core import Device, Drop, EmulatedDevice, Freeze, Relay, RelayConfig
 from workbench.app import Workbench
 from workbench.panels.display import WIDGET
+from workbench.panels.edits import EditsPanel
 from workbench.panels.header import HeaderPanel
 from workbench.panels.heat import HeatPanel
 from workbench.panels.layers import LayersPanel
@@ -31,7 +32,16 @@ from workbench.pictures.moments import Moments
 from workbench.session import Session
 from workbench.snapshot import Snapshot
 
-KINDS: Sequence[type[Panel]] = (HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel, LayersPanel, HeatPanel)
+KINDS: Sequence[type[Panel]] = (
+    HeaderPanel,
+    RelayPanel,
+    TimelinePanel,
+    MemoryPanel,
+    LossPanel,
+    EditsPanel,
+    LayersPanel,
+    HeatPanel,
+)
 
 
 @pytest.fixture
@@ -653,7 +663,7 @@ def test_a_panel_stands_alone(session: Session, kind: type[Panel], capsys: pytes
     shown(panel)
     assert "could not be drawn" not in html_of(panel)
     bundle = panel._repr_mimebundle_()
-    pictures = {"image/svg+xml"} if kind is not LayersPanel else set()
+    pictures = {"image/svg+xml"} if kind not in (LayersPanel, EditsPanel) else set()
     assert set(bundle) == {WIDGET, "text/html", "text/plain"} | pictures
     assert bundle["text/plain"].strip() and bundle["text/html"].count("<svg") == len(pictures)
     panel.close()

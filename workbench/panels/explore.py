@@ -12,7 +12,7 @@ from l2l_core import Trace
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures.figures import loss_figure, memory_figure, timeline_figure
 from workbench.pictures.picture import Picture
-from workbench.snapshot import Snapshot
+from workbench.snapshot import Snapshot, StepRow
 
 Make = Callable[[Snapshot], go.Figure]
 
@@ -20,7 +20,7 @@ FIGURES: dict[str, Make] = {
     "timeline": lambda now: timeline_figure(_last(now)),
     "memory of the device": lambda now: memory_figure(_last(now), "device", now.budget_bytes, now.in_core_bytes),
     "memory of the host": lambda now: memory_figure(_last(now), "host"),
-    "loss": lambda now: loss_figure({now.model: now.steps}, now.changes),
+    "loss": lambda now: loss_figure(_runs(now), now.changes),
 }
 _NOTHING = "nothing"
 
@@ -70,6 +70,11 @@ class ExplorePanel(Panel):
         except Exception as error:
             message = f"The figure could not be made: {error!r}"
             return (ipywidgets.HTML(failure_html(message, traceback.format_exc())),)
+
+
+def _runs(now: Snapshot) -> dict[str, Sequence[StepRow]]:
+    """Losses by name: of the model, or by branch where there are several."""
+    return {now.branch: now.steps, **now.elsewhere} if now.elsewhere else {now.model: now.steps}
 
 
 def _last(now: Snapshot) -> Trace:

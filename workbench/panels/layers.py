@@ -24,7 +24,7 @@ class LayersPanel(Panel):
     def draw(self, now: Snapshot) -> None:
         if now.layers is not self._drawn:  # new rows come with a step or an edit
             self._drawn = now.layers
-            self._table.value = draw_layers(now.layers)
+            self._table.value = draw_layers(now.layers, changed=now.touched)
 
     def still(self, now: Snapshot) -> Sequence[Table]:
         return [layers_table(now.layers)]

@@ -1,6 +1,6 @@
 """The style sheet of the panels, in the colours of JupyterLab's theme."""
 
-from workbench.pictures import layers, page
+from workbench.pictures import edits, journal, layers, page
 from workbench.pictures.theme import VERMILION
 
 _PANELS = """
@@ -33,6 +33,17 @@ outline-offset:1px}
 .l2l-behind .widget-toggle-button{background:none;box-shadow:none;font-size:12px;height:22px;line-height:22px;
 padding:0 4px;opacity:.75;color:inherit}
 .l2l-behind .widget-toggle-button:hover{opacity:1;box-shadow:none}
+.l2l-form{gap:18px;overflow:visible}
+.l2l-questions{flex:1 1 0;min-width:0;flex-flow:row wrap;gap:4px 12px;align-content:flex-start;overflow:visible;padding-top:4px}
+.l2l-questions>*{flex:0 0 auto;margin-left:0}
+.l2l-edits .l2l-outlook{min-height:44px}
+.l2l-edits .l2l-journal{margin-top:8px}
+.l2l-branches{gap:18px;margin-top:6px;border-top:1px solid var(--jp-border-color2,#8884);padding-top:6px;overflow:visible}
+.l2l-fork{flex:0 0 auto;overflow:visible}
+.l2l-branches>.widget-html{flex:1 1 0;min-width:0;height:74px;overflow:auto}
+.l2l-list{flex:0 0 216px;overflow:visible}
+.l2l-list select{font-size:12px}
+.l2l-caption{font-size:12px;opacity:.75}
 .l2l-failure{border:1px solid;border-color:@RED;border-left-width:6px;border-radius:4px;padding:8px 12px;font-size:13px}
 .l2l-failure pre{white-space:pre-wrap;font-size:12px;line-height:1.35;margin:4px 0;max-height:320px;overflow:auto}
 .l2l-failure p{margin:4px 0}
@@ -41,4 +52,4 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-layers-box .l2l-layers{max-height:none;overflow:visible}
 """
 
-STYLE = (page.STYLE + layers.STYLE + _PANELS).replace("\n", "").replace("@RED", VERMILION)
+STYLE = (page.STYLE + layers.STYLE + journal.STYLE + edits.STYLE + _PANELS).replace("\n", "").replace("@RED", VERMILION)

@@ -7,7 +7,7 @@ is lost; with more than a hundred steps a moving mean runs over the faint values
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -20,6 +20,7 @@ from workbench.pictures.scale import Scale, format_seconds, ticks
 from workbench.pictures.steps import (
     APART,
     LEFT,
+    LETTER,
     RIGHT,
     WIDTH,
     change_lines,
@@ -30,13 +31,16 @@ from workbench.pictures.steps import (
     steps_scale,
 )
 from workbench.pictures.svg import document, group, path, rect, text
-from workbench.pictures.theme import BLUE, VERMILION
+from workbench.pictures.theme import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from workbench.snapshot import Change, StepRow
 
 HEIGHT, TOP, BOTTOM = 336, 66, 288
 LABEL_ROWS = (36.0, 47.5, 59.0)  # px, baselines of the names of changes
 SMOOTH_FROM = 101  # steps
 MOST_POINTS = 200  # held out
+OTHERS = ((ORANGE, "6 3"), (GREEN, "2 3"), (PURPLE, "8 3 2 3"), (SKY, "4 2"))  # colour and dashes, in turn
+MOST_OTHERS, OTHER_POINTS = 8, 250
+NAMES_APART = 13.0  # px, between names of branches one above the other
 
 Point = tuple[float, float]  # step, loss
 Floats = NDArray[np.float64]
@@ -60,6 +64,8 @@ def draw_loss(
     held_out: Sequence[Point] = (),
     levels: Sequence[tuple[str, float]] = (),
     unit: str = "",
+    branch: str = "",
+    others: Mapping[str, Sequence[Lossy]] | None = None,
 ) -> str:
     """An SVG of the loss over steps.
 
@@ -70,25 +76,30 @@ def draw_loss(
         held_out: steps and losses, drawn as points.
         levels: names and losses, drawn as dashed lines.
         unit: of the loss.
+        branch: name of the branch that `steps` led to, said where there are others.
+        others: by other branch, its steps since it parted: thin, dashed lines with names; at most eight.
     """
     curve = _Curve.of(steps)
+    aside = {name: _Curve.of(rows) for name, rows in list((others or {}).items())[:MOST_OTHERS]}
     points = [(step, loss) for step, loss in held_out if math.isfinite(loss)]
-    losses = [*curve.range(), *(loss for _, loss in points), *(level for _, level in levels)]
-    x, (y, marks) = _steps_scale(curve, points, changes), _loss_scale(losses)
+    ends = [end for one in (curve, *aside.values()) for end in one.range()]
+    losses = [*ends, *(loss for _, loss in points), *(level for _, level in levels)]
+    x, (y, marks) = _steps_scale([curve, *aside.values()], points, changes), _loss_scale(losses)
     parts = [
         text(LEFT, 20, title, style="strong") if title else "",
         *_axes(x, y, marks, f"loss ({unit})" if unit else "loss", named=bool(losses)),
         *_changes(changes, x),
         *(_level(y, name, level) for name, level in levels),
+        *_draw_others(aside, x, y),
         *_draw_curve(curve, x, y),
         *(_dot(x(step), y(loss)) for step, loss in _thinned(points)),
         *_crosses(curve.broken, x),
-        *_legend(curve, bool(points)),
+        *_legend(curve, bool(points), branch if aside and branch else "training"),
         *_last(curve, x, y),
     ]
     if not len(curve.step) and not len(curve.broken):
         parts.append(text((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2, "no step yet", style="dim", anchor="middle"))
-    return document(WIDTH, HEIGHT, title or "Loss", _describe(curve, points, levels, changes), parts)
+    return document(WIDTH, HEIGHT, title or "Loss", _describe(curve, aside, points, levels, changes), parts)
 
 
 def loss_table(steps: Sequence[StepRow], changes: Sequence[Change] = ()) -> Table:
@@ -137,9 +148,8 @@ class _Curve(NamedTuple):
 # Scales --------------------------------------------------------------------------------------------------------------
 
 
-def _steps_scale(curve: _Curve, points: Sequence[Point], changes: Sequence[Change]) -> Scale:
-    seen = [*curve.step[[0, -1]]] if len(curve.step) else []
-    seen += [*curve.broken[[0, -1]]] if len(curve.broken) else []
+def _steps_scale(curves: Sequence[_Curve], points: Sequence[Point], changes: Sequence[Change]) -> Scale:
+    seen = [end for curve in curves for steps in (curve.step, curve.broken) if len(steps) for end in steps[[0, -1]]]
     seen += [step for step, _ in points]
     return steps_scale(seen, changes)
 
@@ -193,6 +203,27 @@ def _draw_curve(curve: _Curve, x: Scale, y: Scale) -> Iterator[str]:
     yield f'<path d="{d}" fill="none" stroke="{BLUE}" stroke-width="2.2" stroke-linejoin="round"/>'
 
 
+def _draw_others(aside: Mapping[str, _Curve], x: Scale, y: Scale) -> Iterator[str]:
+    """Other branches, each with its name at its end, and names apart from each other."""
+    named: list[tuple[float, float]] = []
+    for i, (name, curve) in enumerate(aside.items()):
+        if not len(curve.step):
+            continue
+        colour, dashes = OTHERS[i % len(OTHERS)]
+        chosen = np.linspace(0, len(curve.step) - 1, min(len(curve.step), OTHER_POINTS)).astype(np.int64)
+        losses = curve.smooth() if curve.window else curve.loss
+        xs, ys = [x(step) for step in curve.step[chosen].tolist()], [y(loss) for loss in losses[chosen].tolist()]
+        yield f'<path d="{_line(xs, ys)}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-dasharray="{dashes}"/>'
+        words = cut_short(name, 24)
+        anchor, at = ("end", xs[-1]) if xs[-1] > RIGHT - LETTER * len(words) - 8 else ("start", xs[-1] + 5)
+        over = ys[-1] - 7 if anchor == "end" else ys[-1] + 4
+        while any(abs(at - left) < 160 and abs(over - other) < NAMES_APART for left, other in named):
+            over += NAMES_APART
+        named.append((at, over))
+        yield rect(xs[-1] - 2.5, ys[-1] - 2.5, 5, 5, fill=colour, r=2.5)
+        yield _seamed(text(at, over, words, style="small", anchor=anchor))
+
+
 def _line(xs: Sequence[float], ys: Sequence[float]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in zip(xs, ys, strict=True))
 
@@ -229,9 +260,9 @@ def _level(y: Scale, name: str, level: float) -> str:
     return line + _seamed(text(RIGHT - 6, y(level) - 6, f"{name}: {level:.2f}", anchor="end"))
 
 
-def _legend(curve: _Curve, points: bool) -> Iterator[str]:
+def _legend(curve: _Curve, points: bool, name: str) -> Iterator[str]:
     faint = ' stroke-opacity=".38"' if curve.window else ""
-    entries = [("training", f'<path d="M0 -4h22" stroke="{BLUE}" stroke-width="2"{faint}/>')]
+    entries = [(cut_short(name, 24), f'<path d="M0 -4h22" stroke="{BLUE}" stroke-width="2"{faint}/>')]
     if curve.window:
         entries.append((f"mean of {curve.window}", f'<path d="M0 -4h22" stroke="{BLUE}" stroke-width="2.2"/>'))
     if points:
@@ -260,7 +291,11 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _describe(
-    curve: _Curve, points: Sequence[Point], levels: Sequence[tuple[str, float]], changes: Sequence[Change]
+    curve: _Curve,
+    aside: Mapping[str, _Curve],
+    points: Sequence[Point],
+    levels: Sequence[tuple[str, float]],
+    changes: Sequence[Change],
 ) -> str:
     train = list(zip(curve.step[[0, -1]], curve.loss[[0, -1]], strict=True)) if len(curve.step) else []
     said = [
@@ -269,6 +304,11 @@ def _describe(
         if line
     ]
     said += [f"Not finite in {len(curve.broken)} steps, the first is {curve.broken[0]:g}."] if len(curve.broken) else []
+    said += [
+        f"Branch {name}: {other.loss[-1]:.4g} at step {other.step[-1]:g}."
+        for name, other in aside.items()
+        if len(other.step)
+    ]
     said += [f"{name}: {level:.2f}." for name, level in levels]
     said += [f"After step {change.step}: {change.what}." for change in changes[:20]]
     return " ".join(said) or "No step yet."

@@ -1,0 +1,64 @@
+"""What the form of edits makes of its answers; what it foretells is what then happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sessions import make_batches, make_relay
+
+from l2l_core import Drop, Duplicate, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
+from workbench.edit_form import END, PREVIOUS, QUESTIONS, foresee, make_edit
+from workbench.rows import layer_rows
+
+NEW = {"optimizer": "fresh", "factor": 0.5, "warmup": 3}
+MADE: list[tuple[str, dict[str, Any], Any]] = [
+    ("Insert", {"at": "L002", "like": PREVIOUS, "init": "identity", **NEW}, Insert("L002", warmup=3)),
+    ("Insert", {"at": END, "like": "L000", "init": "copy", **NEW, "optimizer": "scaled"},
+     Insert(("", 4), like="L000", init="copy", optimizer=0.5, warmup=3)),
+    ("Insert", {"at": "L000", "like": PREVIOUS, "init": "fresh", **NEW}, Insert("L000", init="fresh", warmup=3)),
+    ("Duplicate", {"first": "L001", "last": "L002", "mode": "top", **NEW, "optimizer": "copy"},
+     Duplicate(("L001", "L002"), "top", "copy", 3)),
+    ("Drop", {"first": "L001", "last": "L001", "park": "disk"}, Drop("L001", "disk")),
+    ("Drop", {"first": "L001", "last": "L003", "park": "free"}, Drop(("L001", "L003"), None)),
+    ("Swap", {"layer": "L000", "other": "L003"}, Swap("L000", "L003")),
+    ("Move", {"layer": "L000", "to": "L003"}, Move("L000", "L003")),
+    ("Interpolate", {"layer": "L000", "other": "L003", "weight": 0.25}, Interpolate("L000", "L003", 0.25)),
+    ("Freeze", {"first": "L000", "last": "L003"}, Freeze(("L000", "L003"))),
+    ("Unfreeze", {"first": "L000", "last": "L000"}, Unfreeze("L000")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "answers", "edit"), MADE, ids=[f"{i} {made[0]}" for i, made in enumerate(MADE)])
+def test_an_edit_does_what_was_foretold(kind: str, answers: dict[str, Any], edit: Any) -> None:
+    assert set(answers) == set(QUESTIONS[kind])
+    with make_relay() as relay:
+        relay.step(make_batches()[0])
+        before = layer_rows(relay)
+        made = make_edit(kind, answers, before)
+        assert made == edit
+        outlook = foresee(made, before)
+        relay.apply(made)
+        after = layer_rows(relay)
+        entry = relay.journal[-1]
+    assert outlook.layers == len(after) - len(before)
+    assert (
+        outlook.params == sum(row.num_params for row in after) - sum(row.num_params for row in before) == entry.params
+    )
+    assert outlook.nbytes == sum(row.nbytes for row in after) - sum(row.nbytes for row in before)
+    assert (outlook.keeps_function, outlook.optimizer) == (entry.preserves_function, entry.optimizer)
+    assert outlook.does.endswith(".") and all(outlook.facts(before))
+
+
+def test_facts_name_what_changes() -> None:
+    with make_relay() as relay:
+        rows = layer_rows(relay)
+        drop = foresee(Drop(("L001", "L002")), rows).facts(rows)
+        swap = foresee(Swap("L001", "L002"), rows).facts(rows)
+    assert drop[:3] == ("≠ computes something else", "4 → 2 layers", "288 → 144 weights")
+    assert swap[1] == "4 layers"
+
+
+def test_replace_needs_code() -> None:
+    with make_relay() as relay, pytest.raises(ValueError, match=r"Replace\('L003', YourLayer\(\)\)"):
+        make_edit("Replace", {}, layer_rows(relay))

@@ -1,0 +1,41 @@
+"""Choices that follow a list which changes now and then, while a person may have them open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import ipywidgets
+
+
+def offer(choice: Any, options: Iterable[tuple[str, Any]]) -> None:
+    """Let a dropdown or a list offer these pairs of words and values, without repetition.
+
+    Nothing is sent if they are the same. What was chosen stays chosen if it is still there; otherwise the choice stays at
+    its place.
+    """
+    pairs = tuple(dict.fromkeys(options))
+    if tuple(choice.options) == pairs:
+        return
+    old, at = choice.value, choice.index or 0
+    with choice.hold_sync():  # one message, so that the page never shows another choice in between
+        choice.options = pairs
+        if old in [value for _, value in pairs]:
+            choice.value = old
+        elif pairs:
+            choice.index = min(at, len(pairs) - 1)
+
+
+def make_dropdown(words: str, options: Iterable[Any], width: str) -> ipywidgets.Dropdown:
+    """With its words before it."""
+    return ipywidgets.Dropdown(options=list(options), description=words, **sized(width))
+
+
+def make_list(rows: int) -> ipywidgets.Select:
+    """A list of fixed height, of which one line is chosen."""
+    return ipywidgets.Select(options=[], rows=rows, layout={"width": "auto"})
+
+
+def sized(width: str) -> dict[str, Any]:
+    """Layout of a control with its words before it: as wide as this in all."""
+    return {"layout": {"width": width}, "style": {"description_width": "initial"}}

@@ -1,0 +1,27 @@
+"""Branches as a small table: where each stands, and what it costs to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from l2l_core.branches import Branch
+from l2l_core.memory import format_bytes
+from workbench.pictures.picture import Table
+
+_HEADER = ("branch", "", "step", "layers", "loss", "host bytes")
+
+
+def branches_table(branches: Sequence[Branch]) -> Table:
+    """One line per branch; bytes are those that a branch holds beside the present state."""
+    rows = [
+        (
+            branch.name,
+            "● present" if branch.active else "",
+            str(branch.steps),
+            str(branch.layers),
+            "–" if branch.loss is None else f"{branch.loss:.4g}",
+            "–" if branch.active else format_bytes(branch.nbytes),
+        )
+        for branch in branches
+    ]
+    return Table("Branches", _HEADER, rows)

@@ -1,0 +1,17 @@
+"""What the panel of edits says beside its controls, in HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+STYLE = """
+.l2l-outlook p{margin:0;font-size:13px;line-height:1.5;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+.l2l-outlook p+p{font-size:12px;opacity:.75;font-variant-numeric:tabular-nums}
+.l2l-heading{font-size:13px;font-weight:600;border-bottom:1px solid var(--jp-border-color2,#8884);padding:2px 0}
+""".replace("\n", "")
+
+
+def outlook_html(does: str, facts: Sequence[str]) -> str:
+    """Two lines, the second of which may be empty: what an edit would do, and what that means in figures."""
+    return f'<p title="{escape(does)}">{escape(does)}</p><p>{" · ".join(map(escape, facts)) or "&nbsp;"}</p>'
