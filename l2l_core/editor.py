@@ -15,8 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+<<<<<<< HEAD
 from l2l_core.change import Held
 from l2l_core.identity import IdentityPlan, apply_plan, capture_samples, plan_identity, sample_behind
+=======
+from l2l_core.change import Change, Held
+from l2l_core.identity import IdentityPlan, Sample, apply_plan, capture_samples, plan_identity, sample_behind
+from l2l_core.likeness import anatomy
+>>>>>>> 5a9c9ed (Identity layers are found without running the whole stack; a benchmark of edits)
 from l2l_core.memory import Ledger
 from l2l_core.parked import Parked
 from l2l_core.rearrange import rearrange
@@ -71,7 +77,10 @@ class Editor:
         self._parked: dict[Unit, Parked] = {}
         self._sides_parked: dict[Block, Side] = {}
         self._booked: dict[Unit, int] = {}  # bytes of parked layers
+        self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer
         self.stacks = find_stacks(model, [unit.module for unit in layers])  # as they are now
+        for unit in layers:
+            anatomy(unit.module)  # now rather than when the first edit has to wait for it
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -167,24 +176,44 @@ class Editor:
         if self.call is None:
             raise ValueError("init='identity' is found by running layers: make a step first, or use init='copy'")
         layers = stack.layers
-        behind = at == len(layers)
-        wanted = [layers[at - behind], *layers[at - 1 : at]]
-        samples = capture_samples(self.model, self.call, list(dict.fromkeys(wanted)))
-        sample = samples[wanted[0]]
-        if behind:
-            sample = sample_behind(layers[-1], sample)
-        return plan_identity(module, sample, layers[at - 1] if at else None, samples[layers[at - 1]] if at else None)
+        wanted = list(dict.fromkeys(layers[max(0, at - 1) : at + 1]))
+        try:
+            plan = self._plan_from(self._capture_nearby(stack, wanted), module, layers, at)
+        except Exception:  # of the model's own code too, which may need what is left out
+            plan = None
+        if plan is None or plan.handed_over:  # how exact it is depends on what the layers before make
+            plan = self._plan_from(capture_samples(self.model, self.call, wanted), module, layers, at)
+        return plan
+
+    def _capture_nearby(self, stack: Stack, wanted: Sequence[nn.Module]) -> dict[nn.Module, Sample]:
+        """What layers are called with in the model as it would be without most of the others, which takes less time."""
+        kept = [layer for i, layer in enumerate(stack.layers) if i == 0 or layer in wanted]
+        put_back = rearrange(self.model, stack, kept, trust=True)
+        try:
+            return capture_samples(self.model, self.call, wanted)  # type: ignore[arg-type] - the caller has looked
+        finally:
+            put_back()
+
+    def _plan_from(
+        self, samples: Mapping[nn.Module, Sample], module: nn.Module, layers: Sequence[nn.Module], at: int
+    ) -> IdentityPlan:
+        before = layers[at - 1] if at else None
+        sample = samples[layers[at]] if at < len(layers) else sample_behind(layers[-1], samples[layers[-1]])
+        kind = id(anatomy(module).features)  # the same object for layers built alike
+        plan = plan_identity(module, sample, before, None if before is None else samples[before], self._plans.get(kind))
+        self._plans[kind] = plan
+        return plan
 
     def make_identity(self, unit: Unit, plan: IdentityPlan, preceding: Unit) -> dict[nn.Parameter, Held]:
         """Make a new, parked layer the identity; what its predecessor has to be left with."""
         apply_plan(replace(plan, handed_over=()), unit.module)
-        new, theirs = dict(unit.module.named_parameters()), dict(preceding.module.named_parameters())
         states, left = self.states_of(preceding), {}
         sides = [(m, side) for block, side in self._parked[unit].sides.items() for m in side.masters]
         master_of = dict(zip(unit.params, sides, strict=True))
         with torch.no_grad():
             for item in plan.handed_over:
-                source, target = theirs[item.preceding], new[item.new]
+                source = preceding.module.get_parameter(item.preceding)
+                target = unit.module.get_parameter(item.new)
                 target.copy_(source.view_as(target))
                 master, side = master_of[target]
                 if source in states:

@@ -50,9 +50,10 @@ _BUILT_AT_MOST = 64
 
 def anatomy(layer: nn.Module) -> Anatomy:
     """The layer's anatomy, as it was when first asked for."""
-    if layer not in _known:
-        _known[layer] = _look(layer)
-    return _known[layer]
+    found = _known.get(layer)
+    if found is None:
+        found = _known[layer] = _look(layer)
+    return found
 
 
 def kind_of(layer: nn.Module) -> str:

@@ -458,12 +458,12 @@ class LayerStore:
         masters = (
             p for unit in stack for block in unit.blocks if not block.shared for p in self._masters[block].params
         )
-        rank = {master: index for index, master in enumerate(masters)}
+        rank = {id(master): index for index, master in enumerate(masters)}  # a tensor's own hash takes long
         for group in self.optimizer.param_groups:
-            first = next((i for i, param in enumerate(group["params"]) if param in rank), None)
+            first = next((i for i, param in enumerate(group["params"]) if id(param) in rank), None)
             if first is not None:
-                before, after = group["params"][:first], [p for p in group["params"][first:] if p not in rank]
-                inside = sorted((p for p in group["params"] if p in rank), key=rank.__getitem__)
+                before, after = group["params"][:first], [p for p in group["params"][first:] if id(p) not in rank]
+                inside = sorted((p for p in group["params"] if id(p) in rank), key=lambda p: rank[id(p)])
                 group["params"] = [*before, *inside, *after]
         self._order = {}
 

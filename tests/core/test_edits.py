@@ -532,3 +532,39 @@ def test_an_identity_layer_does_not_move_the_loss(family: str) -> None:
         relay.step(batch)
         relay.step(batch)
         assert all(unit.stats["update_ratio"] > 0 for unit in relay.stack), "the new layers learn"
+
+
+def test_what_an_identity_layer_is_called_with_is_found_without_running_the_whole_stack() -> None:
+    with make_relay(make_gpt(8)) as relay:
+        relay.step(make_batch())
+        config, ran = relay.model.config, []
+        hooks = [unit.module.register_forward_hook(lambda m, *_: ran.append(m)) for unit in relay.stack]
+        relay._editor.plan_identity(copy.deepcopy(relay.stack[5].module), relay._editor.stacks[0], 6)
+        assert len(ran) <= 3 and relay.model.config is config and len(relay.model.transformer.h) == 8
+        for hook in hooks:
+            hook.remove()
+        loss = relay.evaluate(make_batch(1))
+        for at in (6, 0, 10, 3):
+            relay.apply(Insert(at=at))
+            assert relay.evaluate(make_batch(1)) == pytest.approx(loss, abs=1e-6)
+        assert relay.verify(make_batch()).equal
+
+
+def test_a_layer_that_cannot_be_the_identity_is_refused_whatever_is_known_of_others_built_alike() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.shift = nn.Linear(8, 8), 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x) + self.shift
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(5)))
+    with Relay(model, partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), list(model), lambda y, b: y.mean()) as relay:
+        relay.step((torch.randn(4, 8),))
+        relay.apply(Insert(at=3))
+        model[4].shift = 0.5  # looked at before, so nothing but running it shows the difference
+        with pytest.raises(ValueError, match="cannot make a Block the identity"):
+            relay.apply(Insert(at=5))
+        assert len(relay.stack) == 6
