@@ -57,7 +57,8 @@ class Insert(Edit):
 
     Args:
         at: where; the number of layers is a position too.
-        module: the new layer; default one that is made like another.
+        module: the new layer; default one that is made like another. When the whole group of edits is done, the model is run
+            with it on rows of the last batch, and the group is refused if that fails; before the first step it cannot be.
         like: the layer that it is made like, default the one before `at` (at 0, the first). It also decides the groups of
             the optimizer, and the state that may be inherited.
         init: "identity" leaves the function as it is; "copy" has the weights of `like`; "fresh" is initialised as the model
@@ -93,6 +94,8 @@ class Insert(Edit):
         new = self._module(editor, before, at, like)
         plan = editor.plan_identity(new, stack, at) if self.preserves_function else None
         unit = editor.make_layer(new, like, inherit(self.optimizer), self.warmup)
+        if self.module is not None:
+            editor.untried.append(unit)
         if plan is not None:
             preceding = before[at - 1] if at else editor.shell
             if left := editor.make_identity(unit, plan, preceding):
@@ -101,7 +104,13 @@ class Insert(Edit):
 
     def _module(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> nn.Module:
         if self.module is not None:
-            return editor.check_new(self.module)
+            module = editor.check_new(self.module)
+            if self.optimizer != "fresh" and _shapes(module) != _shapes(like.module):
+                raise ValueError(
+                    f"optimizer={self.optimizer!r}: the parameters of this {type(module).__name__} are others than those of "
+                    f"{like.name}, so there is no state that it could inherit: use optimizer='fresh'"
+                )
+            return module
         module = copy.deepcopy(like.module)
         if self.init == "fresh":
             editor.initialise(module)
@@ -225,7 +234,7 @@ class Replace(Edit):
 
     Args:
         layer: the one that goes, and whose groups of the optimizer the new one joins.
-        module: the one that comes.
+        module: the one that comes; tried as in `Insert`.
         warmup: as of `Insert`.
     """
 
@@ -244,6 +253,7 @@ class Replace(Edit):
         stack, i = editor.place_of(self.layer)
         before = editor.units_of(stack)
         unit = editor.make_layer(editor.check_new(self.module), before[i], inherit("fresh"), self.warmup)
+        editor.untried.append(unit)
         do(Restack(stack.name, before, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
 
 
@@ -342,6 +352,10 @@ def _set_to_mean(module: nn.Module, a: nn.Module, b: nn.Module) -> None:
     with torch.no_grad():
         for (param, x), (_, y) in zip(_pairs(module, a), _pairs(module, b), strict=True):
             param.copy_(torch.lerp(x, y, 0.5))
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: param.shape for name, param in module.named_parameters()}
 
 
 def _pairs(a: nn.Module, b: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -15,14 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
+from l2l_core.chain import check_fit
 from l2l_core.change import Held
-from l2l_core.identity import IdentityPlan, apply_plan, capture_samples, plan_identity, sample_behind
-=======
-from l2l_core.change import Change, Held
 from l2l_core.identity import IdentityPlan, Sample, apply_plan, capture_samples, plan_identity, sample_behind
 from l2l_core.likeness import anatomy
->>>>>>> 5a9c9ed (Identity layers are found without running the whole stack; a benchmark of edits)
 from l2l_core.memory import Ledger
 from l2l_core.parked import Parked
 from l2l_core.rearrange import rearrange
@@ -77,6 +73,7 @@ class Editor:
         self._parked: dict[Unit, Parked] = {}
         self._sides_parked: dict[Block, Side] = {}
         self._booked: dict[Unit, int] = {}  # bytes of parked layers
+        self.untried: list[Unit] = []  # layers of the user's own making that an edit has put in
         self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer
         self.stacks = find_stacks(model, [unit.module for unit in layers])  # as they are now
         for unit in layers:
@@ -203,6 +200,20 @@ class Editor:
         plan = plan_identity(module, sample, before, None if before is None else samples[before], self._plans.get(kind))
         self._plans[kind] = plan
         return plan
+
+    def try_modules(self) -> None:
+        """Run the model with the user's own modules where edits have put them, on a few rows of the last batch.
+
+        Before the first step there are none, and nothing is tried.
+
+        Raises:
+            ValueError: it does not run; names the neighbours and the shapes.
+        """
+        new, self.untried = [unit for unit in self.untried if unit in self.layers], []
+        for unit in new if self.call is not None else []:
+            stack = next(stack for stack in self.stacks if unit.module in stack.layers)
+            names = [f"{other.key} ({other.name})" for other in self.units_of(stack)]
+            check_fit(self.model, self.call, stack, stack.layers.index(unit.module), names)  # type: ignore[arg-type]
 
     def make_identity(self, unit: Unit, plan: IdentityPlan, preceding: Unit) -> dict[nn.Parameter, Held]:
         """Make a new, parked layer the identity; what its predecessor has to be left with."""

@@ -125,6 +125,7 @@ class History:
             with all_or_nothing(self._editor) as group:
                 for edit in edits:
                     edit.carry_out(self._editor, group.do)
+                self._editor.try_modules()
         except BaseException:
             self.forget()  # layers that were made in vain
             raise

@@ -62,7 +62,7 @@ def capture_samples(model: nn.Module, call: Callable[[], Any], layers: Sequence[
             raise _SeenAllError
 
     handles = []
-    with _untouched(model), torch.no_grad(), same_random_numbers():
+    with untouched(model), torch.no_grad(), same_random_numbers():
         try:
             handles += [layer.register_forward_pre_hook(take, with_kwargs=True) for layer in wanted]
             if wanted:
@@ -96,7 +96,7 @@ class _SeenAllError(BaseException):
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Run a block in eval mode, then put modes and buffers back."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
