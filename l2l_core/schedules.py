@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from l2l_core.batch import Batch
 from l2l_core.edit import Drop, Duplicate, Edit, Freeze, Insert, Policy, Unfreeze
@@ -118,42 +118,42 @@ class Depth(Schedule):
         Drop(0, park=self.park)
 
     def edits(self, relay: Relay) -> Sequence[Edit]:
-        name, layers = _stack_of(relay, self.stack)
+        layers = _stack_of(relay, self.stack)
         wanted = _at("depth", self.depth, relay.steps, least=1)
         if wanted is None or wanted == len(layers):
             return ()
         if wanted < len(layers):
-            return self._drops(name, layers, len(layers) - wanted)
+            return self._drops(layers, len(layers) - wanted)
         edits, count = list[Edit](), len(layers)
         while count < wanted:
             more = min(count, wanted - count)
-            edits += self._additions(name, count, more)
+            edits += self._additions(count, more)
             count += more
         return edits
 
-    def _additions(self, name: str, count: int, more: int) -> list[Edit]:
+    def _additions(self, count: int, more: int) -> list[Edit]:
         """Edits that make `count` layers `more`."""
         policy = "copy" if self.optimizer is None else self.optimizer
         if self.grow == "top":
-            return [Duplicate((name, slice(count - more, count)), "top", policy, self.warmup)]
+            return [Duplicate(_in(self.stack, slice(count - more, count)), "top", policy, self.warmup)]
         if self.grow == "middle":
             first = more * ((count // more - 1) // 2) + count % more // 2
-            return [Duplicate((name, slice(first, first + more)), "middle", policy, self.warmup)]
+            return [Duplicate(_in(self.stack, slice(first, first + more)), "middle", policy, self.warmup)]
         spread = [
             (2 * i + 1) * count // (2 * more) for i in reversed(range(more))
         ]  # from the last, which moves no other
         if self.grow == "interleaved":
-            return [Duplicate((name, slice(i, i + 1)), "interleaved", policy, self.warmup) for i in spread]
+            return [Duplicate(_in(self.stack, i), "interleaved", policy, self.warmup) for i in spread]
         policy = "fresh" if self.optimizer is None else self.optimizer
-        return [Insert((name, i + 1), optimizer=policy, warmup=self.warmup) for i in spread]
+        return [Insert(_in(self.stack, i + 1), optimizer=policy, warmup=self.warmup) for i in spread]
 
-    def _drops(self, name: str, layers: Sequence[Unit], fewer: int) -> list[Edit]:
+    def _drops(self, layers: Sequence[Unit], fewer: int) -> list[Edit]:
         if self.shrink == "influence":
             known = [unit for unit in layers if "influence" in unit.stats]
             least = sorted(known, key=lambda unit: unit.stats["influence"])[:fewer]
             return [Drop(unit.key, self.park) for unit in layers if unit in least] if len(least) == fewer else []
         first = len(layers) - fewer if self.shrink == "top" else 0
-        return [Drop((name, slice(first, first + fewer)), self.park)]
+        return [Drop(_in(self.stack, slice(first, first + fewer)), self.park)]
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,16 @@ class Freezing(Schedule):
         _check_per_step("frozen", self.frozen, least=0)
 
     def edits(self, relay: Relay) -> Sequence[Edit]:
-        name, layers = _stack_of(relay, self.stack)
+        layers = _stack_of(relay, self.stack)
         count = _at("frozen", self.frozen, relay.steps, least=0)
         if count is None:
             return ()
         edits: list[Edit] = [
-            Freeze((name, part)) for part in _runs(i for i in range(min(count, len(layers))) if not layers[i].frozen)
+            Freeze(_in(self.stack, part))
+            for part in _runs(i for i in range(min(count, len(layers))) if not layers[i].frozen)
         ]
         thawing = (i for i in range(count, len(layers)) if layers[i].params and layers[i].frozen)
-        return edits + [Unfreeze((name, part)) for part in _runs(thawing)]
+        return edits + [Unfreeze(_in(self.stack, part)) for part in _runs(thawing)]
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------
@@ -224,15 +225,20 @@ def _growing(depths: Sequence[int], every: int, grow: Grow, **options: object) -
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _stack_of(relay: Relay, name: str | None) -> tuple[str, tuple[Unit, ...]]:
-    """The stack that is meant, by name, and its layers."""
+def _stack_of(relay: Relay, name: str | None) -> tuple[Unit, ...]:
+    """The layers of the stack that is meant."""
     stacks = relay.stacks
     if name is None and len(stacks) == 1:
-        return next(iter(stacks.items()))
+        return next(iter(stacks.values()))
     if name is None or name not in stacks:
         there = ", ".join(f"{each!r} ({len(layers)} layers)" for each, layers in stacks.items()) or "none"
         raise ValueError(f"stack={name!r}: say which stack the schedule is for; there are {there}")
-    return name, stacks[name]
+    return stacks[name]
+
+
+def _in(stack: str | None, where: Any) -> Any:
+    """A place as edits take it: where there is one stack, a position will do."""
+    return where if stack is None else (stack, where)
 
 
 def _at(name: str, values: PerStep, step: int, least: int) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import ipywidgets
 
-from l2l_core import Edit, Relay
+from l2l_core import Edit, Relay, Schedule
 from l2l_core.branches import Branch
 from l2l_core.journal import Entry
 from workbench.batches import BatchSource
@@ -39,7 +39,7 @@ class Workbench:
     its own, so cells stay free.
 
     Args:
-        relay, batches, loggers, scheduler: as of `Session`.
+        relay, batches, loggers, scheduler, schedule: as of `Session`.
 
     Raises:
         TypeError: not a relay, or batches of no known kind.
@@ -52,8 +52,9 @@ class Workbench:
         *,
         loggers: Sequence[Logger] = (),
         scheduler: Scheduler | None = None,
+        schedule: Schedule = Schedule(),  # noqa: B008 - keeps no state; this one edits nothing
     ) -> None:
-        self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler)
+        self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler, schedule=schedule)
         kinds = (
             HeaderPanel,
             RelayPanel,

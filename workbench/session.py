@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm.auto import tqdm
 
-from l2l_core import Edit, EmulatedDevice, Relay, StepResult, TornStep, Trace
+from l2l_core import Edit, EmulatedDevice, Relay, Schedule, StepResult, TornStep, Trace
 from l2l_core.branches import Branch
 from l2l_core.journal import Entry
 from workbench.batches import Batches, BatchSource
@@ -56,6 +56,7 @@ class Session:
             arguments that returns a batch.
         loggers: get every finished step and every change, see `loggers.py`; they are closed with the session.
         scheduler: of the learning rate, stepped after every step; a `ReduceLROnPlateau` gets the step's loss.
+        schedule: of the layers: what it says is edited before every step, and which layers sit it out.
 
     Raises:
         TypeError: not a relay, or batches of no such kind.
@@ -68,12 +69,13 @@ class Session:
         *,
         loggers: Sequence[Logger] = (),
         scheduler: Scheduler | None = None,
+        schedule: Schedule = Schedule(),  # noqa: B008 - keeps no state; this one edits nothing
     ) -> None:
         if not isinstance(relay, Relay):
             raise TypeError(f"relay is a {type(relay).__name__}: a session takes an l2l_core.Relay over your model")
         self.relay = relay
         self._batches = Batches(batches)
-        self._loggers, self._scheduler = tuple(loggers), scheduler
+        self._loggers, self._scheduler, self._schedule = tuple(loggers), scheduler, schedule
         self._worker = Worker(self._due, self._fail)
         self._changed = self._worker.changed
         self._state: State = "idle"
@@ -447,6 +449,7 @@ class Session:
         except StopIteration:
             self._halt(left=0)
             return
+        self._follow_schedule(batch)
         self._during = "step"
         with self._watched():
             result = self._step(batch)
@@ -459,9 +462,24 @@ class Session:
             self._scheduler.step()
         self._tell(lambda logger: logger.log_step(row))
 
+    def _follow_schedule(self, batch: Any) -> None:
+        """Carry out the edits that are due; each is a change like those that a person asks for."""
+        self._during = "edit"
+        before, known = self._mirror.layers, len(self.relay.journal)
+        self.relay.expect(batch)
+        try:
+            self._schedule.prepare(self.relay)
+        finally:
+            if made := self.relay.journal[known:]:
+                with self._changed:
+                    self._look_at_relay()
+                    self._mirror.compare(before)
+        for entry in made:
+            self._record(self._words_of(entry))
+
     def _step(self, batch: Any) -> StepResult:
         try:
-            return self.relay.step(batch)
+            return self.relay.step(batch, skip=self._schedule.skip(self.relay))
         except TornStep:
             self._batches.used()  # a part of the layers has learned from it
             raise

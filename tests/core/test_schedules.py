@@ -169,9 +169,9 @@ def test_frozen_layers_are_frozen_from_the_bottom_and_thaw(relay: Relay) -> None
         seen.append("".join("-+"[not unit.frozen] for unit in relay.stack))
     assert seen == ["++++", "--++", "---+", "-+++", "----", "++++"]
     assert [e.what for e in relay.journal][:3] == [
-        "Freeze(layers=('transformer.h', slice(0, 2, None)))",
-        "Freeze(layers=('transformer.h', slice(2, 3, None)))",
-        "Unfreeze(layers=('transformer.h', slice(1, 3, None)))",
+        "Freeze(layers=slice(0, 2, None))",
+        "Freeze(layers=slice(2, 3, None))",
+        "Unfreeze(layers=slice(1, 3, None))",
     ], "only what needs it"
     assert relay.verify(make_batch()).equal
 

@@ -19,7 +19,18 @@ from sessions import WIDTH, Batch, Layer, make_batches, make_relay, mse, train, 
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from l2l_core import Drop, Edit, EmulatedDevice, Insert, Relay, RelayConfig, TornStep
+from l2l_core import (
+    Depth,
+    Drop,
+    Edit,
+    EmulatedDevice,
+    Freezing,
+    Insert,
+    LayerDrop,
+    Relay,
+    RelayConfig,
+    TornStep,
+)
 from workbench.in_core_bytes import in_core_bytes
 from workbench.session import Session
 from workbench.snapshot import Change, Snapshot, StepRow
@@ -374,6 +385,34 @@ def test_branches_made_by_a_function_have_pasts_too(relay: Relay) -> None:
         assert list(now.elsewhere) == ["b"]
 
 
+def test_a_schedule_edits_before_the_steps_it_names(relay: Relay) -> None:
+    schedule = Depth({0: 4, 2: 6, 4: 3}, grow="top") + Freezing({3: 1})
+    with Session(relay, make_batches(), schedule=schedule) as session:
+        session.run(5)
+        now = session.wait(30)
+    assert [(change.step, change.what) for change in now.changes] == [
+        (2, "2 × layers 2–3, top"), (3, "freeze layers 0"), (4, now.changes[2].what),
+    ]  # fmt: skip
+    assert now.changes[2].what.count("−") == 3 and len(now.layers) == 3 == len(relay.stack)
+    assert [entry.step for entry in now.journal] == [2, 3, 4, 4][: len(now.journal)]
+
+
+def test_layers_that_a_schedule_leaves_out_are_not_in_the_step(relay: Relay) -> None:
+    with Session(relay, make_batches(), schedule=LayerDrop(1.0)) as session:
+        session.step()
+        now = session.wait(30)
+    assert now.last is not None and len({e.layer for e in now.last.events if e.kind == "forward"}) == 1
+    assert len(now.layers) == 4 and now.changes == ()
+
+
+def test_a_schedule_that_cannot_be_followed_stops_the_run(relay: Relay) -> None:
+    with Session(relay, make_batches(), schedule=Depth(lambda step: 4 - 4 * step)) as session:
+        session.run(3)
+        now = session.wait(30)
+        assert now.state == "failed" and now.step == 1 and now.failure.during == "edit"
+        assert "depth(1) is 0" in now.failure.message
+
+
 def test_an_edit_that_is_refused_changes_nothing_and_the_run_goes_on(relay: Relay) -> None:
     with Session(relay, make_batches()) as session:
         session.run()
@@ -703,7 +742,7 @@ def test_a_torn_step_says_so_and_goes_on_with_the_next_batch(relay: Relay, monke
     batches = make_batches(3)
     taken: list[int] = []
 
-    def step(batch: Batch) -> Any:
+    def step(batch: Batch, skip: Any = ()) -> Any:
         taken.append(next(i for i, one in enumerate(batches) if one is batch))
         if len(taken) == 1:
             raise TornStep("torn after the update of layer 3", ["L003"])
