@@ -95,9 +95,9 @@ class Workbench:
         """Give the next step other settings; see `Session.reconfigure`."""
         self.session.reconfigure(**settings)
 
-    def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "") -> Future[Any]:
+    def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "", trust: bool = False) -> Future[Any]:
         """Edit the stack of layers, or do something else with the relay, between two steps; see `Session.edit`."""
-        return self.session.edit(*changes, what=what)
+        return self.session.edit(*changes, what=what, trust=trust)
 
     def undo(self) -> Future[Entry]:
         """Undo the last edit; see `Session.undo`."""

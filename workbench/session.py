@@ -132,7 +132,7 @@ class Session:
         """Let go of the batch that a failed step has left: the next step takes another one."""
         self._worker.submit(Command("skip the batch", self._batches.used))
 
-    def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "") -> Future[Any]:
+    def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "", trust: bool = False) -> Future[Any]:
         """Edit the stack of layers, or do something else with the relay, between two steps.
 
         An edit that cannot be carried out changes nothing: it is shown as the session's `refusal`, and a run goes on. An
@@ -142,6 +142,7 @@ class Session:
             changes: an edit as `Insert(at=2)`, or several, of which all are carried out or none; or one function that is
                 called with the relay on the session's thread, as ``lambda relay: relay.evaluate(batch)``.
             what: a few words for the record of changes; default the edits. A call without them is not recorded.
+            trust: carry out edits that would be refused on evidence alone, see `Relay.apply`.
 
         Returns:
             A future of what the function returns; of edits, their inverse. An error reaches it too.
@@ -152,7 +153,7 @@ class Session:
         edits = [change for change in changes if isinstance(change, Edit)]
         if edits and len(edits) == len(changes):
             words = what or "; ".join(map(edit_words, edits))
-            return self._revise(lambda: self.relay.apply(*edits), words, self._mark_edit(lambda _: words))
+            return self._revise(lambda: self.relay.apply(*edits, trust=trust), words, self._mark_edit(lambda _: words))
         if len(changes) != 1 or not callable(call := changes[0]):
             raise TypeError(f"{changes!r}: give edits, as Insert(at=2), or a function of the relay")
         return self._worker.submit(Command(what or "a call between steps", lambda: self._edit(call, what)))

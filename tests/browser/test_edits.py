@@ -98,7 +98,7 @@ def assert_branches_are_forked_and_compared(bench: Bench, page: Page) -> None:
     bench.wait_for_step(bench.step + 2)
     bench.press("Switch")
     until(lambda: "4 layers" in bench.title, page, "the first branch")
-    assert edits(bench) == []
+    until(lambda: edits(bench) == [], page, "the journal of the first branch")
     bench.wait_for_step(bench.step + 1)
     names = bench.picture(3).locator("text").all_text_contents()
     assert "wide" in names and "main" in names

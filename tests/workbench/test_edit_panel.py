@@ -7,6 +7,7 @@ from typing import Any
 
 import ipywidgets
 import pytest
+import torch
 from sessions import enter, held, make_batches, make_relay, threads_named, train, wait_until
 from torch import nn
 
@@ -265,6 +266,22 @@ def test_layers_that_the_last_edit_changed_are_marked(panel: EditsPanel) -> None
     train(panel.session, 1)
     shown(table)
     assert "l2l-changed" in read(table)
+
+
+def test_what_is_refused_on_evidence_can_be_trusted() -> None:
+    torch.manual_seed(0)
+    other = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    stack = nn.Sequential(other, *(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+    with Relay(stack, device=EmulatedDevice(), loss=lambda y, batch: y.mean()) as relay:
+        with Session(relay, make_batches()) as session:
+            panel = EditsPanel(session)
+            shown(panel)
+            find(panel, "edit").value = "Swap"
+            find(panel, "Apply").click()
+            assert keys(panel) == ["L000", "L001", "L002"] and "trust=True" in read(panel)
+            find(panel, "trust").value = True
+            find(panel, "Apply").click()
+            assert keys(panel) == ["L001", "L000", "L002"] and 'role="alert"' not in read(panel)
 
 
 def test_branches_are_forked_and_switched(panel: EditsPanel) -> None:

@@ -52,6 +52,12 @@ class EditsPanel(Panel):
         self._add = self._button(
             "Add to group", "plus", "Edits of a group are all carried out, or none", self._press_add
         )
+        self._trust = ipywidgets.Checkbox(
+            description="trust",
+            tooltip="Carry out what is refused on evidence alone, as layers of other kinds at a position",
+            indent=False,
+            layout={"width": "auto"},
+        )
         self._undo = self._button("Undo", "undo", "", self.session.undo)
         self._redo = self._button("Redo", "repeat", "", self.session.redo)
         for button in (self._undo, self._redo):
@@ -62,7 +68,7 @@ class EditsPanel(Panel):
         self._journal = ipywidgets.HTML()
         questions = _box(ipywidgets.HBox, "l2l-questions", self._kind, self._stack, *self._asked.values())
         form = _box(ipywidgets.HBox, "l2l-form", questions, self._build_group(), self._build_queue())
-        buttons = _box(ipywidgets.HBox, "l2l-buttons", self._apply, self._add, self._undo, self._redo)
+        buttons = _box(ipywidgets.HBox, "l2l-buttons", self._apply, self._add, self._trust, self._undo, self._redo)
         parts = [self._title, form, self._outlook, buttons, self._trouble, self._build_branches(), self._journal]
         return _box(ipywidgets.VBox, "l2l-edits", *parts, KeepsKeys(layout={"display": "none"}))
 
@@ -238,7 +244,7 @@ class EditsPanel(Panel):
     # -- buttons -------------------------------------------------------------------------------------------------------
 
     def _press_apply(self) -> None:
-        self.session.edit(self._edit())
+        self.session.edit(self._edit(), trust=self._trust.value)
 
     def _press_add(self) -> None:
         self._group.append(self._edit())
@@ -252,7 +258,7 @@ class EditsPanel(Panel):
 
     def _press_apply_group(self) -> None:
         if self._group:
-            self.session.edit(*self._group)
+            self.session.edit(*self._group, trust=self._trust.value)
             self._group.clear()
             self._show_group(-1)
 
