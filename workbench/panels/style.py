@@ -33,6 +33,9 @@ outline-offset:1px}
 .l2l-behind .widget-toggle-button{background:none;box-shadow:none;font-size:12px;height:22px;line-height:22px;
 padding:0 4px;opacity:.75;color:inherit}
 .l2l-behind .widget-toggle-button:hover{opacity:1;box-shadow:none}
+.l2l-buttons .widget-checkbox{margin:0 10px;height:28px;line-height:28px}
+.l2l-buttons .widget-checkbox label{display:flex;align-items:center;gap:4px}
+.l2l-buttons .widget-checkbox input{margin:0}
 .l2l-form{gap:18px;overflow:visible}
 .l2l-questions{flex:1 1 0;min-width:0;flex-flow:row wrap;gap:4px 12px;align-content:flex-start;overflow:visible;padding-top:4px}
 .l2l-questions>*{flex:0 0 auto;margin-left:0}
