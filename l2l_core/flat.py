@@ -29,10 +29,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Places of several tensors of one dtype in a flat buffer of `numel` elements."""
+    """Places of several tensors of one dtype in a flat buffer of `numel` elements, of which `used` are theirs."""
 
     pieces: tuple[Piece, ...]
     numel: int
+    used: int
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> Layout:
@@ -41,7 +42,7 @@ class Layout:
         for tensor in tensors:
             pieces.append(Piece(offset, tuple(tensor.shape), _dense_strides(tensor)))
             offset = aligned(offset + tensor.numel(), tensor.element_size())
-        return Layout(tuple(pieces), offset)
+        return Layout(tuple(pieces), offset, sum(tensor.numel() for tensor in tensors))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Every piece as a view of `flat`: (numel,)."""

@@ -73,7 +73,7 @@ class Unit:
 
     @property
     def num_params(self) -> int:
-        return sum(param.numel() for param in self.params)
+        return sum(block.layout.used for block in self.blocks)
 
     @property
     def nbytes(self) -> int:
