@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import huggingface_hub
+from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 T = TypeVar("T")
@@ -131,8 +131,8 @@ def _allowed(sources: Sequence[str] | None) -> tuple[str, ...]:
 def fetch_from_hub(repo: str, kind: str, patterns: Sequence[str]) -> Path:
     """The folder of a repository of the hub, downloaded or from the hub's cache on this machine.
 
-    What is in the cache is found without a network. The download itself was not tried where this was written: there was
-    no hub.
+    What is in the cache is found without a network. Downloading was tried with a server that speaks the hub's protocol
+    (the tests have it), and not with the hub itself, which could not be reached where this was written.
 
     Args:
         repo: as "owner/name".
@@ -144,7 +144,7 @@ def fetch_from_hub(repo: str, kind: str, patterns: Sequence[str]) -> Path:
     """
     closed = why_closed()
     try:
-        folder = huggingface_hub.snapshot_download(
+        folder = snapshot_download(
             repo, repo_type=kind, allow_patterns=list(patterns), etag_timeout=TIMEOUT_S, local_files_only=bool(closed)
         )
     except LocalEntryNotFoundError:
@@ -156,10 +156,10 @@ def fetch_from_hub(repo: str, kind: str, patterns: Sequence[str]) -> Path:
 
 def why_closed() -> str:
     """Why the hub is not asked, "" if it answers."""
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
-        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=TIMEOUT_S)
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
     except Exception as error:  # of whichever HTTP library the hub's client uses
         return f"not reachable ({type(error).__name__})"
     return ""
