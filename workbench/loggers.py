@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from workbench.snapshot import Change, StepRow
+from workbench.snapshot import Change, Snapshot, StepRow
 
 SCHEMA = 1
 
@@ -41,6 +41,14 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Nothing more will come; calling it twice is fine."""
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """A logger that also wants to see the whole session, as `Recorder` does."""
+
+    def watch(self, now: Snapshot) -> None:
+        """What was told before this shows in the session now."""
 
 
 class JsonLines:

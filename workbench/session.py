@@ -27,7 +27,7 @@ from l2l_core.journal import Entry
 from workbench.batches import Batches, BatchSource
 from workbench.edit_words import edit_words, entry_words
 from workbench.in_core_bytes import batch_bytes, in_core_bytes
-from workbench.loggers import Logger
+from workbench.loggers import Logger, Watcher
 from workbench.mirror import Mirror
 from workbench.rows import explain, layer_rows, settings_words, step_row
 from workbench.settings import LINK, SETTINGS, apply_settings, check_settings, config_of, settings_of
@@ -426,6 +426,8 @@ class Session:
         for logger in self._loggers:
             try:
                 tell(logger)
+                if isinstance(logger, Watcher):
+                    logger.watch(self.snapshot())
             except Exception as error:
                 self._show_failure(error)
 

@@ -1,0 +1,238 @@
+"""A recorded run shows again what the session showed; what a crash, a mistake or another program left is named."""
+
+import gzip
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sessions import make_batches, make_relay, train
+
+from l2l_core import Move
+from workbench.recorded import load_run
+from workbench.recorder import Recorder
+from workbench.session import Session
+from workbench.snapshot import Snapshot
+
+SHOWN = (
+    "model",
+    "num_params",
+    "device",
+    "figures",
+    "config",
+    "step",
+    "steps",
+    "changes",
+    "shell_params",
+    "in_core_bytes",
+)
+
+
+class Eyes:
+    """A logger that keeps every snapshot."""
+
+    def __init__(self) -> None:
+        self.seen: list[Snapshot] = []
+
+    def log_step(self, row: object) -> None: ...
+
+    def log_change(self, change: object) -> None: ...
+
+    def watch(self, now: Snapshot) -> None:
+        self.seen.append(now)
+
+    def close(self) -> None: ...
+
+
+def record(path: Path, **options: Any) -> list[Snapshot]:
+    """Five steps, new settings, two steps, another order, three steps; what was seen meanwhile."""
+    eyes = Eyes()
+    with make_relay() as relay, Session(relay, make_batches(), loggers=[Recorder(path, **options), eyes]) as session:
+        train(session, 5)
+        session.reconfigure(micro_batches=3)
+        train(session, 2)
+        session.edit(Move(0, 2)).result(20)
+        train(session, 3)
+    return eyes.seen
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "below" / "run.jsonl"
+
+
+@pytest.fixture(scope="module")
+def seen(path: Path) -> list[Snapshot]:
+    return record(path, title="a <run>")
+
+
+# What comes back -----------------------------------------------------------------------------------------------------
+
+
+def test_every_moment_comes_back(path: Path, seen: list[Snapshot]) -> None:
+    run = load_run(path)
+    assert run.complete and run.title == "a <run>" and len(run.moments) == len(seen) == 12
+    assert run.machine["torch"] == torch.__version__
+    for number, now in enumerate(seen):
+        again = run.snapshot(number)
+        assert again.state == "closed" and again.progress is None
+        for name in SHOWN:
+            assert getattr(again, name) == getattr(now, name), (number, name)
+        for mine, its in zip(again.layers, now.layers, strict=True):
+            assert (mine.key, mine.name, mine.version, mine.frozen) == (its.key, its.name, its.version, its.frozen)
+            assert mine.grad_norm == pytest.approx(its.grad_norm, rel=1e-5)
+    assert run.snapshot().step == 10 and run.snapshot().layers[2].key == seen[0].layers[0].key
+    with pytest.raises(ValueError, match="number=12: .* has moments 0 to 11"):
+        run.snapshot(12)
+
+
+def test_statistics_come_back(path: Path, seen: list[Snapshot]) -> None:
+    mine, its = load_run(path).snapshot().statistics, seen[-1].statistics
+    assert [track.key for track in mine.stack] == [track.key for track in its.stack]
+    assert mine.first.tolist() == its.first.tolist() == list(range(1, 11))
+    for figure in ("grad_norm", "update_ratio"):
+        a, b = mine.values(figure, mine.stack), its.values(figure, its.stack)
+        assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-5, equal_nan=True)
+
+
+def test_traces_come_back_exactly(path: Path, seen: list[Snapshot]) -> None:
+    run = load_run(path)
+    # steps 1, 2, 4; 5 and 6, 7 and 8 around the two changes; the 8th; the last
+    assert [run.snapshot(number).step for number in run.traced] == [1, 2, 4, 5, 6, 7, 8, 10]
+    for number in run.traced:
+        mine, its = run.trace(number), seen[number].last
+        assert its is not None
+        assert mine.since(0) == its.since(0) and mine.memory == its.memory
+        assert (mine.step, mine.device, mine.names, mine.settings) == (its.step, its.device, its.names, its.settings)
+        assert mine.overlap() == its.overlap()
+    assert run.snapshot(2).last is run.trace(1)  # the third step was not recorded whole
+    with pytest.raises(ValueError, match="number=2: recorded whole are 0, 1, 3"):
+        run.trace(2)
+
+
+def test_compressed_it_is_the_same(tmp_path: Path, path: Path, seen: list[Snapshot]) -> None:
+    packed = tmp_path / "run.jsonl.gz"
+    record(packed)
+    assert packed.stat().st_size < 0.4 * path.stat().st_size
+    assert load_run(packed).snapshot().steps[-1].loss == seen[-1].steps[-1].loss
+    assert load_run(tmp_path).path == packed  # a folder with a run in it
+
+
+def test_few_traces_are_the_first_and_the_last(tmp_path: Path) -> None:
+    record(tmp_path / "run.jsonl", traces=1)
+    run = load_run(tmp_path)
+    assert [run.snapshot(number).step for number in run.traced] == [1, 10]
+
+
+def test_what_the_caller_knows_is_kept(tmp_path: Path) -> None:
+    with make_relay() as relay:
+        recorder = Recorder(tmp_path / "run.jsonl")
+        with Session(relay, make_batches(), loggers=[recorder]) as session:
+            train(session, 1)
+            recorder.log_held_out(1, 2.5)
+            recorder.log_level("guessing", 5.5)
+            recorder.log_fact("equal", "perhaps")
+            recorder.log_fact("equal", "to the bit")
+    run = load_run(tmp_path)
+    assert (run.held_out, run.levels, run.facts) == (((1, 2.5),), (("guessing", 5.5),), {"equal": "to the bit"})
+    assert run.title == "run"
+
+
+def test_losses_that_are_not_numbers_come_back(tmp_path: Path, seen: list[Snapshot]) -> None:
+    rows = tuple(replace(seen[1].steps[i], loss=loss) for i, loss in enumerate((math.inf, math.nan)))
+    with Recorder(tmp_path / "run.jsonl") as recorder:
+        recorder.watch(replace(seen[1], steps=rows))
+    first, second = load_run(tmp_path).snapshot().steps
+    assert first.loss == math.inf and math.isnan(second.loss)
+    assert "NaN" not in (tmp_path / "run.jsonl").read_text() and "Infinity" not in (tmp_path / "run.jsonl").read_text()
+
+
+# A writer that was interrupted ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.gz"])
+def test_a_crash_loses_at_most_the_last_line(tmp_path: Path, name: str) -> None:
+    recorder = Recorder(tmp_path / name)
+    with make_relay() as relay, Session(relay, make_batches(), loggers=[recorder]) as session:
+        train(session, 4)
+        written = (tmp_path / name).read_bytes()  # what is on the disk if the process ends here
+    (tmp_path / name).write_bytes(written)
+    run = load_run(tmp_path)
+    assert not run.complete and run.snapshot().step == 4
+    (tmp_path / name).write_bytes(written[:-20])
+    assert load_run(tmp_path).snapshot().step in (3, 4)  # the trace of the fourth, or more, is gone
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_another_ending_and_an_old_file_are_refused(path: Path, seen: list[Snapshot]) -> None:
+    with pytest.raises(ValueError, match=r"run.json'.*\*.jsonl.gz to have it compressed"):
+        Recorder(path.with_suffix(".json"))
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        Recorder(path)
+
+
+def test_a_closed_recorder_is_refused(tmp_path: Path, seen: list[Snapshot]) -> None:
+    recorder = Recorder(tmp_path / "run.jsonl")
+    recorder.close()
+    recorder.close()
+    with pytest.raises(ValueError, match="is closed"):
+        recorder.watch(seen[0])
+    with pytest.raises(ValueError, match="holds no step and no change"):
+        load_run(tmp_path)
+
+
+def test_a_missing_run_says_how_to_record_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="loggers=.Recorder.*make demo"):
+        load_run(tmp_path / "none.jsonl")
+
+
+def change(lines: list[str], number: int, **fields: Any) -> list[str]:
+    row = json.loads(lines[number - 1]) | fields
+    return [*lines[: number - 1], json.dumps(row), *lines[number:]]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda lines: [*lines[:2], lines[2][:30], *lines[3:]], "line 3: this is not what Recorder writes"),
+        (lambda lines: [lines[0], "[]", *lines[1:]], "line 2: "),
+        (lambda lines: lines[1:], "line 1: .* of the type 'moment' cannot be here"),
+        (lambda lines: change(lines, 1, version=99), "line 1: .* version 99; this program reads 'l2l-run' version 1"),
+        (lambda lines: change(lines, 1, schema="other"), "line 1: .*'other'"),
+        (lambda lines: change(lines, 2, lists={"steps": [3, []]}), "line 2: .*3 of 0 steps are to stay"),
+        (lambda lines: change(lines, 2, lists={"steps": [0, [{"loss": 1.0}]]}), "line 2: .*missing"),
+        (lambda lines: change(lines, 2, layers={"version": ["x"]}), "line 2: "),
+        (lambda lines: change(lines, 3, of=99), "line 3: .*a trace of moment 99"),
+        (lambda lines: change(lines, 3, type="dance"), "line 3: .*unknown type 'dance'"),
+    ],
+)
+def test_a_damaged_line_is_named(path: Path, seen: list[Snapshot], tmp_path: Path, damage: Any, said: str) -> None:
+    lines = damage(path.read_text(encoding="utf-8").splitlines())
+    (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=said):
+        load_run(tmp_path)
+
+
+def test_a_damaged_trace_is_named_when_it_is_wanted(path: Path, seen: list[Snapshot], tmp_path: Path) -> None:
+    lines = change(path.read_text(encoding="utf-8").splitlines(), 3, events=[[9, 0, 0.0, 1.0, 0, 0, 0, 0, 0.0]])
+    (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    run = load_run(tmp_path)
+    assert run.snapshot().step == 10
+    with pytest.raises(ValueError, match="line 3: this is not what Recorder writes"):
+        run.trace(0)
+
+
+def test_a_file_that_is_no_gzip_is_refused(tmp_path: Path, path: Path, seen: list[Snapshot]) -> None:
+    (tmp_path / "run.jsonl.gz").write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="is damaged: Not a gzipped file"):
+        load_run(tmp_path)
+    whole = bytearray(gzip.compress(path.read_bytes()))
+    whole[len(whole) // 2] ^= 0xFF
+    (tmp_path / "run.jsonl.gz").write_bytes(whole)
+    with pytest.raises(ValueError, match="damaged|not what Recorder writes"):
+        load_run(tmp_path)
