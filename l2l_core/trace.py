@@ -21,6 +21,7 @@ from l2l_core.bounds import Bound, bounds
 from l2l_core.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.intervals import Interval, intersect, measure, merge
 from l2l_core.memory import format_bytes
+from l2l_core.memory_snapshot import write_memory_snapshot
 
 __all__ = ["LANES", "PLACES", "Event", "MemorySample", "Trace", "intersect", "measure", "merge"]
 
@@ -235,6 +236,10 @@ class Trace:
     def to_chrome(self, path: str | Path, *, compress: bool | None = None) -> None:
         """Write Chrome trace JSON for Perfetto and Holistic Trace Analysis: `.json`, or `.json.gz` compressed."""
         write_chrome(self, Path(path), compress)
+
+    def to_memory_snapshot(self, path: str | Path) -> None:
+        """Write a `.pickle` for PyTorch's memory viewer, https://pytorch.org/memory_viz; see `memory_snapshot.py`."""
+        write_memory_snapshot(self, Path(path))
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write JSON lines that `from_jsonl` reads back exactly: a header, events in order of arrival, memory."""
