@@ -100,6 +100,25 @@ def format_verdicts(run: Run, checked: bool) -> str:
     return f"{_judge_equality(run)}\n{_judge_loss(run, checked)}"
 
 
+def judge(run: Run, checked: bool) -> dict[str, str]:
+    """The verdicts by subject, for the record of the run."""
+    device_bytes = [format_bytes(nbytes) for nbytes in (run.relay_device_bytes, run.in_core_device_bytes)]
+    relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
+    verdicts = {"equality": _judge_equality(run), "learning": _judge_loss(run, checked)}
+    said = {name: " ".join(words.split()).removeprefix("- ") for name, words in verdicts.items()}
+    said["device memory"] = f"{device_bytes[0]} by relay, {device_bytes[1]} in core; {_judge_budget(run)}"
+    said["time"] = (
+        f"a step takes {1e3 * relay_s:.0f} ms by relay and {1e3 * in_core_s:.0f} ms in core, x {relay_s / in_core_s:.2f}; "
+        f"median of the steps compared"
+    )
+    return said
+
+
+def levels_of(entropy: float, target: float) -> list[tuple[str, float]]:
+    """Losses to compare with: names and nats per byte."""
+    return [("entropy of single bytes, held-out text", entropy), (f"target, {target:g} of it", target * entropy)]
+
+
 def _judge_equality(run: Run) -> str:
     different = [str(one.step) for one in run.compared if not run.is_equal(one)]
     if different:
@@ -130,10 +149,7 @@ def draw_run(run: Run) -> str:
         title=f"{run.settings.layers}-layer byte-level GPT, trained by relay",
         unit="nats per byte",
         held_out=[(one.step, one.held_out) for one in run.steps if one.held_out is not None],
-        levels=[
-            ("entropy of single bytes, held-out text", run.entropy),
-            (f"target, {run.settings.target:g} of it", run.settings.target * run.entropy),
-        ],
+        levels=levels_of(run.entropy, run.settings.target),
     )
 
 

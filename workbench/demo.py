@@ -29,11 +29,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from l2l_core import Device, DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, StepResult, TornStep, Trace
 from l2l_core.relay import resolve_device
-from workbench.charts import draw_run, format_run, format_table, format_verdicts, introduce, summarize
+from workbench.charts import draw_run, format_run, format_table, format_verdicts, introduce, judge, levels_of, summarize
 from workbench.corpus import Corpus, byte_entropy, draw_windows, load_corpus
 from workbench.in_core import InCore
+from workbench.recorded import load_run
+from workbench.recorder import Recorder
+from workbench.report import write_report
+from workbench.rows import snapshot_of, step_row
+from workbench.snapshot import StepRow
 
 Batch = Mapping[str, torch.Tensor]
+RECORDED = "run.jsonl.gz"
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,12 @@ def main(args: argparse.Namespace) -> int:
     with one_thread():
         model = make_model(settings)
         print(introduce(settings, corpus, device, count_params(model)), flush=True)
+        title = f"{settings.layers}-layer byte-level GPT, trained by relay"
         try:
-            run = train(model, corpus, settings, device)
+            with Recorder(args.out / RECORDED, title=title, overwrite=True) as recorder:
+                run = train(model, corpus, settings, device, recorder)
+                for name, words in judge(run, not args.quick).items():
+                    recorder.log_fact(name, words)
         except (DeviceOutOfMemory, TornStep) as error:
             print(f"\n{error.__cause__ or error}\nOr give the demo a larger --budget.", file=sys.stderr)
             return 1
@@ -279,8 +289,8 @@ class Run:
         return statistics.median(getattr(one, f"{who}_s") for one in self.compared[1:] or self.compared)
 
 
-def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device) -> Run:
-    """Train by relay; run the first steps in core as well; look at held-out text now and then.
+def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, recorder: Recorder) -> Run:
+    """Train by relay; run the first steps in core as well; look at held-out text now and then. All of it is recorded.
 
     Raises:
         DeviceOutOfMemory, TornStep: the budget does not suffice even for the relay.
@@ -301,7 +311,11 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device) 
     )
     in_core_bytes = start_in_core().measure_peak_bytes(looks[0])
     in_core = start_in_core()
+    entropy = byte_entropy(corpus.held_out)
+    for name, level in levels_of(entropy, settings.target):
+        recorder.log_level(name, level)
     steps: list[Step] = []
+    rows: list[StepRow] = []
     compared: list[Compared] = []
     peak_bytes = 0
     with Relay(model, make_optimizer(model, settings), device=device, config=config) as relay:
@@ -313,10 +327,14 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device) 
                 compared.append(one)
             else:
                 result = relay.step(batch)
+            rows.append(step_row(relay.steps, result))
+            recorder.watch(snapshot_of(relay, rows, in_core_bytes))
             rate = schedule.get_last_lr()[0]
             schedule.step()
             is_time = step % settings.judged_every == 0 or step == settings.steps
             held_out = statistics.fmean(map(relay.evaluate, looks)) if is_time else None
+            if held_out is not None:
+                recorder.log_held_out(step, held_out)
             steps.append(Step(step, result.loss, held_out, rate, result.seconds))
             peak_bytes = max(peak_bytes, result.peak_device_bytes)
         return Run(
@@ -325,7 +343,7 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device) 
             exact=device.torch_device.type == "cpu",
             budget_bytes=device.ledger.limit_bytes,
             num_params=count_params(model),
-            entropy=byte_entropy(corpus.held_out),
+            entropy=entropy,
             steps=tuple(steps),
             compared=tuple(compared),
             relay_device_bytes=peak_bytes,
@@ -382,8 +400,11 @@ def write(run: Run, folder: Path, summary: Mapping[str, Any]) -> str:
         table.writerows(map(asdict, run.steps))  # None becomes an empty cell
     (folder / "loss.svg").write_text(draw_run(run), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_report([load_run(folder / RECORDED)], folder / "report.html")
     where = format_table(
         [
+            (f"{folder / 'report.html'}", "everything at a glance: open it in a browser"),
+            (f"{folder / RECORDED}", "the recorded run, for `python -m workbench replay`"),
             (f"{folder / 'trace.json'}", "the last step: open https://ui.perfetto.dev and drop the file on the page"),
             (f"{folder / 'trace.jsonl'}", "the same for Trace.from_jsonl"),
             (f"{folder / 'loss.svg'}", "the loss curve, for a browser"),

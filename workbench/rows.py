@@ -11,7 +11,8 @@ from l2l_core import Relay, StepResult, TornStep
 from l2l_core.memory import format_bytes
 from workbench.pictures.columns import Columns
 from workbench.pictures.timeline import timeline_summary
-from workbench.snapshot import During, Failure, LayerRow, StepRow
+from workbench.snapshot import During, Failure, LayerRow, Snapshot, StepRow
+from workbench.statistics import StatisticsLog
 
 BANDWIDTHS = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 
@@ -64,6 +65,39 @@ def step_row(step: int, result: StepResult, branch: str) -> StepRow:
         bytes_pushed=result.bytes_pushed,
         overlap=timeline_summary(Columns.of(result.trace)).overlap,
         branch=branch,
+    )
+
+
+def snapshot_of(relay: Relay, steps: Sequence[StepRow], in_core_bytes: int | None = None) -> Snapshot:
+    """A relay between two steps as a session would show it, for a program that trains without a session.
+
+    Args:
+        relay: whose steps these are.
+        steps: finished ones.
+        in_core_bytes: that in-core training would need on the device.
+    """
+    return Snapshot(
+        number=len(steps),
+        state="idle",
+        pausing=False,
+        model=type(relay.model).__name__,
+        num_params=count_params(relay),
+        device=relay.device.name,
+        figures=relay.device.figures(),
+        config=relay.config,
+        queued=(),
+        step=relay.steps,
+        done=len(steps),
+        target=len(steps),
+        steps=tuple(steps),
+        changes=(),
+        layers=layer_rows(relay),
+        statistics=StatisticsLog().view(),
+        shell_params=relay.shell.num_params,
+        last=relay.trace if steps else None,
+        progress=None,
+        in_core_bytes=in_core_bytes,
+        failure=None,
     )
 
 

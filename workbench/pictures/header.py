@@ -43,8 +43,13 @@ def header_picture(now: Snapshot) -> Picture:
     """The same facts as a picture of one line with a table of what is set."""
     words = f"{_state(now)}: {' · '.join(_facts(now))}"
     line = svg.document(960, 26, words, words, [svg.text(0, 17, words, style="strong")])
+    return Picture(line, settings_table(now, words))
+
+
+def settings_table(now: Snapshot, note: str = "") -> Table:
+    """The settings of the next step."""
     rows = [(name, str(value)) for name, value in _settings(now).items()]
-    return Picture(line, Table("Settings of the next step", ("setting", "value"), rows, note=words))
+    return Table("Settings of the next step", ("setting", "value"), rows, note)
 
 
 def _state(now: Snapshot) -> str:
@@ -55,7 +60,7 @@ def _facts(now: Snapshot) -> list[str]:
     facts = [
         now.model,
         f"{len(now.layers)} layers",
-        f"{_count(now.num_params)} weights",
+        f"{count_words(now.num_params)} weights",
         now.device,
         f"step {now.step}",
     ]
@@ -111,7 +116,8 @@ def _settings(now: Snapshot) -> dict[str, object]:
     }
 
 
-def _count(number: int) -> str:
+def count_words(number: int) -> str:
+    """A number for people, three digits: "1.22 M"."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g} {unit}"

@@ -1,0 +1,1 @@
+"""Templates, styles and scripts of pages that stand alone; no code."""
