@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from l2l_core import Trace
+from workbench.past import Pasts
 from workbench.run_format import SCHEMA, VERSION, Row, Told, trace_of
 from workbench.snapshot import Snapshot
-from workbench.statistics import StatisticsLog
 
 IN_FOLDER = ("run.jsonl.gz", "run.jsonl")
 _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
@@ -77,15 +77,17 @@ class RecordedRun:
 
 @lru_cache(maxsize=16)
 def _show(run: RecordedRun, number: int) -> Snapshot:
-    told, statistics = Told(), StatisticsLog()
+    told, pasts = Told(), Pasts("", [""])
     for row in run.moments[: number + 1]:
-        stepped = told.take(row)
-        if stepped:
-            statistics.append(row["lists"]["steps"][1][-1]["step"], told.layers())
+        told.take(row)
+        pasts.follow(told.branch, told.branches)
+        if row["stepped"]:
+            pasts.here.steps.append(told.last_step)
+            pasts.here.statistics.append(told.last_step.step, told.layers())
         else:
-            statistics.arrange(told.layers())
+            pasts.here.statistics.arrange(told.layers())
     kept = [one for one in run.traced if one <= number]
-    return told.show(number, statistics.view(), run.trace(kept[-1]) if kept else None)
+    return told.show(number, pasts, run.trace(kept[-1]) if kept else None)
 
 
 @lru_cache(maxsize=16)
@@ -143,7 +145,7 @@ class _Reader:
             self._head = {name: row[name] for name in ("title", "began", "machine")}
         elif kind == "moment":
             self._told.take(row)
-            self._told.layers()
+            self._told.layers(), self._told.branches, bool(row["stepped"])
             self._moments.append(row)
         elif kind == "trace":
             if not 0 <= (of := row.pop("of")) < len(self._moments):

@@ -80,13 +80,14 @@ class Recorder:
         Raises:
             ValueError: the recorder is closed.
         """
-        number = self._moments
-        self._write("moment", self._told.tell(now))
+        number, stepped = self._moments, now.last is not None and now.last is not self._last
+        self._write("moment", {"stepped": stepped, **self._told.tell(now)})
         self._moments += 1
-        if now.last is None or now.last is self._last:  # something has changed, but there was no step
+        if not stepped:
             self._keep(self._pending)
             self._pending, self._changed = None, True
             return
+        assert now.last is not None
         self._last, self._pending = now.last, (number, now.last)
         self._steps += 1
         if self._changed or self._steps & (self._steps - 1) == 0:

@@ -26,6 +26,7 @@ from workbench.pictures.frames import relay_frames
 from workbench.pictures.header import count_words, settings_table
 from workbench.pictures.heat import show_heat
 from workbench.pictures.heat_cells import KINDS
+from workbench.pictures.journal import journal_table
 from workbench.pictures.layers import layers_table
 from workbench.pictures.loss import draw_loss, loss_table
 from workbench.pictures.memory import draw_memory, memory_table
@@ -126,7 +127,7 @@ def _describe_run(one: Named) -> Context:
         "budget": now.budget_bytes is not None,
         "heat": _heat(now),
         "layers": layers_table(now.layers),
-        "journal": None,
+        "journal": journal_table(now.journal) if now.journal else None,
         "changes": _changes(now),
         "settings": replace(settings_table(now), title="Settings of the last step"),
         "machine": _machine(run),
@@ -169,7 +170,9 @@ def _bound(trace: Trace) -> list[Card]:
 
 
 def _loss(now: Snapshot, run: RecordedRun) -> Picture:
-    drawn = draw_loss(now.steps, now.changes, held_out=run.held_out, levels=run.levels)
+    drawn = draw_loss(
+        now.steps, now.changes, held_out=run.held_out, levels=run.levels, branch=now.branch, others=now.elsewhere
+    )
     return Picture(drawn, loss_table(now.steps, now.changes))
 
 

@@ -98,6 +98,11 @@ def snapshot_of(relay: Relay, steps: Sequence[StepRow], in_core_bytes: int | Non
         progress=None,
         in_core_bytes=in_core_bytes,
         failure=None,
+        journal=relay.journal,
+        can_undo=relay.can_undo,
+        can_redo=relay.can_redo,
+        branch=relay.branch,
+        branches=relay.branches,
     )
 
 

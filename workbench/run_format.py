@@ -21,13 +21,27 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from l2l_core import Event, RelayConfig, Trace
+from l2l_core.branches import Branch
+from l2l_core.journal import Entry
 from l2l_core.trace import LANES, PLACES, MemorySample
+from workbench.past import Pasts
 from workbench.snapshot import Change, LayerRow, Snapshot, StepRow
-from workbench.statistics import FIGURES, Statistics
+from workbench.statistics import FIGURES
 
 SCHEMA, VERSION = "l2l-run", 1
-PLAIN = ("model", "num_params", "device", "figures", "step", "shell_params", "in_core_bytes")
-LISTS: Mapping[str, type] = {"steps": StepRow, "changes": Change}
+PLAIN = (
+    "model",
+    "num_params",
+    "device",
+    "figures",
+    "step",
+    "shell_params",
+    "in_core_bytes",
+    "can_undo",
+    "can_redo",
+    "branch",
+)
+LISTS: Mapping[str, type] = {"steps": StepRow, "changes": Change, "journal": Entry, "branches": Branch}
 OF_LAYER = ("version", *FIGURES)  # what every step changes; the rest of a layer is in the list "stack"
 
 Row = dict[str, Any]
@@ -51,7 +65,7 @@ class Told:
     def tell(self, now: Snapshot) -> Row:
         """The line for a snapshot: what differs from what was told before."""
         plain = {name: getattr(now, name) for name in PLAIN} | {"config": asdict(now.config)}
-        plain["figures"] = dict(now.figures)
+        plain |= {"figures": dict(now.figures), "touched": sorted(now.touched)}
         stack = [_fixed(layer) for layer in now.layers]
         lists = {name: getattr(now, name) for name in LISTS} | {"stack": stack}
         tails = {name: _tail(self._lists[name], value) for name, value in lists.items()}
@@ -76,13 +90,12 @@ class Told:
             "layers": {name: _brief(column) for name, column in told["layers"].items()},
         }
 
-    def take(self, row: Mapping[str, Any]) -> bool:
-        """Take in such a line; whether it tells of a new step.
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Take in such a line.
 
         Raises:
             KeyError, TypeError, ValueError: it is no such line.
         """
-        steps = len(self._lists["steps"])
         self._plain |= row["plain"]
         for name, (kept, new) in row["lists"].items():
             known = self._lists[name]
@@ -91,7 +104,21 @@ class Told:
             known[kept:] = [build(LISTS[name], one) for one in new] if name in LISTS else new
         for name, column in row["layers"].items():
             self._of_layer[name] = [None if value is None else float(value) for value in column]
-        return len(self._lists["steps"]) == steps + 1 and "steps" in row["lists"]
+
+    @property
+    def last_step(self) -> StepRow:
+        """The newest step of the present branch."""
+        return self._lists["steps"][-1]
+
+    @property
+    def branch(self) -> str:
+        """The present branch."""
+        return self._plain["branch"]
+
+    @property
+    def branches(self) -> list[str]:
+        """Names of all branches, the present one among them."""
+        return [self.branch, *(one.name for one in self._lists["branches"] if one.name != self.branch)]
 
     def layers(self) -> tuple[LayerRow, ...]:
         """The stack, in order."""
@@ -101,8 +128,14 @@ class Told:
             for fixed, figures in zip(self._lists["stack"], columns, strict=True)
         )
 
-    def show(self, number: int, statistics: Statistics, last: Trace | None) -> Snapshot:
-        """The session as it was then: closed, because nothing can be asked of it."""
+    def show(self, number: int, pasts: Pasts, last: Trace | None) -> Snapshot:
+        """The session as it was then: closed, because nothing can be asked of it.
+
+        Args:
+            number: of the moment.
+            pasts: steps and statistics by branch.
+            last: trace of the last step that is known whole.
+        """
         plain = {name: self._plain[name] for name in PLAIN}
         steps = tuple(self._lists["steps"])
         return Snapshot(
@@ -116,10 +149,12 @@ class Told:
             done=len(steps),
             target=len(steps),
             layers=self.layers(),
-            statistics=statistics,
+            statistics=pasts.here.statistics.view(),
             last=last,
             progress=None,
             failure=None,
+            elsewhere=pasts.elsewhere(),
+            touched=frozenset(self._plain["touched"]),
         )
 
 

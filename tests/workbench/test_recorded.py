@@ -98,6 +98,25 @@ def test_statistics_come_back(path: Path, seen: list[Snapshot]) -> None:
         assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-5, equal_nan=True)
 
 
+def test_branches_come_back(tmp_path: Path) -> None:
+    eyes = Eyes()
+    with make_relay() as relay:
+        with Session(relay, make_batches(), loggers=[Recorder(tmp_path / "run.jsonl"), eyes]) as session:
+            train(session, 3)
+            session.fork("aside").result(20)
+            train(session, 2)
+            session.switch("main").result(20)
+            train(session, 4)
+    run = load_run(tmp_path)
+    assert len(run.moments) == len(eyes.seen) == 3 + 1 + 2 + 1 + 4
+    for number, now in enumerate(eyes.seen):
+        again = run.snapshot(number)
+        assert (again.branch, again.steps, again.elsewhere) == (now.branch, now.steps, now.elsewhere), number
+        assert again.statistics.first.tolist() == now.statistics.first.tolist()
+    assert [row.step for row in run.snapshot().steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert [row.step for row in run.snapshot().elsewhere["aside"]] == [3, 4, 5]
+
+
 def test_traces_come_back_exactly(path: Path, seen: list[Snapshot]) -> None:
     run = load_run(path)
     # steps 1, 2, 4; 5 and 6, 7 and 8 around the two changes; the 8th; the last
