@@ -1,4 +1,4 @@
-"""The command line: `python -m workbench demo | lab | notebooks | doctor`.
+"""The command line: `python -m workbench demo | lab | report | replay | notebooks | doctor`.
 
 Each command imports what it needs when it is chosen, so that `doctor` still runs where the rest is not installed.
 """
@@ -21,8 +21,14 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
         add_arguments(demo)
     lab = commands.add_parser("lab", help="open JupyterLab on 127.0.0.1 at the first notebook")
-    lab.add_argument("--port", type=int, default=8888, help="first port to try (default: %(default)s)")
-    lab.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
+    report = commands.add_parser("report", help="one HTML page from a recorded run, or from several side by side")
+    report.add_argument("runs", nargs="+", type=Path, help="files of Recorder, or folders with run.jsonl.gz in them")
+    report.add_argument("-o", "--out", type=Path, help="the page (default: report.html beside the first run)")
+    replay = commands.add_parser("replay", help="open recorded runs in JupyterLab, without a model")
+    replay.add_argument("runs", nargs="+", type=Path, help="one, or two to see side by side")
+    for opens in (lab, replay):
+        opens.add_argument("--port", type=int, default=8888, help="first port to try (default: %(default)s)")
+        opens.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
     notebooks = commands.add_parser("notebooks", help="execute notebooks and store them with their outputs")
     notebooks.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all of the repository)")
     notebooks.add_argument("--check", action="store_true", help="execute nothing, only judge what is stored")
@@ -40,6 +46,14 @@ def run(args: argparse.Namespace) -> int | None:
         from workbench import lab
 
         return lab.main(args.port, args.no_browser)
+    if args.command == "report":
+        from workbench import report
+
+        return report.main(args.runs, args.out)
+    if args.command == "replay":
+        from workbench import replaying
+
+        return replaying.main(args.runs, args.port, args.no_browser)
     if args.command == "notebooks":
         from workbench import notebooks
 

@@ -105,13 +105,21 @@ def judge(run: Run, checked: bool) -> dict[str, str]:
     device_bytes = [format_bytes(nbytes) for nbytes in (run.relay_device_bytes, run.in_core_device_bytes)]
     relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
     verdicts = {"equality": _judge_equality(run), "learning": _judge_loss(run, checked)}
-    said = {name: " ".join(words.split()).removeprefix("- ") for name, words in verdicts.items()}
+    said = {name: _with_sign(" ".join(words.split())) for name, words in verdicts.items()}
     said["device memory"] = f"{device_bytes[0]} by relay, {device_bytes[1]} in core; {_judge_budget(run)}"
     said["time"] = (
         f"a step takes {1e3 * relay_s:.0f} ms by relay and {1e3 * in_core_s:.0f} ms in core, x {relay_s / in_core_s:.2f}; "
         f"median of the steps compared"
     )
     return said
+
+
+def _with_sign(verdict: str) -> str:
+    kind, _, words = verdict.partition(" ")
+    return f"{_SIGNS[kind]} {words}".strip()
+
+
+_SIGNS = {"ok": "✓", "FAILED": "✕", "-": ""}
 
 
 def levels_of(entropy: float, target: float) -> list[tuple[str, float]]:

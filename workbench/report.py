@@ -45,7 +45,7 @@ WORDS = {
     "as soon as its gradient has arrived, while the device is busy with the next one.",
     "load, push": "Copies of a layer's weights to the device, and of its gradient back to the host.",
     "stash": "Inputs of layers, kept for the backward pass, which computes each layer once more from its input.",
-    "overlap, exposed": "Overlap is the share of copy time that is hidden under compute; the rest is exposed, and makes the step longer.",
+    "overlap, exposed": "The share of copy time that is hidden under compute; the rest is exposed, and makes a step longer.",
     "in core": "Ordinary training, with the whole model on the device.",
     "influence": "1 minus the mean cosine between what enters a layer and what leaves it: near 0, the layer changes little.",
 }
@@ -166,7 +166,7 @@ def _bound(trace: Trace) -> list[Card]:
     if longest is None:
         return []
     lane = {"h2d": "loads", "d2h": "pushes", "eps": "updates", "idle": "waiting"}.get(longest.lane, longest.lane)
-    return [Card("bound by", lane, f"in {longest.phase}, {longest.span_s / trace.span_s:.0%} of the step")]
+    return [Card("bound by", lane, f"in {longest.phase}, {100 * longest.span_s / trace.span_s:.0f} % of the step")]
 
 
 def _loss(now: Snapshot, run: RecordedRun) -> Picture:

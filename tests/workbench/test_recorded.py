@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from recordings import record
 from sessions import make_batches, make_relay, train
 
-from l2l_core import Move
 from workbench.recorded import load_run
 from workbench.recorder import Recorder
 from workbench.session import Session
@@ -47,15 +47,10 @@ class Eyes:
     def close(self) -> None: ...
 
 
-def record(path: Path, **options: Any) -> list[Snapshot]:
-    """Five steps, new settings, two steps, another order, three steps; what was seen meanwhile."""
+def watch(path: Path, **options: Any) -> list[Snapshot]:
+    """Record a run; what was seen meanwhile."""
     eyes = Eyes()
-    with make_relay() as relay, Session(relay, make_batches(), loggers=[Recorder(path, **options), eyes]) as session:
-        train(session, 5)
-        session.reconfigure(micro_batches=3)
-        train(session, 2)
-        session.edit(Move(0, 2)).result(20)
-        train(session, 3)
+    record(path, eyes, **options)
     return eyes.seen
 
 
@@ -66,7 +61,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(path: Path) -> list[Snapshot]:
-    return record(path, title="a <run>")
+    return watch(path, title="a <run>")
 
 
 # What comes back -----------------------------------------------------------------------------------------------------
