@@ -67,10 +67,11 @@ function start(root, step) {
   slider.max = last;
   show(at);
   part("controls").hidden = false;
+  part("without").hidden = true;
 }
 
 for (const root of document.querySelectorAll(".player")) {
   unpack(root.querySelector("script").textContent)
     .then((step) => start(root, step))
-    .catch((error) => { root.querySelector('[data-part="trouble"]').textContent = `The player does not run here: ${error}`; });
+    .catch((error) => { root.querySelector('[data-part="without"]').textContent = `The player does not run here: ${error}`; });
 }
