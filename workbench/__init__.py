@@ -7,10 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.app import Workbench as Workbench
+    from workbench.recorded import load_run as load_run
+    from workbench.recorder import Recorder as Recorder
+    from workbench.replayed import compare as compare
+    from workbench.replayed import replay as replay
     from workbench.session import Session as Session
     from workbench.snapshot import Snapshot as Snapshot
 
-_WHERE = {"Workbench": "workbench.app", "Session": "workbench.session", "Snapshot": "workbench.snapshot"}
+_WHERE = {
+    "Workbench": "workbench.app",
+    "Session": "workbench.session",
+    "Snapshot": "workbench.snapshot",
+    "Recorder": "workbench.recorder",
+    "load_run": "workbench.recorded",
+    "replay": "workbench.replayed",
+    "compare": "workbench.replayed",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int | None:
 
         return report.main(args.runs, args.out)
     if args.command == "replay":
-        from workbench import replaying
+        from workbench import replay_command
 
-        return replaying.main(args.runs, args.port, args.no_browser)
+        return replay_command.main(args.runs, args.port, args.no_browser)
     if args.command == "notebooks":
         from workbench import notebooks
 

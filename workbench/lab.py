@@ -65,8 +65,13 @@ def main(port: int, no_browser: bool) -> int:
         trust_notebooks(ROOT)
     except (OSError, ValueError) as error:  # no reason not to start
         print(f"the notebooks' stored pictures will show only after they are run: {error}", file=sys.stderr)
+    return run_lab(ROOT, page, port, no_browser)
+
+
+def run_lab(root: Path, page: str, port: int, no_browser: bool) -> int:
+    """Run JupyterLab on a folder, opened at a page of it, until it is stopped; its exit status."""
     as_root = hasattr(os, "geteuid") and os.geteuid() == 0
-    process = subprocess.Popen(lab_command(ROOT, page, port, no_browser=no_browser, as_root=as_root))
+    process = subprocess.Popen(lab_command(root, page, port, no_browser=no_browser, as_root=as_root))
     while True:
         try:
             return process.wait()

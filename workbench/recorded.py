@@ -119,6 +119,12 @@ def load_run(path: str | Path) -> RecordedRun:
     return reader.result()
 
 
+def name_runs(runs: Sequence[RecordedRun]) -> list[str]:
+    """Titles, with numbers if they are not different."""
+    titles = [run.title for run in runs]
+    return titles if len(set(titles)) == len(titles) else [f"{title} ({i})" for i, title in enumerate(titles, start=1)]
+
+
 class _Reader:
     """Takes one line after another."""
 

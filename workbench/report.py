@@ -20,7 +20,7 @@ from jinja2 import Environment, StrictUndefined
 
 from l2l_core import Trace
 from l2l_core.memory import format_bytes
-from workbench.compare import Named, compare_runs
+from workbench.comparison import Named, compare_runs
 from workbench.pictures.columns import Columns
 from workbench.pictures.frames import relay_frames
 from workbench.pictures.header import count_words, settings_table
@@ -33,7 +33,7 @@ from workbench.pictures.memory import draw_memory, memory_table
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.timeline import show_timeline
-from workbench.recorded import RecordedRun, load_run
+from workbench.recorded import RecordedRun, load_run, name_runs
 from workbench.snapshot import Snapshot
 
 Context = dict[str, Any]
@@ -102,12 +102,6 @@ def render_report(runs: Sequence[RecordedRun]) -> str:
         runs=[_describe_run(one) for one in named],
         words=WORDS,
     )
-
-
-def name_runs(runs: Sequence[RecordedRun]) -> list[str]:
-    """Titles, with numbers if they are not different."""
-    titles = [run.title for run in runs]
-    return titles if len(set(titles)) == len(titles) else [f"{title} ({i})" for i, title in enumerate(titles, start=1)]
 
 
 # What the template is given ------------------------------------------------------------------------------------------

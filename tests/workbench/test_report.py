@@ -16,8 +16,8 @@ from workbench.__main__ import main
 from workbench.pictures.frames import relay_frames
 from workbench.pictures.moments import Moments
 from workbench.pictures.relay import describe, draw_relay
-from workbench.recorded import RecordedRun, load_run
-from workbench.report import name_runs, render_report
+from workbench.recorded import RecordedRun, load_run, name_runs
+from workbench.report import render_report
 
 VOID = {"meta", "input", "br"}
 TITLE = "<script>alert(1)</script> & run"

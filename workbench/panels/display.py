@@ -11,8 +11,8 @@ from IPython import get_ipython
 from IPython.display import display
 
 from workbench.panels.pump import Pump
-from workbench.session import Session
 from workbench.snapshot import Snapshot
+from workbench.source import Source
 
 Bundle = dict[str, Any]  # by MIME type
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -34,7 +34,7 @@ class Display:
 
     def __init__(
         self,
-        session: Session,
+        session: Source,
         widget: ipywidgets.DOMWidget,
         show: Callable[[Snapshot], None],
         still: Callable[[Snapshot], Bundle],

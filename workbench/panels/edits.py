@@ -19,6 +19,7 @@ from workbench.pictures.edits import outlook_html
 from workbench.pictures.journal import draw_journal, journal_table
 from workbench.pictures.picture import Table
 from workbench.pictures.words import shorten
+from workbench.session import Session
 from workbench.snapshot import LayerRow, Snapshot
 from workbench.turns import turns_of
 
@@ -33,6 +34,8 @@ class EditsPanel(Panel):
     the stack does: what a person has open or chosen stays while training goes on. All controls are native ones, with
     labels: Tab reaches them, arrow keys choose, Space and Enter press.
     """
+
+    looks_at = Session
 
     def build(self) -> ipywidgets.DOMWidget:
         self._layers: Sequence[LayerRow] = ()

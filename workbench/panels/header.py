@@ -15,6 +15,7 @@ from l2l_core.memory import format_bytes
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures.header import header_html, header_picture, progress_html, title_of
 from workbench.pictures.picture import Picture
+from workbench.session import Session
 from workbench.snapshot import Snapshot
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -30,6 +31,8 @@ class HeaderPanel(Panel):
     Sliders act on the next step. All controls are ordinary buttons and sliders: Tab reaches them, Space and Enter press
     buttons, arrow keys move sliders.
     """
+
+    looks_at = Session
 
     def build(self) -> ipywidgets.DOMWidget:
         self._refused = False

@@ -7,7 +7,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, ClassVar
 
 import ipywidgets
 
@@ -18,6 +18,7 @@ from workbench.pictures.page import bundle_of
 from workbench.pictures.picture import Picture, Table
 from workbench.session import Session
 from workbench.snapshot import Snapshot
+from workbench.source import Source
 
 
 class Panel(ABC):
@@ -26,17 +27,19 @@ class Panel(ABC):
     At the end of a cell it shows itself and follows the session. Inside a `Workbench`, that does so for all its panels.
 
     Args:
-        session: or anything that has one, as a `Workbench`.
+        session: or anything that has one, as a `Workbench`; or another source of snapshots, if the panel only shows.
 
     Raises:
         TypeError: neither.
     """
 
-    def __init__(self, session: Session | Any) -> None:
+    looks_at: ClassVar[type] = Source  # panels that steer want a Session
+
+    def __init__(self, session: Session | Source | Any) -> None:
         found = getattr(session, "session", session)
-        if not isinstance(found, Session):
+        if not isinstance(found, self.looks_at):
             raise TypeError(f"{type(self).__name__} takes a Session or a Workbench, not a {type(session).__name__}")
-        self.session = found
+        self.session: Any = found
         self._drawing = threading.RLock()  # the pump draws, and so do callbacks of widgets
         self.widget = self.build()
         self._display: Display | None = None

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from weakref import WeakKeyDictionary, ref
 
-from workbench.session import Session
 from workbench.snapshot import Snapshot
+from workbench.source import Source
 
 View = Callable[[Snapshot], None]
 
@@ -30,7 +30,7 @@ class Pump:
     by the thread that removes it. A view that fails is logged and removed; the others go on.
     """
 
-    def __init__(self, session: Session, hz: float = HZ, share: float = SHARE) -> None:
+    def __init__(self, session: Source, hz: float = HZ, share: float = SHARE) -> None:
         self._session = ref(session)  # weak: `_pumps` must not keep sessions that nobody else keeps
         self._hz, self._share = hz, share
         self._views: list[View] = []
@@ -41,7 +41,7 @@ class Pump:
         self.busy_s = 0.0  # processor seconds spent on them
 
     @staticmethod
-    def of(session: Session) -> Pump:
+    def of(session: Source) -> Pump:
         """The pump that all panels of a session share."""
         with _making:
             return _pumps.setdefault(session, Pump(session))
@@ -72,7 +72,7 @@ class Pump:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _work(self, session: Session) -> None:
+    def _work(self, session: Source) -> None:
         shown: Snapshot | None = None
         while True:
             began_s = time.thread_time()
@@ -103,5 +103,5 @@ class Pump:
 
 
 _log = logging.getLogger(__name__)
-_pumps: WeakKeyDictionary[Session, Pump] = WeakKeyDictionary()
+_pumps: WeakKeyDictionary[Source, Pump] = WeakKeyDictionary()
 _making = threading.Lock()

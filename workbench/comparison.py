@@ -46,12 +46,14 @@ class Comparison:
         steps: the last step of each run that was recorded whole, on one axis of time and one of bytes.
         table: a row per figure or setting, a column per run.
         differing: names of the rows in which the runs are not the same.
+        said: a sentence per run but the first: how long its losses are equal to those of the first.
     """
 
     loss: Picture
     steps: Sequence[OneStep]
     table: Table
     differing: frozenset[str]
+    said: Sequence[str]
 
 
 def compare_runs(runs: Sequence[Named]) -> Comparison:
@@ -64,6 +66,7 @@ def compare_runs(runs: Sequence[Named]) -> Comparison:
         steps=_draw_steps(runs),
         table=Table("Figures and settings", ("", *(one.name for one in runs)), rows),
         differing=frozenset(name for name, *cells in rows if len(set(cells)) > 1),
+        said=[_say_equal(runs[0], one) for one in runs[1:]],
     )
 
 
@@ -77,6 +80,21 @@ def _draw_losses(runs: Sequence[Named]) -> Picture:
     shown = [steps[round(i * (len(steps) - 1) / 19)] for i in range(20)] if len(steps) > 20 else steps
     rows = [(str(step), *(f"{losses[step]:.6g}" if step in losses else "–" for losses in by_step)) for step in shown]
     return Picture(drawn, Table("Losses of all runs", ("step", *(one.name for one in runs)), rows))
+
+
+def _say_equal(first: Named, other: Named) -> str:
+    """Up to which step two runs have equal losses, bit by bit."""
+    theirs = {row.step: row.loss for row in other.now.steps}
+    common = [(row.step, row.loss == theirs[row.step]) for row in first.now.steps if row.step in theirs]
+    unequal = next((step for step, equal in common if not equal), None)
+    both = f"{first.name} and {other.name}"
+    if not common:
+        return f"{both} have no step in common."
+    if unequal is None:
+        return f"{both}: losses are equal, to the bit, in all {len(common)} steps that both made."
+    if unequal == common[0][0]:
+        return f"{both}: losses differ from the first common step on."
+    return f"{both}: losses are equal, to the bit, before step {unequal}."
 
 
 def _draw_steps(runs: Sequence[Named]) -> list[OneStep]:

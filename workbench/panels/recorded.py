@@ -1,0 +1,64 @@
+"""Panels that only a recorded run needs: those that steer have nothing to do there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ipywidgets
+
+from workbench.panels.panel import Panel
+from workbench.panels.relay import RelayPanel
+from workbench.pictures.header import header_html, header_picture, settings_table
+from workbench.pictures.journal import draw_journal, journal_table
+from workbench.pictures.picture import Picture, Table
+from workbench.snapshot import Snapshot
+
+
+class FactsPanel(Panel):
+    """What was trained and where, and the settings at that moment."""
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._title, self._settings = ipywidgets.HTML(), ipywidgets.HTML()
+        return ipywidgets.VBox([self._title, self._settings])
+
+    def draw(self, now: Snapshot) -> None:
+        self._title.value = header_html(now)
+        self._settings.value = settings_table(now).to_html()
+
+    def still(self, now: Snapshot) -> Sequence[Picture]:
+        return [header_picture(now)]
+
+
+class MomentsPanel(RelayPanel):
+    """The relay picture of a step that is over: there is nothing live, so the player stands in mid-backward at first."""
+
+    def build(self) -> ipywidgets.DOMWidget:
+        widget = super().build()
+        self._live.value = False
+        self._live.layout.display = "none"
+        return widget
+
+    def draw(self, now: Snapshot) -> None:
+        self._now = now
+        if now.last is self._trace and self._picture.value:
+            return
+        self._take(now.last)
+        if (step := self._moments()) is None or not step.count:
+            self._picture.value = '<p class="l2l-empty">No step up to here was recorded whole.</p>'
+            return
+        self._at.value = step.telling()
+        self._put(step.at(step.telling()))
+
+
+class JournalPanel(Panel):
+    """What was edited so far."""
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._table = ipywidgets.HTML()
+        return ipywidgets.VBox([self._table])
+
+    def draw(self, now: Snapshot) -> None:
+        self._table.value = draw_journal(now.journal)
+
+    def still(self, now: Snapshot) -> Sequence[Table]:
+        return [journal_table(now.journal)] if now.journal else []

@@ -1,0 +1,173 @@
+"""A recorded run in the workbench again: the same panels without the buttons, and no model anywhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import ipywidgets
+
+from workbench.comparison import Comparison, Named, compare_runs
+from workbench.panels.cells import belongs_to_cell
+from workbench.panels.display import Bundle, Display
+from workbench.panels.explore import ExplorePanel
+from workbench.panels.heat import HeatPanel
+from workbench.panels.layers import LayersPanel
+from workbench.panels.loss import LossPanel
+from workbench.panels.memory import MemoryPanel
+from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
+from workbench.panels.style import STYLE
+from workbench.panels.timeline import TimelinePanel
+from workbench.pictures.page import bundle_of
+from workbench.pictures.picture import Picture, Table
+from workbench.recorded import RecordedRun, load_run, name_runs
+from workbench.snapshot import Snapshot
+
+
+class Recording:
+    """A recorded run at one of its moments, as a source for panels.
+
+    Invariant: `number` is a moment of the run.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.run = run
+        self.number = len(run.moments) - 1
+        self._changed = threading.Condition()
+
+    def select(self, number: int) -> None:
+        """Go to another moment.
+
+        Raises:
+            ValueError: there is none of this number.
+        """
+        self.run.snapshot(number)
+        with self._changed:
+            self.number = number
+            self._changed.notify_all()
+
+    def snapshot(self) -> Snapshot:
+        """The session as it was at this moment."""
+        return self.run.snapshot(self.number)
+
+    def wait_for_change(self, number: int, timeout_s: float) -> None:
+        """Wait until another moment is selected, at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.number != number, timeout_s)
+
+
+class Replay:
+    """See a recorded run as it looked in the workbench, at any step that was recorded whole.
+
+    ``workbench.replay(path)`` at the end of a cell shows it. Nothing is trained and no model is built.
+
+    Args:
+        run: from `load_run`.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.session = Recording(run)  # by this name panels find it
+        kinds = (
+            *(FactsPanel, MomentsPanel, TimelinePanel, MemoryPanel),
+            *(LossPanel, JournalPanel, LayersPanel, HeatPanel, ExplorePanel),
+        )
+        self.panels = tuple(kind(self.session) for kind in kinds)
+        style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
+        about = ipywidgets.HTML("".join(_describe(run)))
+        self.slider = ipywidgets.SelectionSlider(
+            options=_stations(run),
+            value=self.session.number,
+            description="after step",
+            style={"description_width": "76px"},
+            layout={"width": "520px"},
+        )
+        self.slider.observe(lambda change: self.session.select(change["new"]), "value")
+        self.widget = ipywidgets.VBox([style, about, self.slider, *(panel.widget for panel in self.panels)])
+        self.widget.add_class("l2l-workbench")
+        belongs_to_cell(self)
+        self._display = Display(self.session, self.widget, self._show, self._still)
+
+    def snapshot(self) -> Snapshot:
+        """The session as it was at the selected moment."""
+        return self.session.snapshot()
+
+    def close(self, wait: bool = True) -> None:
+        """Leave a still picture in the notebook."""
+        self._display.close()
+
+    def _show(self, now: Snapshot) -> None:
+        for panel in self.panels:
+            panel.show(now)
+
+    def _still(self, now: Snapshot) -> Bundle:
+        return bundle_of([picture for panel in self.panels for picture in panel.page(now)])
+
+    def _ipython_display_(self) -> None:
+        self._display.open()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
+        return self._display.bundle()
+
+
+class SideBySide:
+    """Recorded runs compared, at the end of a cell: pictures and tables, which need no kernel.
+
+    Attributes:
+        comparison: what there is to see.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+
+    def shown(self) -> Sequence[Picture | Table]:
+        """Everything, from the top."""
+        steps = [picture for one in self.comparison.steps for picture in (one.timeline, one.memory)]
+        return [self.comparison.table, self.comparison.loss, *steps]
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
+        bundle = bundle_of(self.shown())
+        heads = [f"<p>{escape(sentence)}</p>" for sentence in self.comparison.said]
+        return {**bundle, "text/html": "".join(heads) + bundle["text/html"]}
+
+
+def replay(path: str | Path) -> Replay:
+    """Open a recorded run, a file of `Recorder` or the demo's folder.
+
+    Raises:
+        FileNotFoundError, ValueError: as of `load_run`.
+    """
+    return Replay(load_run(path))
+
+
+def compare(*paths: str | Path) -> SideBySide:
+    """Two recorded runs or more side by side.
+
+    Raises:
+        ValueError: fewer than two; or as of `load_run`.
+        FileNotFoundError: as of `load_run`.
+    """
+    if len(paths) < 2:
+        raise ValueError(f"compare takes two recorded runs or more, not {len(paths)}; replay(path) shows one")
+    runs = [load_run(path) for path in paths]
+    return SideBySide(
+        compare_runs([Named(name, run.snapshot(), run) for name, run in zip(name_runs(runs), runs, strict=True)])
+    )
+
+
+def _stations(run: RecordedRun) -> list[tuple[str, int]]:
+    """Steps that were recorded whole, by the words of the slider; the end of the run is always among them."""
+    numbers = sorted({*run.traced, len(run.moments) - 1})
+    words: dict[str, int] = {}
+    for number in numbers:
+        now = run.snapshot(number)
+        words[str(now.step) if len(now.branches) < 2 else f"{now.step} of {now.branch}"] = number
+    return list(words.items())
+
+
+def _describe(run: RecordedRun) -> Sequence[str]:
+    yield f"<strong>{escape(run.title)}</strong>, recorded {escape(run.began)}: a replay, nothing is trained here. "
+    yield "" if run.complete else "The recording was cut short. "
+    yield "".join(f"<br>{escape(name)}: {escape(words)}" for name, words in run.facts.items())
