@@ -39,7 +39,7 @@ from workbench.rows import snapshot_of, step_row
 from workbench.snapshot import StepRow
 
 Batch = Mapping[str, torch.Tensor]
-RECORDED = "run.jsonl.gz"
+RECORDED, REPORT = "run.jsonl.gz", "report.html"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def main(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - began_s
     print(f"\n{format_run(run)}\n\n{format_verdicts(run, checked)}\n")
     print(write(run, args.out, summarize(run, checked, seconds)))
-    print(f"\n{seconds:.0f} s in all")
+    print(f"\n{seconds:.0f} s in all\nReport: {args.out / REPORT}")
     return 0 if run.equal and (run.reached or not checked) else 1
 
 
@@ -394,19 +394,21 @@ def write(run: Run, folder: Path, summary: Mapping[str, Any]) -> str:
     """Write every file into `folder`; what they are and how to look at them."""
     run.last.to_chrome(folder / "trace.json")
     run.last.to_jsonl(folder / "trace.jsonl")
+    run.last.to_memory_snapshot(folder / "trace.pickle")
     with (folder / "loss.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, [field.name for field in fields(Step)], lineterminator="\n")
         table.writeheader()
         table.writerows(map(asdict, run.steps))  # None becomes an empty cell
     (folder / "loss.svg").write_text(draw_run(run), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    write_report([load_run(folder / RECORDED)], folder / "report.html")
+    write_report([load_run(folder / RECORDED)], folder / REPORT)
     where = format_table(
         [
-            (f"{folder / 'report.html'}", "everything at a glance: open it in a browser"),
+            (f"{folder / REPORT}", "everything at a glance: open it in a browser"),
             (f"{folder / RECORDED}", "the recorded run, for `python -m workbench replay`"),
             (f"{folder / 'trace.json'}", "the last step: open https://ui.perfetto.dev and drop the file on the page"),
             (f"{folder / 'trace.jsonl'}", "the same for Trace.from_jsonl"),
+            (f"{folder / 'trace.pickle'}", "its memory: drop it on https://pytorch.org/memory_viz"),
             (f"{folder / 'loss.svg'}", "the loss curve, for a browser"),
             (f"{folder / 'loss.csv'}", "its numbers"),
             (f"{folder / 'summary.json'}", "everything measured"),

@@ -18,6 +18,7 @@ from workbench.__main__ import main
 from workbench.charts import format_table
 from workbench.demo import FULL, QUICK
 from workbench.in_core import InCore, StorageMeter
+from workbench.recorded import load_run
 
 SMALL = ("--layers", "2", "--width", "8", "--steps", "2", "--device", "cpu")
 
@@ -98,8 +99,30 @@ def test_traces_are_of_the_last_step(quick: Outcome) -> None:
 
 def test_every_file_is_named(quick: Outcome) -> None:
     written = sorted(path.name for path in quick.folder.iterdir())
-    assert written == ["loss.csv", "loss.svg", "summary.json", "trace.json", "trace.jsonl"]
+    assert written == [
+        *("loss.csv", "loss.svg", "report.html", "run.jsonl.gz", "summary.json"),
+        *("trace.json", "trace.jsonl", "trace.pickle"),
+    ]
     assert all(str(quick.folder / name) in quick.text for name in written)
+
+
+def test_it_ends_with_the_report(quick: Outcome) -> None:
+    assert quick.text.splitlines()[-1] == f"Report: {quick.folder / 'report.html'}"
+    page = (quick.folder / "report.html").read_text(encoding="utf-8")
+    assert len(page) < 2_000_000
+    said = f"steps 1 to {QUICK.compared} by relay and in core gave equal losses and weights, bit by bit"
+    assert said in page and "OUT OF MEMORY" in page and "entropy of single bytes" in page
+
+
+def test_the_run_is_recorded(quick: Outcome) -> None:
+    run = load_run(quick.folder)
+    now = run.snapshot()
+    assert run.complete and len(now.steps) == QUICK.steps and len(now.layers) == QUICK.layers
+    assert [f"{row.loss:.9g}" for row in now.steps] == [f"{float(row['loss']):.9g}" for row in quick.losses]
+    assert [step for step, _ in run.held_out] == [10, 20, 30] and len(run.levels) == 2
+    assert now.in_core_bytes == quick.summary["peak_device_bytes"]["in_core"]
+    trace = Trace.from_jsonl(quick.folder / "trace.jsonl")
+    assert now.last is not None and now.last.since(0) == trace.since(0) and now.last.memory == trace.memory
 
 
 def test_loss_curve_has_words_for_everything(quick: Outcome) -> None:
