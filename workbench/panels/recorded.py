@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import ipywidgets
 
@@ -13,6 +14,8 @@ from workbench.pictures.journal import draw_journal, journal_table
 from workbench.pictures.picture import Picture, Table
 from workbench.snapshot import Snapshot
 
+STATE = "recorded"
+
 
 class FactsPanel(Panel):
     """What was trained and where, and the settings at that moment."""
@@ -22,11 +25,11 @@ class FactsPanel(Panel):
         return ipywidgets.VBox([self._title, self._settings])
 
     def draw(self, now: Snapshot) -> None:
-        self._title.value = header_html(now)
-        self._settings.value = settings_table(now).to_html()
+        self._title.value = header_html(now, STATE)
+        self._settings.value = replace(settings_table(now), title="Settings at that time").to_html()
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
-        return [header_picture(now)]
+        return [header_picture(now, STATE)]
 
 
 class MomentsPanel(RelayPanel):

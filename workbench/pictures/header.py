@@ -16,10 +16,10 @@ STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "✕"
 _RECENT = 10  # steps that the pace is taken from
 
 
-def header_html(now: Snapshot) -> str:
-    """One line: the state, and the facts."""
-    colour = STATE_COLOURS[now.state]
-    state = f'<span class="l2l-state" style="border-color:{colour}">{STATE_SIGNS[now.state]} {_state(now)}</span>'
+def header_html(now: Snapshot, called: str = "") -> str:
+    """One line: the state, or what it is called here, and the facts."""
+    colour, words = STATE_COLOURS[now.state], called or _state(now)
+    state = f'<span class="l2l-state" style="border-color:{colour}">{STATE_SIGNS[now.state]} {words}</span>'
     facts = " · ".join(escape(fact) for fact in _facts(now))
     return f'<div class="l2l-title">{state}<span>{facts}</span></div>'
 
@@ -39,9 +39,9 @@ def title_of(failure: Failure) -> str:
     return f"{_FAILED[failure.during].format(step=failure.step)}: {failure.error}"
 
 
-def header_picture(now: Snapshot) -> Picture:
+def header_picture(now: Snapshot, called: str = "") -> Picture:
     """The same facts as a picture of one line with a table of what is set."""
-    words = f"{_state(now)}: {' · '.join(_facts(now))}"
+    words = f"{called or _state(now)}: {' · '.join(_facts(now))}"
     line = svg.document(960, 26, words, words, [svg.text(0, 17, words, style="strong")])
     return Picture(line, settings_table(now, words))
 
