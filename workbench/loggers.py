@@ -1,7 +1,8 @@
 """Where the figures of a run go besides the screen: one row per step, and every change between steps.
 
-A logger is any object with the three methods of `Logger`; two are built in. Others take a few lines, for example wandb
-(trackio's functions have the same names, so `import trackio as wandb` will do):
+A logger is any object with the three methods of `Logger`. Two are here, and `recorder.py` has one that keeps all that the
+views need. Others take a few lines, for example wandb (trackio's functions have the same names, so `import trackio as wandb`
+will do):
 
     class Wandb:
         def __init__(self, **options): self.run = wandb.init(**options)

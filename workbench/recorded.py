@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class RecordedRun:
             raise ValueError(f"number={number}: {self.path} has moments 0 to {last}")
         return _show(self, number)
 
+    def whole(self, number: int | None = None) -> int | None:
+        """The newest moment until then, by default until the end, whose step was recorded whole; None if there is none."""
+        until = len(self.moments) - 1 if number is None else number
+        return max((one for one in self.traced if one <= until), default=None)
+
     def trace(self, number: int) -> Trace:
         """The events of a step that was recorded whole; `traced` has the numbers.
 
@@ -73,6 +79,38 @@ class RecordedRun:
         if number not in self._traces:
             raise ValueError(f"number={number}: recorded whole are {', '.join(map(str, self.traced))}")
         return _read_trace(self, number)
+
+
+class Recording:
+    """A recorded run at one of its moments, as a source for panels.
+
+    Invariant: `number` is a moment of the run.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.run = run
+        self.number = len(run.moments) - 1
+        self._changed = threading.Condition()
+
+    def select(self, number: int) -> None:
+        """Go to another moment.
+
+        Raises:
+            ValueError: there is none of this number.
+        """
+        self.run.snapshot(number)
+        with self._changed:
+            self.number = number
+            self._changed.notify_all()
+
+    def snapshot(self) -> Snapshot:
+        """The session as it was at this moment."""
+        return self.run.snapshot(self.number)
+
+    def wait_for_change(self, number: int, timeout_s: float) -> None:
+        """Wait until another moment is selected, at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.number != number, timeout_s)
 
 
 @lru_cache(maxsize=16)
@@ -86,8 +124,8 @@ def _show(run: RecordedRun, number: int) -> Snapshot:
             pasts.here.statistics.append(told.last_step.step, told.layers())
         else:
             pasts.here.statistics.arrange(told.layers())
-    kept = [one for one in run.traced if one <= number]
-    return told.show(number, pasts, run.trace(kept[-1]) if kept else None)
+    whole = run.whole(number)
+    return told.show(number, pasts, run.trace(whole) if whole is not None else None)
 
 
 @lru_cache(maxsize=16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -23,40 +22,8 @@ from workbench.panels.style import STYLE
 from workbench.panels.timeline import TimelinePanel
 from workbench.pictures.page import bundle_of
 from workbench.pictures.picture import Picture, Table
-from workbench.recorded import RecordedRun, load_run, name_runs
+from workbench.recorded import RecordedRun, Recording, load_run, name_runs
 from workbench.snapshot import Snapshot
-
-
-class Recording:
-    """A recorded run at one of its moments, as a source for panels.
-
-    Invariant: `number` is a moment of the run.
-    """
-
-    def __init__(self, run: RecordedRun) -> None:
-        self.run = run
-        self.number = len(run.moments) - 1
-        self._changed = threading.Condition()
-
-    def select(self, number: int) -> None:
-        """Go to another moment.
-
-        Raises:
-            ValueError: there is none of this number.
-        """
-        self.run.snapshot(number)
-        with self._changed:
-            self.number = number
-            self._changed.notify_all()
-
-    def snapshot(self) -> Snapshot:
-        """The session as it was at this moment."""
-        return self.run.snapshot(self.number)
-
-    def wait_for_change(self, number: int, timeout_s: float) -> None:
-        """Wait until another moment is selected, at most `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.number != number, timeout_s)
 
 
 class Replay:
@@ -159,11 +126,11 @@ def compare(*paths: str | Path) -> SideBySide:
 
 def _stations(run: RecordedRun) -> list[tuple[str, int]]:
     """Steps that were recorded whole, by the words of the slider; the end of the run is always among them."""
-    numbers = sorted({*run.traced, len(run.moments) - 1})
     words: dict[str, int] = {}
-    for number in numbers:
+    for number in sorted({*run.traced, len(run.moments) - 1}):
         now = run.snapshot(number)
-        words[str(now.step) if len(now.branches) < 2 else f"{now.step} of {now.branch}"] = number
+        said = str(now.step) if len(now.branches) < 2 else f"{now.step} of {now.branch}"
+        words[said if said not in words else f"{said}, changed"] = number
     return list(words.items())
 
 

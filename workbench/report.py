@@ -117,7 +117,7 @@ def _describe_run(one: Named) -> Context:
         "verdicts": run.facts,
         "loss": _loss(now, run),
         "loss_words": _say_loss(now, run),
-        "step": _step(now) if now.last is not None else None,
+        "step": _step(run.snapshot(whole)) if (whole := run.whole()) is not None else None,
         "budget": now.budget_bytes is not None,
         "heat": _heat(now),
         "layers": layers_table(now.layers),
@@ -180,6 +180,7 @@ def _say_loss(now: Snapshot, run: RecordedRun) -> str:
 
 
 def _step(now: Snapshot) -> Context:
+    """The step that `now` is just after: layers may be others later."""
     trace = now.last
     assert trace is not None
     frames = relay_frames(trace, now.layers, now.budget_bytes)

@@ -9,18 +9,22 @@ import ipywidgets
 import nbformat
 import pytest
 from recordings import record
-from sessions import threads_named, wait_until
+from sessions import make_batches, make_relay, threads_named, train, wait_until
 
 import workbench
+from l2l_core import Drop
 from workbench.panels.display import WIDGET
 from workbench.panels.edits import EditsPanel
 from workbench.panels.header import HeaderPanel
 from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.pictures.loss import draw_loss
-from workbench.recorded import load_run
+from workbench.recorded import Recording, load_run
+from workbench.recorder import Recorder
 from workbench.replay_command import write_notebook
-from workbench.replayed import Recording, Replay
+from workbench.replayed import Replay
+from workbench.report import render_report
+from workbench.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,6 +109,20 @@ def test_a_replay_is_a_source_for_single_panels_but_not_for_buttons(replay: Repl
     for kind in (HeaderPanel, EditsPanel):
         with pytest.raises(TypeError, match=f"{kind.__name__} takes a Session or a Workbench, not a Replay"):
             kind(replay)
+
+
+def test_layers_that_are_gone_are_seen_in_their_step(tmp_path: Path) -> None:
+    with make_relay() as relay:
+        with Session(relay, make_batches(), loggers=[Recorder(tmp_path / "run.jsonl")]) as session:
+            train(session, 2)
+            session.edit(Drop(3)).result(20)
+    run = load_run(tmp_path)
+    assert len(run.snapshot().layers) == 3 and len(run.snapshot(run.whole()).layers) == 4
+    panel = MomentsPanel(Recording(run))
+    panel.show(run.snapshot())
+    assert "keeps 4 layers" in words_of(panel.widget)
+    assert "keeps 4 layers" in render_report([run])
+    assert [name for name, _ in workbench.replay(tmp_path).slider.options] == ["1", "2", "2, changed"]
 
 
 def test_moments_out_of_range_are_refused(path: Path) -> None:

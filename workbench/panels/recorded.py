@@ -12,6 +12,7 @@ from workbench.panels.relay import RelayPanel
 from workbench.pictures.header import header_html, header_picture, settings_table
 from workbench.pictures.journal import draw_journal, journal_table
 from workbench.pictures.picture import Picture, Table
+from workbench.recorded import Recording
 from workbench.snapshot import Snapshot
 
 STATE = "recorded"
@@ -33,7 +34,12 @@ class FactsPanel(Panel):
 
 
 class MomentsPanel(RelayPanel):
-    """The relay picture of a step that is over: there is nothing live, so the player stands in mid-backward at first."""
+    """The relay picture of a step that is over: there is nothing live, so the player stands in mid-backward at first.
+
+    It shows the newest step that was recorded whole, with the layers that there were in it.
+    """
+
+    looks_at = Recording
 
     def build(self) -> ipywidgets.DOMWidget:
         widget = super().build()
@@ -42,7 +48,8 @@ class MomentsPanel(RelayPanel):
         return widget
 
     def draw(self, now: Snapshot) -> None:
-        self._now = now
+        whole = self.session.run.whole(now.number)
+        self._now = now if whole is None else self.session.run.snapshot(whole)
         if now.last is self._trace and self._picture.value:
             return
         self._take(now.last)
