@@ -6,7 +6,6 @@ Each line is written out at once, so a crash loses at most the last one. Nothing
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import platform
 import zlib
@@ -19,7 +18,7 @@ import psutil
 import torch
 
 from l2l_core import Trace
-from workbench.run_format import SCHEMA, VERSION, Told, plain, trace_row
+from workbench.run_format import SCHEMA, VERSION, Told, to_json, trace_row
 from workbench.snapshot import Change, Snapshot, StepRow
 
 MOST_TRACES = 40
@@ -57,7 +56,7 @@ class Recorder:
         except FileExistsError as error:
             raise FileExistsError(f"{self.path} exists already: give another path, or overwrite=True") from error
         self._raw: BinaryIO = raw
-        self._packed = gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) if self.path.suffix == ".gz" else None
+        self._packed = gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6, mtime=0) if self.path.suffix == ".gz" else None
         self._told = Told()
         self._moments = self._steps = 0
         self._last: Trace | None = None
@@ -136,7 +135,7 @@ class Recorder:
     def _write(self, kind: str, row: Mapping[str, Any]) -> None:
         if self._raw.closed:
             raise ValueError(f"{self.path} is closed: make a new Recorder to go on")
-        line = json.dumps(plain({"type": kind, **row}), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        line = to_json({"type": kind, **row})
         file = cast(BinaryIO, self._packed or self._raw)
         file.write(line.encode() + b"\n")
         if self._packed is not None:

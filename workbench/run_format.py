@@ -15,6 +15,7 @@ have, NaN and infinities, are written as text.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -212,13 +213,20 @@ def trace_of(row: Mapping[str, Any]) -> Trace:
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
-    """The same for JSON: numbers that it does not have as text."""
+def to_json(row: Row) -> str:
+    """A line, without its end; numbers that JSON does not have as text."""
+    try:
+        return json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # there is one: rare, and looking for it takes longer than writing
+        return json.dumps(_plain(row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def build(record: type[T], row: Mapping[str, Any]) -> T:
