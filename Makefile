@@ -30,7 +30,7 @@ setup: .venv/.stamp ## make .venv and install everything into it, in the tested 
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[test,browser]"
 	@touch $@
 
-demo: .venv/.stamp ## run the demonstration without a browser and print what it measured
+demo: .venv/.stamp ## run the demonstration without a browser; it prints what it measured and ends with a report
 	$(BIN)/python -m workbench demo $(ARGS)
 
 lab: .venv/.stamp ## open JupyterLab on 127.0.0.1, with its token, at the first notebook

@@ -159,8 +159,10 @@ def _bound(trace: Trace) -> list[Card]:
     longest = max(trace.bound_by(), key=lambda bound: bound.span_s, default=None)
     if longest is None:
         return []
-    lane = {"h2d": "loads", "d2h": "pushes", "eps": "updates", "idle": "waiting"}.get(longest.lane, longest.lane)
-    return [Card("bound by", lane, f"in {longest.phase}, {100 * longest.span_s / trace.span_s:.0f} % of the step")]
+    waits = {"h2d": "loads", "d2h": "pushes", "eps": "updates", "idle": "waiting"}
+    seconds = longest.busy_s["compute"] if longest.lane == "compute" else longest.exposed_s
+    shown = f"{format_seconds(seconds)} of {format_seconds(longest.span_s)} in {longest.phase}"
+    return [Card("bound by", waits.get(longest.lane, longest.lane), shown)]
 
 
 def _loss(now: Snapshot, run: RecordedRun) -> Picture:
