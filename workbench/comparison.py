@@ -83,18 +83,19 @@ def _draw_losses(runs: Sequence[Named]) -> Picture:
 
 
 def _say_equal(first: Named, other: Named) -> str:
-    """Up to which step two runs have equal losses, bit by bit."""
+    """Up to which step two runs have equal losses, bit by bit, and how far apart they are later."""
     theirs = {row.step: row.loss for row in other.now.steps}
-    common = [(row.step, row.loss == theirs[row.step]) for row in first.now.steps if row.step in theirs]
-    unequal = next((step for step, equal in common if not equal), None)
+    common = [(row.step, abs(row.loss - theirs[row.step])) for row in first.now.steps if row.step in theirs]
+    unequal = [(step, apart) for step, apart in common if apart != 0]  # NaN is equal to nothing
     both = f"{first.name} and {other.name}"
     if not common:
         return f"{both} have no step in common."
-    if unequal is None:
+    if not unequal:
         return f"{both}: losses are equal, to the bit, in all {len(common)} steps that both made."
-    if unequal == common[0][0]:
-        return f"{both}: losses differ from the first common step on."
-    return f"{both}: losses are equal, to the bit, before step {unequal}."
+    since, apart = unequal[0][0], f"they differ by {max(apart for _, apart in unequal):.2g} at most"
+    if since == common[0][0]:
+        return f"{both}: losses are not equal from the first common step on; {apart}."
+    return f"{both}: losses are equal, to the bit, before step {since}; after that {apart}."
 
 
 def _draw_steps(runs: Sequence[Named]) -> list[OneStep]:

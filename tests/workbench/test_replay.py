@@ -188,7 +188,9 @@ def test_equal_losses_are_said_to_be_equal(path: Path, tmp_path: Path) -> None:
     changed = [line.replace(repr(loss), repr(loss * 2)) for line in lines]
     again.write_text("\n".join(changed) + "\n", encoding="utf-8")
     (said,) = workbench.compare(path, again).comparison.said
-    assert said == "a <run> and again: losses are equal, to the bit, before step 7."
+    assert said == (
+        f"a <run> and again: losses are equal, to the bit, before step 7; after that they differ by {loss:.2g} at most."
+    )
 
 
 # The command ---------------------------------------------------------------------------------------------------------
