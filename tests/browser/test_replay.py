@@ -28,13 +28,15 @@ def test_a_recorded_run_is_seen_again(page: Page, lab: Lab) -> None:
         root = notebook.cell(0).locator(".l2l-workbench")
         title = root.locator(".l2l-title")
         until(lambda: "step 10" in title.inner_text(), page, "the end of the run")
-        assert "a run, recorded" in root.inner_text() and "micro_batches 2 → 3" in root.inner_text()
+        until(lambda: "micro_batches 2 → 3" in root.inner_text(), page, "the loss")
+        assert "a run, recorded" in root.inner_text()
         for name in ("Run", "Pause", "Stop", "Undo", "Live"):
             assert not root.locator(f'button:text-is("{name}"):visible').count(), name
         keep(root, "replay")
 
         picture = root.locator("svg.l2l").first
         words = lambda: " ".join(picture.locator("text").all_text_contents())  # noqa: E731
+        until(lambda: "event " in words(), page, "the relay picture")
         began = _event(words())
         root.locator('button[title="Next event"]').click()
         until(lambda: _event(words()) == began + 1, page, "the next event")
@@ -43,7 +45,8 @@ def test_a_recorded_run_is_seen_again(page: Page, lab: Lab) -> None:
         slider.focus()
         page.keyboard.press("Home")
         until(lambda: re.search(r"step 1\b", title.inner_text()), page, "the first step")
-        assert "micro_batches 2 → 3" not in root.locator("svg.l2l").nth(3).inner_html()
+        # one panel after the other is brought up to date
+        until(lambda: "micro_batches 2 → 3" not in root.locator("svg.l2l").nth(3).inner_html(), page, "the loss till then")
         page.keyboard.press("ArrowRight")
         until(lambda: re.search(r"step 2\b", title.inner_text()), page, "the second step")
     finally:
