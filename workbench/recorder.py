@@ -56,7 +56,9 @@ class Recorder:
         except FileExistsError as error:
             raise FileExistsError(f"{self.path} exists already: give another path, or overwrite=True") from error
         self._raw: BinaryIO = raw
-        self._packed = gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6, mtime=0) if self.path.suffix == ".gz" else None
+        self._packed = (
+            gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6, mtime=0) if self.path.suffix == ".gz" else None
+        )
         self._told = Told()
         self._moments = self._steps = 0
         self._last: Trace | None = None

@@ -46,7 +46,9 @@ def test_a_recorded_run_is_seen_again(page: Page, lab: Lab) -> None:
         page.keyboard.press("Home")
         until(lambda: re.search(r"step 1\b", title.inner_text()), page, "the first step")
         # one panel after the other is brought up to date
-        until(lambda: "micro_batches 2 → 3" not in root.locator("svg.l2l").nth(3).inner_html(), page, "the loss till then")
+        until(
+            lambda: "micro_batches 2 → 3" not in root.locator("svg.l2l").nth(3).inner_html(), page, "the loss till then"
+        )
         page.keyboard.press("ArrowRight")
         until(lambda: re.search(r"step 2\b", title.inner_text()), page, "the second step")
     finally:
