@@ -162,8 +162,11 @@ class Call:
 
     @property
     def needs_backward(self) -> bool:
-        """Whether anything that the layer gave out can receive a gradient."""
-        return bool(self.outputs or self.side_sinks)
+        """Whether the layer gave out anything that can receive a gradient, or what entered it here still has to pass one on.
+
+        The second alone: a layer that hands on what it is given, or gives out nothing that learns.
+        """
+        return bool(self.outputs or self.side_sinks or self.behind)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

@@ -259,6 +259,48 @@ def test_one_layer_among_many_modules() -> None:
     assert_equal(run_both(BY_NAME["chain"], 3, RelayConfig(micro_batches=3, ahead=2), layers=["layers.2"]))
 
 
+class HandsOn(nn.Module):
+    """Gives out the very tensor that it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Silent(nn.Linear):
+    """Gives out nothing that a gradient could reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return 0.1 * super().forward(x)
+
+
+class Added(nn.Module):
+    """A stem, and layers whose outputs are added to what they are given; those that hand it on alone are not."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(8, 8), nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x) if isinstance(layer, HandsOn) else x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("odd", [HandsOn, lambda: Silent(8, 8)], ids=["hands on", "silent"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@stashes
+def test_what_is_behind_a_layer_without_a_graph_learns(odd: Callable[[], nn.Module], at: int, stash: str) -> None:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    layers.insert(at, odd())
+    config = RelayConfig(micro_batches=2, stash=stash)  # type: ignore[arg-type]
+    names = [f"layers.{i}" for i in range(3)]
+    with Relay(Added(*layers), layers=names, loss=lambda out, _: out.square().mean(), config=config) as relay:
+        report = relay.verify((torch.randn(4, 8),))
+        assert report.equal, str(report)
+
+
 def test_layer_without_parameters() -> None:
     kind = BY_NAME["inplace"]
     assert_equal(run_both(kind, 2, RelayConfig(micro_batches=3), layers=["0", "2", "8", "11"]))
