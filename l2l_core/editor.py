@@ -302,8 +302,8 @@ class Editor:
         for unit in after:
             if unit in self._parked:
                 self.store.admit(unit, self._unpark(unit).sides)
-        first = self.layers.index(before[0])
         gone = set(before)
+        first = next(i for i, unit in enumerate(self.layers) if unit in gone)
         self.layers = [*self.layers[:first], *after, *(unit for unit in self.layers[first:] if unit not in gone)]
         now = replace(stack, layers=tuple(unit.module for unit in after))
         self.stacks = tuple(now if old is stack else old for old in self.stacks)

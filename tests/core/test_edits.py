@@ -446,6 +446,16 @@ def test_layers_may_have_keys_of_their_own() -> None:
         assert keys(relay) == ["high", "low"] and relay.verify(make_batch()).equal
 
 
+def test_layers_may_be_given_in_any_order() -> None:
+    names = [f"transformer.h.{i}" for i in (2, 0, 3, 1)]
+    with make_relay(make_gpt(), layers=names) as relay:
+        relay.step(make_batch())
+        relay.apply(Drop(0))  # the stack's first, the relay's second
+        assert sorted(keys(relay)) == ["L000", "L002", "L003"]
+        relay.apply(Duplicate(0))
+        assert sorted(keys(relay)) == ["L000", "L002", "L003", "L004"] and relay.verify(make_batch()).equal
+
+
 POSITION = st.integers(min_value=-3, max_value=6)
 ANY_EDIT = st.one_of(
     st.builds(Insert, at=POSITION, init=st.sampled_from(["copy", "fresh", "interpolate"]), warmup=st.integers(0, 3)),
