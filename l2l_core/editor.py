@@ -372,7 +372,9 @@ class Editor:
         return old
 
     def spill(self, unit: Unit) -> None:
-        """Let a parked layer wait on disk."""
+        """Let a parked layer wait on disk; one that is in a stack stays where it is."""
+        if unit not in self._parked:
+            return
         parked = self._unpark(unit)
         try:
             parked.spill()
@@ -390,9 +392,10 @@ class Editor:
             self._park(parked)
 
     def lose(self, unit: Unit) -> None:
-        """Free a parked layer, for good; one that another branch has stays parked."""
-        if unit not in self.needed_elsewhere():
+        """Free a parked layer, for good; one that another branch has stays parked, one that is in a stack stays there."""
+        if unit in self._parked and unit not in self.needed_elsewhere():
             self._unpark(unit).empty()
+            del self._by_module[unit.module]
 
     def forget(self, needed: set[Unit]) -> None:
         """Free parked layers that no change can bring back any more, and no other branch has."""

@@ -300,6 +300,25 @@ def test_a_group_that_fails_frees_what_it_made_and_loses_nothing(relay: Relay) -
     assert relay.verify(make_batch()).equal
 
 
+def test_a_layer_dropped_for_good_that_its_group_brings_back_stays(relay: Relay) -> None:
+    back = relay.apply(Drop(1))
+    relay.apply(back)
+    before = state_of(relay)
+    relay.apply(Drop(1, park=None), back)
+    assert keys(relay) == ["L000", "L001", "L002", "L003"] and len(relay.journal) == 3
+    assert_same(state_of(relay), before)
+    assert relay.verify(make_batch()).equal
+
+
+def test_an_inverse_that_was_used_is_refused_the_second_time(relay: Relay) -> None:
+    back = relay.apply(Drop(1, park="disk"))
+    relay.apply(back)
+    before = state_of(relay)
+    with pytest.raises(ValueError, match="changed since"):
+        relay.apply(back)
+    assert_same(state_of(relay), before)
+
+
 def test_frozen_layers_thaw_with_the_state_they_had(relay: Relay) -> None:
     before = state_of(relay)
     relay.apply(Freeze(1))
