@@ -307,10 +307,8 @@ class Saved:
     def restore_into(self, state: State) -> None:
         """Give the relay that `state` was taken from the saved weights, buffers, optimizer and random state.
 
-        Raises:
-            ValueError: it is of another model or optimizer; then nothing has been changed.
+        It must have passed `check`.
         """
-        self._check(state)
         live, masters, optimizer = _merged(state.tensors().values()), state.masters, state.store.optimizer
         read: Tensors = {}
         settings = _decode(self.manifest["settings"], self.tensors, read)
@@ -331,7 +329,12 @@ class Saved:
             block.warmup = self.manifest.get("warmups", {}).get(block.key, 0)
         usable(random_state).put()
 
-    def _check(self, state: State) -> None:
+    def check(self, state: State) -> None:
+        """Whether the relay that `state` was taken from can take over this save.
+
+        Raises:
+            ValueError: it is of another model or optimizer.
+        """
         path, saved = self.path, self.manifest
         self._compare("layers", _listed(saved["units"]), _listed(state.keys_and_names))
         self._compare("parameters and buffers", _shapes(self.tensors), _shapes(_merged(state.tensors().values())))

@@ -32,7 +32,16 @@ logger = logging.getLogger("l2l_core")
 
 Part = dict[str, Any]
 _KINDS = {
-    kind.__name__: kind for kind in (change.Restack, change.Rewrite, change.Retrain, change.Spill, change.Fetch, Barred)
+    kind.__name__: kind
+    for kind in (
+        change.Restack,
+        change.Rewrite,
+        change.Retrain,
+        change.Spill,
+        change.Fetch,
+        change.Lose,
+        Barred,
+    )
 }
 
 

@@ -394,9 +394,11 @@ class Relay:
             back.callback(relay.close)
             edited.restore_into(relay._editor, relay._history)
             with relay.device.current():
-                state.restore_into(relay._saved_state())
+                present = relay._saved_state()
+                state.check(present)
                 past = Restorer(relay._editor, relay._history, relay._branches, spare, relay.device.host_empty)
                 past.restore(state.past)
+                state.restore_into(present)  # last: it changes the caller's model, and cannot fail
             back.pop_all()
         relay._steps = state.steps
         return relay

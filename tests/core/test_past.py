@@ -227,3 +227,32 @@ def test_what_was_dropped_for_good_stays_so(relay: Relay, tmp_path: Path) -> Non
         assert turn_both(relay, again, "undo")
         with pytest.raises(ValueError, match="L000 was dropped for good"):
             again.undo()
+
+
+def test_what_one_branch_dropped_for_good_another_has_after_loading(relay: Relay, tmp_path: Path) -> None:
+    relay.fork("thin")
+    relay.apply(Drop(1, park=None))
+    relay.step(make_batch(1))
+    relay.save(tmp_path)
+    with load(tmp_path) as again:
+        for name in ("main", "thin"):
+            relay.switch(name), again.switch(name)
+            assert keys(again) == keys(relay)
+            assert_same(whole(again), whole(relay))
+
+
+def test_a_load_that_is_refused_for_a_branch_changes_nothing(tmp_path: Path) -> None:
+    with make_relay(nn_chain(), loss=square) as chain:
+        chain.fork("odd")
+        chain.apply(Replace(1, nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))))
+        chain.switch("main")
+        chain.step((torch.ones(2, 4),))
+        chain.save(tmp_path)
+    model = nn_chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with pytest.raises(ValueError, match="the branch 'odd' cannot be restored"):
+        Relay.load(tmp_path, model, optimizer, device=EmulatedDevice(), loss=square)
+    assert_same(model.state_dict(), before)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 3e-4
+    assert torch.equal(torch.get_rng_state(), random)
