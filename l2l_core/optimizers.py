@@ -97,7 +97,8 @@ def slice_of(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Optimizer:
 
 
 def sync_settings(part: Optimizer, whole: Optimizer) -> None:
-    """Take over the settings of each group (learning rates move between steps)."""
+    """Take over the settings of each group (learning rates move between steps), and the state (loading exchanges it)."""
+    part.state = whole.state
     for mine, theirs in zip(part.param_groups, whole.param_groups, strict=True):
         mine.update((name, value) for name, value in theirs.items() if name != "params")
 

@@ -179,6 +179,18 @@ def test_state_dict_continues_in_core(name: str) -> None:
         assert not differences(model, pair.relay.model)
 
 
+def test_the_relays_optimizer_loads_a_state() -> None:
+    kind = BY_NAME["chain"]
+    with both(kind, RelayConfig(micro_batches=3)) as pair:
+        assert_equal([pair.step(kind.make_batch(7, step)) for step in range(2)])
+        for optimizer in (pair.relay.optimizer, pair.in_core.optimizer):
+            held = copy.deepcopy(optimizer.state_dict())
+            for known in held["state"].values():
+                known["exp_avg"].zero_()
+            optimizer.load_state_dict(held)
+        assert_equal([pair.step(kind.make_batch(7, step)) for step in range(2, 4)])
+
+
 @pytest.mark.parametrize(
     "make",
     [
