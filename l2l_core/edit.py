@@ -320,6 +320,11 @@ class Unfreeze(_Train):
 # -- optimizer state ---------------------------------------------------------------------------------------------------
 
 
+_COUNTS = {"step", "mu_product", "eta", "mu"}  # go with the number of updates (NAdam, ASGD)
+_SIZES = _COUNTS | {"ax", "step_size"}  # of weights and of steps, whatever the gradients are (ASGD, Rprop)
+_SECOND_MOMENTS = {"square_avg", "sum", "acc_delta", "row_var", "col_var", "variance"}  # besides "..._sq"
+
+
 def inherit(policy: Policy) -> Callable[[Mapping[str, Any]], dict[str, Any] | None]:
     """What a new parameter takes over from the state of its model; None: it starts anew."""
     if policy == "fresh":
@@ -329,20 +334,20 @@ def inherit(policy: Policy) -> Callable[[Mapping[str, Any]], dict[str, Any] | No
     def scaled(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
-        if name == "step" or factor == 1.0:
+        if name in _SIZES or factor == 1.0:
             return value.clone()
-        return value * (factor**2 if name.endswith("_sq") else factor)
+        return value * (factor**2 if name.endswith("_sq") or name in _SECOND_MOMENTS else factor)
 
     return lambda state: {name: scaled(name, value) for name, value in state.items()} or None
 
 
 def _mix_states(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, weight: float) -> dict[str, Any] | None:
-    """Both states mixed; the count of steps is that of `a`. Without one of them the optimizer starts anew."""
+    """Both states mixed; the count of steps, and what goes with it, is that of `a`. Without one of them the optimizer starts anew."""
     if not a or not b:
         return None
     return {
         name: torch.lerp(value, b[name], weight)
-        if isinstance(value, torch.Tensor) and name != "step"
+        if isinstance(value, torch.Tensor) and name not in _COUNTS
         else copy.deepcopy(value)
         for name, value in a.items()
     }

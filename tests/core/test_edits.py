@@ -260,6 +260,31 @@ def test_a_new_edit_ends_what_could_be_redone_and_frees_its_bytes(relay: Relay) 
     assert relay.host.by_category() == before
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "powers"),
+    [
+        (torch.optim.AdamW, {"step": 0, "exp_avg": 1, "exp_avg_sq": 2}),
+        (torch.optim.NAdam, {"step": 0, "mu_product": 0, "exp_avg": 1, "exp_avg_sq": 2}),
+        (partial(torch.optim.RMSprop, centered=True), {"step": 0, "grad_avg": 1, "square_avg": 2}),
+        (torch.optim.Adagrad, {"step": 0, "sum": 2}),
+        (torch.optim.Adafactor, {"step": 0, "row_var": 2, "col_var": 2}),
+        (torch.optim.ASGD, {"step": 0, "eta": 0, "mu": 0, "ax": 0}),
+    ],
+)
+def test_what_is_inherited_in_part_is_scaled_by_its_power(optimizer: Any, powers: dict[str, int]) -> None:
+    with Relay(make_gpt(2), optimizer, EmulatedDevice()) as relay:
+        relay.step(make_batch())
+        relay.apply(Insert(at=1, init="copy", optimizer=0.5))
+        old, new = (
+            relay.optimizer.state[relay.store.masters_of(unit)[unit.module.mlp.c_fc.weight]] for unit in relay.stack[:2]
+        )
+        assert old.keys() == powers.keys()
+        for name, power in powers.items():
+            assert torch.equal(new[name], old[name] * 0.5**power), name
+        relay.apply(Interpolate(0, 2))
+        assert relay.verify(make_batch()).equal
+
+
 def test_a_layer_dropped_for_good_gives_its_bytes_back_and_cannot_return(relay: Relay) -> None:
     before, layer = relay.host.by_category(), relay.stack[1]
     nbytes, num_params = layer.nbytes, layer.num_params
