@@ -24,7 +24,7 @@ from l2l_core.editor import Editor
 from l2l_core.group import all_or_nothing
 from l2l_core.journal import History
 from l2l_core.memory import Ledger
-from l2l_core.store import clone_state
+from l2l_core.store import clone_state, state_bytes
 from l2l_core.units import Block, Unit
 
 FIRST = "main"
@@ -68,8 +68,7 @@ class Values:
 
     @property
     def nbytes(self) -> int:
-        tensors = [v for s in self.states if s for v in s.values() if isinstance(v, torch.Tensor)]
-        return self.master.nbytes + sum(tensor.nbytes for tensor in tensors)
+        return self.master.nbytes + sum(state_bytes(state) for state in self.states if state)
 
 
 @dataclass

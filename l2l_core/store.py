@@ -9,6 +9,7 @@ piece per micro-batch: those are kept apart and added in ascending k when all ha
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from l2l_core.config import RelayConfig
 from l2l_core.device import Ticket
@@ -72,7 +74,7 @@ class Side:
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        return sum(v.nbytes for known in self.state.values() for v in known.values() if isinstance(v, torch.Tensor))
+        return sum(map(state_bytes, self.state.values()))
 
 
 class LayerStore:
@@ -506,7 +508,7 @@ class LayerStore:
 
     def book_optimizer(self) -> None:
         """Count the bytes of the optimizer's state anew."""
-        nbytes = sum(v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+        nbytes = sum(map(state_bytes, self.optimizer.state.values()))
         self._book_state(nbytes - self._optimizer_bytes)
 
     def _book_state(self, nbytes: int) -> None:
@@ -538,5 +540,18 @@ def _sample(master: torch.Tensor) -> torch.Tensor:
 
 
 def clone_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what the optimizer knows of a parameter."""
-    return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
+    """A copy of what the optimizer knows of a parameter; tensors may be in lists and dicts of it."""
+    return {name: pytree.tree_map(_copied, value) for name, value in state.items()}
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+
+def state_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes of the tensors in what the optimizer knows of a parameter."""
+    return sum(leaf.nbytes for value in state.values() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    return pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)

@@ -116,6 +116,34 @@ def test_a_branch_costs_bytes_for_layers_that_changed_only(relay: Relay) -> None
     assert relay.host.total == start and [branch.name for branch in relay.branches] == ["third"]
 
 
+class TwoMomenta(torch.optim.Optimizer):
+    """Keeps its state in a list, as Shampoo and SOAP do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    momenta = self.state[param].setdefault("momenta", [torch.zeros_like(param) for _ in range(2)])
+                    for momentum, decay in zip(momenta, (0.9, 0.5), strict=True):
+                        param.sub_(momentum.mul_(decay).add_(param.grad), alpha=group["lr"])
+
+
+def test_optimizer_state_in_lists_is_a_branchs_own() -> None:
+    with Relay(make_gpt(2), TwoMomenta, EmulatedDevice()) as relay, Relay(make_gpt(2), TwoMomenta) as alone:
+        assert relay.step(make_batch()).loss == alone.step(make_batch()).loss
+        assert relay.verify(make_batch()).equal
+        assert relay.host.by_category()["optimizer"] == sum(8 * unit.num_params for unit in (relay.shell, *relay.stack))
+        relay.fork("other")
+        relay.step(make_batch(1))
+        relay.switch("main")
+        for seed in (2, 3):
+            assert relay.step(make_batch(seed)).loss == alone.step(make_batch(seed)).loss
+
+
 def test_what_one_branch_dropped_for_good_another_still_has(relay: Relay) -> None:
     before = whole(relay)
     relay.fork("thin")
