@@ -1,12 +1,16 @@
-"""Notice a model that was changed behind the relay's back."""
+"""Refuse what a relay cannot work with: keys that cannot name a layer, a model that was changed behind its back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from l2l_core.units import Unit
+
+_FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
+_TAKEN = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # files of a save that are no layer's
 
 
 def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -36,6 +40,23 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                     raise RuntimeError(
                         f"parameter {name} has a gradient from outside: call model.zero_grad() before a step"
                     )
+
+
+def check_keys(keys: Iterable[object]) -> list[str]:
+    """The keys that a caller gives to layers. They name the layers' files in a save.
+
+    Raises:
+        ValueError: one that cannot.
+    """
+    checked = []
+    for key in keys:
+        if not isinstance(key, str) or not _FILE_NAME.fullmatch(key) or _TAKEN.fullmatch(key):
+            raise ValueError(
+                f"layers has the key {key!r}: a key names a file too, so it is a string without slashes that does not begin "
+                "with a dot; 'shell', 'relay', 'history' and what begins with 'parked-', 'values-' or 'branch-' are taken"
+            )
+        checked.append(key)
+    return checked
 
 
 def refuse_checkpointing(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ class Edited:
         stacks: keys of the layers in order, by stack.
         original: dotted names of the layers before any edit, by key.
         origin: by key, the original layer that it goes back to.
-        made: keys given out so far.
+        made: keys given out so far, or passed over.
         journal: what was edited.
         kinds: checksum of what tells a layer apart, by key; see `likeness.Anatomy`.
         sizes: number of members of the container, by stack.

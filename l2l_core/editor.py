@@ -66,7 +66,7 @@ class Editor:
         self.needed_elsewhere: Callable[[], set[Unit]] = set
         self._host, self._empty = host, empty
         self.layers = list(layers)
-        self.made = len(layers)  # keys given out so far
+        self.made = len(layers)  # keys given out so far, or passed over
         self.original = {unit.key: unit.name for unit in layers}  # before any edit
         self.origin = {unit.key: unit.key for unit in layers}  # by key, the original layer that it goes back to
         self._by_module = {unit.module: unit for unit in layers}
@@ -244,12 +244,11 @@ class Editor:
             inherit: what of that state.
             warmup: updates over which its learning rate rises.
         """
-        key = f"L{self.made:03d}"
+        key = self._new_key()
         if like.frozen:  # a copy of a frozen layer is new all the same
             module.requires_grad_(True)
         unit = build_layer(key, key, module, self._empty)
         counterparts = {(name, param.shape): param for name, param in like.module.named_parameters()}
-        self.made += 1
         self.origin[key] = self.origin[like.key]
         self._by_module[module] = unit
         sides = {}
@@ -440,6 +439,13 @@ class Editor:
         self.store.book_optimizer()
 
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _new_key(self) -> str:
+        """A key that no layer has or had; the caller may have given out some of this form."""
+        while (key := f"L{self.made:03d}") in self.origin:
+            self.made += 1
+        self.made += 1
+        return key
 
     def _masters_of(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
         if unit not in self.store.units:

@@ -22,7 +22,7 @@ from l2l_core.ambient import RandomState
 from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, first_rows, join, rows_of, shares, split
 from l2l_core.branches import Branch, Branches
 from l2l_core.branches import State as BranchState
-from l2l_core.checks import check_model, refuse_checkpointing
+from l2l_core.checks import check_keys, check_model, refuse_checkpointing
 from l2l_core.config import RelayConfig
 from l2l_core.cuda import CudaDevice
 from l2l_core.device import Device
@@ -106,7 +106,7 @@ class Relay:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
         refuse_checkpointing(model)
-        keys, layers = (list(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
+        keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         found = resolve_layers(model, layers)
         keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
