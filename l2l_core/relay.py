@@ -254,12 +254,12 @@ class Relay:
         so with ``precision="bf16"`` the report shows what the precision costs.
         """
         micro_batches = self._split(batch)
-        with self.device.current(), self._preserved():
+        with interrupts_wait(), self._exclusive(), self.device.current(), self._preserved(), torch.enable_grad():
             return compare_step(
                 model=self.model,
                 store=self._store,
                 units=self._parts.units,
-                relay_step=lambda: self.step(batch),
+                relay_step=lambda: self._step(batch),
                 micro_batches=micro_batches,
                 objective=self._call.objective,
                 divisors=shares(micro_batches, self._weight),

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, NonFiniteError, Relay, RelayConfig, TornStep
+from tests.core import small
 
 WIDTH, DEPTH, MICRO_BATCHES = 12, 4, 2
 
@@ -469,3 +470,30 @@ def test_a_failed_step_leaves_no_gradient_for_the_next_norm(make_relay: Any) -> 
     assert all(param.grad is None for group in relay.optimizer.param_groups for param in group["params"])
     relay.model.layers[1].requires_grad_(False)
     assert relay.verify(batch(2)).equal
+
+
+def test_a_proof_from_another_thread_in_mid_step_is_refused_and_changes_nothing() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    with (
+        small.make_relay(small.make_gpt(2)) as relay,
+        small.make_relay(small.make_gpt(2)) as alone,
+    ):
+        losses = [alone.step(small.make_batch(seed)).loss for seed in (0, 1)]
+        handle = relay.model.lm_head.register_forward_hook(wait)
+        found: list[float] = []
+        thread = threading.Thread(target=lambda: found.append(relay.step(small.make_batch(0)).loss))
+        thread.start()
+        assert begun.wait(60)
+        state = torch.get_rng_state()
+        with pytest.raises(RuntimeError, match="in the middle of a step"):
+            relay.verify(small.make_batch(0))
+        assert torch.equal(torch.get_rng_state(), state)
+        go_on.set()
+        thread.join(60)
+        handle.remove()
+        assert [*found, relay.step(small.make_batch(1)).loss] == losses
