@@ -342,7 +342,7 @@ def inherit(policy: Policy) -> Callable[[Mapping[str, Any]], dict[str, Any] | No
 
 
 def _mix_states(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, weight: float) -> dict[str, Any] | None:
-    """Both states mixed; the count of steps, and what goes with it, is that of `a`. Without one of them the optimizer starts anew."""
+    """Both states mixed; the count of steps, and what goes with it, is that of `a`. Where one is missing, it starts anew."""
     if not a or not b:
         return None
     return {
