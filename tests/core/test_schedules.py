@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from l2l_core import (
     Depth,
@@ -20,7 +19,6 @@ from l2l_core import (
     Freezing,
     LayerDrop,
     Relay,
-    RelayConfig,
     Schedule,
     dropping_by_influence,
     gradual_stacking,
@@ -28,38 +26,13 @@ from l2l_core import (
     stacking_by_doubling,
 )
 from l2l_core.layer_drop import draw
-
-Batch = dict[str, torch.Tensor]
-
-
-def make_gpt(layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0
-    )
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
-    return model.train()
-
-
-def make_batch(seed: int = 0) -> Batch:
-    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def make_relay(model: nn.Module) -> Relay:
-    optimizer = partial(torch.optim.AdamW, lr=1e-2)
-    return Relay(model, optimizer, EmulatedDevice(), config=RelayConfig(micro_batches=2))
+from tests.core.small import keys, make_batch, make_gpt, make_relay
 
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
     with make_relay(make_gpt()) as made:
         yield made
-
-
-def keys(relay: Relay) -> list[str]:
-    return [unit.key for unit in relay.stack]
 
 
 def origins(relay: Relay) -> str:

@@ -11,38 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from l2l_core import EmulatedDevice, Freeze, Insert, Relay, RelayConfig
 from l2l_core.reference import train_step
+from tests.core.small import make_batch, make_gpt, make_relay
 
-Batch = dict[str, torch.Tensor]
 WAYS = [(1,), (0, 3), (), (2, 1, 3), (4,), (0, 1, 2, 3), (3,)]
-
-
-def make_gpt(layers: int = 5) -> nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=layers, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0
-    )
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
-    return model.train()
-
-
-def make_batch(seed: int = 0) -> Batch:
-    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def make_relay(model: nn.Module, **options: Any) -> Relay:
-    options.setdefault("config", RelayConfig(micro_batches=2))
-    return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), **options)
 
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
-    with make_relay(make_gpt()) as made:
+    with make_relay(make_gpt(5)) as made:
         yield made
 
 
@@ -85,7 +64,7 @@ def train_in_core(model: nn.Module, optimizer: Any, config: RelayConfig, step: i
     [{}, {"stash": "host"}, {"ahead": 0, "update": "deferred", "max_grad_norm": 0.5}, {"rollback": True}],
 )
 def test_steps_with_holes_are_those_of_the_model_without_these_layers(settings: dict[str, Any]) -> None:
-    model, plain, config = make_gpt(), make_gpt(), RelayConfig(micro_batches=2, **settings)
+    model, plain, config = make_gpt(5), make_gpt(5), RelayConfig(micro_batches=2, **settings)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     with make_relay(model, config=config) as relay:
         for step, skip in enumerate(WAYS):
@@ -186,7 +165,7 @@ def test_a_relay_saved_after_such_steps_goes_on_to_the_bit(relay: Relay, tmp_pat
     relay.step(make_batch(), skip=[2])
     relay.save(tmp_path)
     losses = [relay.step(make_batch(step), skip=skip).loss for step, skip in ((1, [0]), (2, []), (3, [1, 2]))]
-    with Relay.load(tmp_path, make_gpt(), partial(torch.optim.AdamW, lr=1e-2), device=EmulatedDevice()) as again:
+    with Relay.load(tmp_path, make_gpt(5), partial(torch.optim.AdamW, lr=1e-2), device=EmulatedDevice()) as again:
         assert [again.step(make_batch(s), skip=skip).loss for s, skip in ((1, [0]), (2, []), (3, [1, 2]))] == losses
         assert_same(optimizer_state(again), optimizer_state(relay))
 
@@ -235,10 +214,10 @@ def test_bytes_of_optimizer_state_are_known_before_the_first_step(relay: Relay, 
     relay.step(make_batch())
     relay.save(tmp_path)
     held = held_bytes(relay)
-    with Relay.load(tmp_path, make_gpt(), partial(torch.optim.AdamW, lr=1e-2), device=EmulatedDevice()) as again:
+    with Relay.load(tmp_path, make_gpt(5), partial(torch.optim.AdamW, lr=1e-2), device=EmulatedDevice()) as again:
         assert held_bytes(again) == held
         again.step(make_batch(1), skip=[1])
-    with make_relay(make_gpt()) as fresh:
+    with make_relay(make_gpt(5)) as fresh:
         before = held_bytes(fresh)
         assert fresh.verify(make_batch()).equal and held_bytes(fresh) == before
         fresh.step(make_batch(1), skip=[1])
