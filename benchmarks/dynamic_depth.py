@@ -199,7 +199,7 @@ def main() -> None:
     args = parser.parse_args()
 
     full = replace(FULL, layers=FINAL, width=64, heads=2, context=64, rows=16, micro_batches=1)
-    full = replace(full, steps=1500, judged_batches=16)
+    full = replace(full, steps=1000, judged_batches=16)
     small = replace(full, width=32, context=32, rows=8, steps=60, judged_batches=2)
     given = {name: value for name in ("steps", "learning_rate") if (value := getattr(args, name)) is not None}
     settings = replace(small if args.quick else full, **given)
