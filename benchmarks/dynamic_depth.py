@@ -1,6 +1,6 @@
 """Growth in depth against training from scratch at equal compute: loss against compute, and compute saved at equal loss.
 
-    python benchmarks/dynamic_depth.py              (about an hour on one core; goes on where it was interrupted)
+    python benchmarks/dynamic_depth.py              (about an hour on one core; finished runs are kept, so it may be interrupted)
     python benchmarks/dynamic_depth.py --quick      (half a minute: shows that it works, says nothing about growth)
 
 A GPT over bytes, 12 layers at the end, on the text of Python's standard library; everything by relay, growth by
@@ -38,6 +38,7 @@ from pathlib import Path
 import torch
 from _common import report, show, threads
 from _curves import Growth, Point, Run, compare, show_all
+from _curves_picture import draw_curves
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -210,10 +211,12 @@ def main() -> None:
         done = list(runs(names, seeds, settings))
     summary = compare(done, names, seeds)
     show_all(done, summary)
+    name = args.name or ("dynamic_depth_quick" if args.quick else "dynamic_depth")
     report(
-        args.name or ("dynamic_depth_quick" if args.quick else "dynamic_depth"),
-        {"settings": asdict(settings), "seeds": seeds, "summary": summary, "runs": [asdict(run) for run in done]},
+        name, {"settings": asdict(settings), "seeds": seeds, "summary": summary, "runs": [asdict(run) for run in done]}
     )
+    title = f"Growth to {FINAL} layers at equal compute, seeds {', '.join(map(str, seeds))}"
+    Path("out", "benchmarks", f"{name}.svg").write_text(draw_curves(done, title), encoding="utf-8")
 
 
 if __name__ == "__main__":
