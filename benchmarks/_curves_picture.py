@@ -1,4 +1,4 @@
-"""The picture of `_curves`: held-out loss against compute, a line for the mean of every arm, a faint one for every seed.
+"""The picture of `_curves`: held-out loss against compute, a line for every arm's mean, a faint one for every seed.
 
 Pure: the same runs give the same string.
 """
@@ -58,7 +58,8 @@ def _axes(x: Scale, y: Scale, marks: Sequence[float]) -> Iterator[str]:
         yield text(x(share), BOTTOM + 19, f"{share:.0%}", style="small dim", anchor=anchor)
     yield text((LEFT + RIGHT) / 2, BOTTOM + 40, "compute, of what scratch spends", style="dim", anchor="middle")
     middle, said = (TOP + BOTTOM) / 2, escape("held-out loss (nats per byte)")
-    yield f'<text x="22" y="{middle:g}" text-anchor="middle" class="dim" transform="rotate(-90 22 {middle:g})">{said}</text>'
+    turned = f'text-anchor="middle" class="dim" transform="rotate(-90 22 {middle:g})"'
+    yield f'<text x="22" y="{middle:g}" {turned}>{said}</text>'
 
 
 def _legend(arms: Mapping[str, Sequence[Run]]) -> Iterator[str]:

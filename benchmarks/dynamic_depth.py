@@ -1,6 +1,6 @@
-"""Growth in depth against training from scratch at equal compute: loss against compute, and compute saved at equal loss.
+"""Growth in depth against training from scratch at equal compute: loss against compute, compute saved at equal loss.
 
-    python benchmarks/dynamic_depth.py              (about an hour on one core; finished runs are kept, so it may be interrupted)
+    python benchmarks/dynamic_depth.py              (about an hour on one core; finished runs are kept)
     python benchmarks/dynamic_depth.py --quick      (half a minute: shows that it works, says nothing about growth)
 
 A GPT over bytes, 12 layers at the end, on the text of Python's standard library; everything by relay, growth by
