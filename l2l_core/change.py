@@ -106,7 +106,9 @@ class Rewrite(Change):
     values: Mapping[nn.Parameter, Held]
 
     def do(self, editor: Editor) -> Rewrite:
-        return Rewrite(self.unit, editor.exchange(self.unit, self.values))
+        inverse = Rewrite(self.unit, editor.exchange(self.unit, self.values))
+        editor.book_kept(inverse, inverse.values.values())
+        return inverse
 
     def units(self) -> Sequence[Unit]:
         return (self.unit,)

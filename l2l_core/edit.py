@@ -284,6 +284,7 @@ class Interpolate(Edit):
                 _mix_states(states[0].get(param), states[1].get(other), self.weight),
             )
             for param, other in _pairs(a.module, b.module)
+            if param is not other  # a weight that both share stays what it is, and undo leaves it alone
         }
         do(Rewrite(a, values))
 

@@ -5,6 +5,7 @@ Invariant: a layer is in exactly one stack or parked, and the EPS holds it in th
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -16,14 +17,14 @@ import torch
 from torch import nn
 
 from l2l_core.chain import check_fit
-from l2l_core.change import Held
+from l2l_core.change import Change, Held
 from l2l_core.identity import IdentityPlan, Sample, apply_plan, capture_samples, plan_identity, sample_behind
 from l2l_core.likeness import anatomy
 from l2l_core.memory import Ledger
 from l2l_core.parked import Parked
 from l2l_core.rearrange import rearrange
 from l2l_core.stacks import Resolver, Stack, Where, find_stacks
-from l2l_core.store import LayerStore, Side, clone_state
+from l2l_core.store import LayerStore, Side, clone_state, state_bytes
 from l2l_core.units import Block, Unit, build_layer
 
 State = Mapping[str, Any]
@@ -351,7 +352,8 @@ class Editor:
         """Give parameters of a layer in a stack other values and state; what they had."""
         old, masters = {}, self._masters_of(unit)
         for block in unit.blocks:
-            self.store.before_write(block)
+            if not values.keys().isdisjoint(block.params):
+                self.store.before_write(block)
         with torch.no_grad():
             for param, (value, state) in values.items():
                 master = masters[param]
@@ -360,7 +362,14 @@ class Editor:
                 param.copy_(value)
                 if state is not None:
                     self.store.optimizer.state[master] = clone_state(state)
+        self.store.book_optimizer()
         return old
+
+    def book_kept(self, change: Change, values: Iterable[Held]) -> None:
+        """Book what a change holds, for as long as somebody has it."""
+        nbytes = sum(value.nbytes + state_bytes(state or {}) for value, state in values)
+        self._host.book("other", "ways back", nbytes)
+        weakref.finalize(change, self._host.release, "other", "ways back", nbytes)
 
     def set_trained(self, unit: Unit, flags: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, bool]:
         """Let parameters of a layer be trained or not; what they were."""

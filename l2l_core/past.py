@@ -246,8 +246,12 @@ class Restorer:
 
     def _changes(self, changes: Sequence[Any], units: Mapping[str, Unit]) -> tuple[Change, ...]:
         try:
-            return tuple(_KINDS[kind].from_plain(plain, units) for kind, *plain in changes)
+            found = tuple(_KINDS[kind].from_plain(plain, units) for kind, *plain in changes)
         except KeyError as error:
             why = f"this was before the relay was loaded: {self._missing[error.args[0]]}"
             logger.warning("an edit cannot be undone: %s", why)
             return (Barred(why),)
+        for one in found:
+            if isinstance(one, change.Rewrite):
+                self.editor.book_kept(one, one.values.values())
+        return found

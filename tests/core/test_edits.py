@@ -490,6 +490,46 @@ def test_layers_may_have_keys_of_their_own() -> None:
         assert keys(relay) == ["high", "low"] and relay.verify(make_batch()).equal
 
 
+def test_what_the_way_back_holds_is_booked(relay: Relay) -> None:
+    before, layer = relay.host.by_category(), relay.stack[0]
+    state = 8 * layer.num_params + 4 * len(layer.params)
+    relay.apply(Interpolate(0, 1))
+    assert relay.host.by_category() == {**before, "other": 4 * layer.num_params + state}
+    relay.undo()
+    assert relay.host.by_category() == {**before, "other": 4 * layer.num_params + state}, "for redo"
+    relay.apply(Swap(0, 1))
+    gc.collect()
+    assert relay.host.by_category() == before
+
+
+def test_state_that_an_edit_ends_is_not_booked_any_more(relay: Relay) -> None:
+    relay.apply(Insert(at=2, init="copy", optimizer="fresh"))
+    before = relay.host.by_category()["optimizer"]
+    relay.apply(Interpolate(0, 2))
+    layer = relay.stack[0]
+    assert before - relay.host.by_category()["optimizer"] == 8 * layer.num_params + 4 * len(layer.params)
+
+
+def test_undoing_an_interpolation_leaves_weights_alone_that_both_layers_share() -> None:
+    class Sharing(nn.Module):
+        def __init__(self, shared: nn.Parameter) -> None:
+            super().__init__()
+            self.own, self.shared = nn.Linear(4, 4), shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.own(x) @ self.shared)
+
+    shared = nn.Parameter(torch.eye(4))
+    model, batch = nn.Sequential(*(Sharing(shared) for _ in range(3))), (torch.ones(2, 4),)
+    with make_relay(model, loss=lambda y, b: y.square().mean(), config=RelayConfig()) as relay:
+        relay.step(batch)
+        relay.apply(Interpolate(0, 1))
+        relay.step(batch)
+        learned = shared.detach().clone()
+        relay.undo()
+        assert torch.equal(shared, learned)
+
+
 def test_no_key_is_given_out_twice() -> None:
     layers = {f"L{i:03d}": f"transformer.h.{i - 1}" for i in range(1, 5)}
     with make_relay(make_gpt(), layers=layers) as relay:
