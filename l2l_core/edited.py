@@ -92,12 +92,12 @@ class Edited:
             for stack in find_stacks(model, list(found.values())):
                 wanted = self.stacks[stack.name]
                 made = {
-                    key: spare.pop(key, None) or copy.deepcopy(by_key[self.origin[key]])
+                    key: spare.pop(key) if key in spare else copy.deepcopy(by_key[self.origin[key]])
                     for key in wanted
                     if key not in by_key
                 }
                 like = {module: by_key[self.origin[key]] for key, module in made.items()}
-                layers = [made.get(key) or by_key[key] for key in wanted]
+                layers = [made[key] if key in made else by_key[key] for key in wanted]
                 back.callback(rearrange(model, stack, layers, like=like, trust=True))  # it has been so before
                 spare |= {key: by_key[key] for key in set(by_key) - set(wanted) if by_key[key] in set(stack.layers)}
         trained = set(manifest["trainable"])

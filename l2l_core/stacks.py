@@ -139,9 +139,9 @@ class Resolver:
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _named(self, name: str) -> nn.Module:
-        layer = self._by_key.get(name) or self._by_name.get(name)
-        if layer is not None:
-            return layer
+        for known in (self._by_key, self._by_name):
+            if name in known:  # the layer itself may be false: a Sequential without members
+                return known[name]
         stack = next((stack for stack in self._stacks if stack.name == name), None)
         if stack is not None:
             raise ValueError(f"{name!r} is a stack of {_count(stack)}, not a layer; say ({name!r}, 0) or a key")

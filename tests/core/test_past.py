@@ -229,6 +229,25 @@ def test_what_was_dropped_for_good_stays_so(relay: Relay, tmp_path: Path) -> Non
             again.undo()
 
 
+class Nothing(nn.Sequential):
+    """A layer without parameters that is false in a condition."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_layer_without_members_is_one_all_the_same(tmp_path: Path) -> None:
+    with make_relay(nn_chain(), loss=square) as chain:
+        chain.step((torch.ones(2, 4),))
+        chain.apply(Insert(at=1, module=Nothing()), trust=True)
+        chain.apply(Swap("L003", 0))
+        assert chain.verify((torch.ones(2, 4),)).equal
+        chain.save(tmp_path)
+        with load(tmp_path, nn_chain(), loss=square, modules={"L003": Nothing()}) as again:
+            assert keys(again) == keys(chain) == ["L003", "L000", "L001", "L002"]
+            assert_same(whole(again), whole(chain))
+
+
 def test_what_one_branch_dropped_for_good_another_has_after_loading(relay: Relay, tmp_path: Path) -> None:
     relay.fork("thin")
     relay.apply(Drop(1, park=None))
