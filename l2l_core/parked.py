@@ -58,6 +58,11 @@ class Parked:
                     if isinstance(value, torch.Tensor):
                         known[key] = _Away(f"{index}/{number}/{key}", tuple(value.stride()))
 
+    def close(self) -> None:
+        """Delete the temporary file; what is in it cannot be fetched any more."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
     def empty(self) -> None:
         """Let go of weights and state, wherever the layer is still known."""
         self._empty_weights()

@@ -177,12 +177,16 @@ class Relay:
         self.close()
 
     def close(self) -> None:
-        """Join every thread; the model and the optimizer are ordinary ones again. Calling it twice is fine."""
+        """Join every thread; the model and the optimizer are ordinary ones again. Calling it twice is fine.
+
+        Layers that wait on disk are gone.
+        """
         if self._closed:
             return
         self._closed = True
         self._parts.wires.close()
         self._store.close()
+        self._editor.close()
         self.device.close()
 
     @property
