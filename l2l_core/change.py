@@ -76,8 +76,10 @@ class Restack(Change):
     proven: bool = False
 
     def do(self, editor: Editor) -> Restack:
-        editor.restack(self.stack, self.before, self.after, self.like, self.proven)
-        return Restack(self.stack, self.after, self.before, self.like, proven=True)
+        put_back = editor.restack(self.stack, self.before, self.after, self.like, self.proven)
+        inverse = Restack(self.stack, self.after, self.before, self.like, proven=True)
+        editor.put_back[inverse] = put_back
+        return inverse
 
     def units(self) -> Sequence[Unit]:
         return (*self.before, *self.after)

@@ -111,7 +111,7 @@ class Insert(Edit):
                     f"{like.name}, so there is no state that it could inherit: use optimizer='fresh'"
                 )
             return module
-        module = copy.deepcopy(like.module)
+        module = _copy_of(like)
         if self.init == "fresh":
             editor.initialise(module)
         if self.init == "interpolate":
@@ -152,7 +152,7 @@ class Duplicate(Edit):
         before = editor.units_of(stack)
         twins = {}
         for old in (before[i] for i in span):
-            twins[editor.make_layer(copy.deepcopy(old.module), old, inherit(self.optimizer), self.warmup)] = old
+            twins[editor.make_layer(_copy_of(old), old, inherit(self.optimizer), self.warmup)] = old
         if self.mode == "interleaved":
             of = {old: new for new, old in twins.items()}
             after = tuple(one for old in before for one in (old, of.get(old)) if one is not None)
@@ -352,6 +352,12 @@ def _mix_states(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, weight
         else copy.deepcopy(value)
         for name, value in a.items()
     }
+
+
+def _copy_of(unit: Unit) -> nn.Module:
+    """A layer's module once more; that of a frozen layer is trained all the same, since it is new."""
+    module = copy.deepcopy(unit.module)
+    return module.requires_grad_(True) if unit.frozen else module
 
 
 def _set_to_mean(module: nn.Module, a: nn.Module, b: nn.Module) -> None:

@@ -75,6 +75,7 @@ class Editor:
         self._sides_parked: dict[Block, Side] = {}
         self._booked: dict[Unit, int] = {}  # bytes of parked layers
         self.untried: list[Unit] = []  # layers of the user's own making that an edit has put in
+        self.put_back: dict[Change, Callable[[], None]] = {}  # of a group under way: instead of these inverses, to the object
         self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer
         self.stacks = find_stacks(model, [unit.module for unit in layers])  # as they are now
         for unit in layers:
@@ -246,8 +247,6 @@ class Editor:
             warmup: updates over which its learning rate rises.
         """
         key = self._new_key()
-        if like.frozen:  # a copy of a frozen layer is new all the same
-            module.requires_grad_(True)
         unit = build_layer(key, key, module, self._empty)
         counterparts = {(name, param.shape): param for name, param in like.module.named_parameters()}
         self.origin[key] = self.origin[like.key]
@@ -275,7 +274,8 @@ class Editor:
         """Put the layers `after` in place of `before` in a stack; parked ones come back, those that leave are parked.
 
         Returns:
-            What puts the model alone back, to the same configuration objects, if nothing else was edited since.
+            What puts everything back, if nothing else was restacked since: to the same configuration objects, and to the same
+            order of the optimizer's groups.
         """
         stack = next((stack for stack in self.stacks if stack.name == name), None)
         if stack is None or self.units_of(stack) != tuple(before):
@@ -290,9 +290,28 @@ class Editor:
         brought = {unit.module for unit in before if unit.key not in self.original}
         modules = [unit.module for unit in after]
         trust = trust or self.trust
-        put_back = rearrange(self.model, stack, modules, like=twins, trust=trust, without_role=brought)
+        layers, groups = self.layers, [group["params"] for group in self.store.optimizer.param_groups]
+        put_model_back = rearrange(self.model, stack, modules, like=twins, trust=trust, without_role=brought)
         self._take_over(stack, before, after)
+        restacked = next(stack for stack in self.stacks if stack.name == name)
+
+        def put_back() -> None:
+            put_model_back()
+            self._take_over(restacked, after, before)
+            self.stacks = tuple(stack if now.name == name else now for now in self.stacks)
+            self.layers = layers
+            for group, params in zip(self.store.optimizer.param_groups, groups, strict=True):
+                group["params"] = params
+
         return put_back
+
+    def take_back(self, inverse: Change) -> None:
+        """Do the inverse of a change of the group under way, the last one first; what it changed is exactly as before."""
+        put_back = self.put_back.pop(inverse, None)
+        if put_back is not None:
+            put_back()
+        else:
+            inverse.do(self)
 
     def _take_over(self, stack: Stack, before: Sequence[Unit], after: Sequence[Unit]) -> None:
         """The model holds the layers `after` in place of `before`: let the EPS and the books follow."""
@@ -318,15 +337,7 @@ class Editor:
         Raises:
             ValueError: a stack would be left without layers, or the model cannot be without one of these.
         """
-        layers, groups = self.layers, [group["params"] for group in self.store.optimizer.param_groups]
-
-        def put_order_back() -> None:
-            self.layers = layers
-            for group, params in zip(self.store.optimizer.param_groups, groups, strict=True):
-                group["params"] = params
-
         with ExitStack() as way_back:
-            way_back.callback(put_order_back)
             for stack in self.stacks:
                 before = self.units_of(stack)
                 after = [unit for unit in before if unit not in units]
@@ -335,18 +346,8 @@ class Editor:
                         f"all of {stack.title} ({_listed(before)}) would sit out, and one layer must run: leave one of them in"
                     )
                 if len(after) < len(before):
-                    way_back.callback(self._sit_out(stack, before, after))
+                    way_back.callback(self.restack(stack.name, before, after, {}, trust=False))
             yield
-
-    def _sit_out(self, stack: Stack, before: Sequence[Unit], after: Sequence[Unit]) -> Callable[[], None]:
-        put_back = self.restack(stack.name, before, after, {}, trust=False)
-        now = next(each for each in self.stacks if each.name == stack.name)
-
-        def undo() -> None:
-            put_back()
-            self._take_over(now, after, before)
-
-        return undo
 
     def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]:
         """Give parameters of a layer in a stack other values and state; what they had."""
@@ -398,6 +399,11 @@ class Editor:
             parked.fetch(self._empty)
         finally:
             self._park(parked)
+
+    def close(self) -> None:
+        """Leave nothing on disk."""
+        for parked in self._parked.values():
+            parked.close()
 
     def lose(self, unit: Unit) -> None:
         """Free a parked layer, for good; one that another branch has stays parked, one that is in a stack stays there."""

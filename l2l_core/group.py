@@ -41,5 +41,7 @@ def all_or_nothing(editor: Editor) -> Iterator[Group]:
         yield group
     except BaseException:
         for change in group.inverse:
-            change.do(editor)
+            editor.take_back(change)
         raise
+    finally:
+        editor.put_back.clear()  # it knows layers that are gone

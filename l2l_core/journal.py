@@ -127,6 +127,7 @@ class History:
                     edit.carry_out(self._editor, group.do)
                 self._editor.try_modules()
         except BaseException:
+            self._editor.untried.clear()
             self.forget()  # layers that were made in vain
             raise
         for change in group.changes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -325,6 +327,49 @@ def test_a_group_that_fails_frees_what_it_made_and_loses_nothing(relay: Relay) -
     assert relay.verify(make_batch()).equal
 
 
+def test_a_group_that_fails_leaves_the_same_objects_in_the_same_order() -> None:
+    model = make_gpt()
+    params, config = list(model.parameters()), model.config
+    optimizer = torch.optim.AdamW([{"params": params[1::2]}, {"params": params[::2][::-1], "weight_decay": 0.0}])
+    layers = [f"transformer.h.{i}" for i in (2, 0, 3, 1)]
+    with Relay(model, optimizer, EmulatedDevice(), layers) as relay:
+        relay.step(make_batch())
+        before, order, stack = state_of(relay), [list(group["params"]) for group in optimizer.param_groups], relay.stack
+        configs = {name: getattr(module, "config", None) for name, module in model.named_modules()}
+        with pytest.raises(ValueError, match="out of range"):
+            relay.apply(
+                Duplicate(0), Drop(1, park="disk"), Swap(0, 1), Interpolate(0, 1), Freeze(2), Drop(0, park=None), Drop(99)
+            )
+        assert model.config is config
+        assert all(getattr(module, "config", None) is configs[name] for name, module in model.named_modules())
+        assert [group["params"] for group in optimizer.param_groups] == order
+        assert relay.stack == stack and [unit.name for unit in relay.stack] == layers
+        assert_same(state_of(relay), before)
+        assert relay.verify(make_batch()).equal
+        relay.apply(Drop(1))
+        relay.undo()
+        assert_same(state_of(relay), before)
+
+
+def test_a_module_that_was_refused_is_let_go(relay: Relay) -> None:
+    module = new_block(relay)
+    known = weakref.ref(module)
+    with pytest.raises(ValueError, match="out of range"):
+        relay.apply(Insert(at=1, module=module), Drop(99))
+    del module
+    gc.collect()
+    assert known() is None
+
+
+def test_what_a_person_has_frozen_in_a_module_stays_frozen(relay: Relay) -> None:
+    module = new_block(relay)
+    module.mlp.requires_grad_(False)
+    relay.apply(Freeze(1))
+    relay.apply(Insert(at=2, module=module), Insert(at=2, init="copy"))
+    assert not relay.stack[2].frozen and not any(p.requires_grad for p in relay.stack[3].module.mlp.parameters())
+    assert relay.stack[3].module.attn.c_attn.weight.requires_grad
+
+
 def test_a_layer_dropped_for_good_that_its_group_brings_back_stays(relay: Relay) -> None:
     back = relay.apply(Drop(1))
     relay.apply(back)
@@ -612,6 +657,14 @@ def test_a_layer_parked_on_disk_needs_no_memory_and_comes_back_to_the_bit(relay:
     assert layer.blocks[0].master.numel() == 0
     relay.undo()
     assert relay.verify(make_batch()).equal
+
+
+def test_a_closed_relay_leaves_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with make_relay(make_gpt()) as relay:
+        relay.apply(Drop(1, park="disk"))
+        assert len(list(tmp_path.iterdir())) == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "vit"])
