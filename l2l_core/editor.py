@@ -49,6 +49,7 @@ class Editor:
         call: runs the model on a few rows of the last batch; None before the first step.
         trust: whether layers may stand where the evidence says that they cannot; see `rearrange`.
         needed_elsewhere: gives the layers that other branches need.
+        put_back: of the group of changes under way, by inverse: what takes its change back more exactly than it would.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Editor:
         self._sides_parked: dict[Block, Side] = {}
         self._booked: dict[Unit, int] = {}  # bytes of parked layers
         self.untried: list[Unit] = []  # layers of the user's own making that an edit has put in
-        self.put_back: dict[Change, Callable[[], None]] = {}  # of a group under way: instead of these inverses, to the object
+        self.put_back: dict[Change, Callable[[], None]] = {}
         self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer
         self.stacks = find_stacks(model, [unit.module for unit in layers])  # as they are now
         for unit in layers:

@@ -433,6 +433,7 @@ class Relay:
             self._undo_step(put_buffers_back, error)
             raise
         self._steps += 1
+        self._store.updated.clear()  # it would keep layers that are dropped next
         self._remember(micro_batches)
         self._history.note_loss(float(sum(losses)))
         way, expected = [visit.unit for visit in loop.visits], self._predicted

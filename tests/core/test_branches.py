@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -114,6 +116,17 @@ def test_a_branch_costs_bytes_for_layers_that_changed_only(relay: Relay) -> None
     relay.discard("main")
     relay.discard("other")
     assert relay.host.total == start and [branch.name for branch in relay.branches] == ["third"]
+
+
+def test_what_only_a_discarded_branch_had_is_let_go(relay: Relay) -> None:
+    relay.fork("wide")
+    relay.apply(Duplicate(0))
+    known = weakref.ref(relay.stack[1].module), weakref.ref(relay.stack[1].params[0])
+    relay.step(make_batch(3))
+    relay.switch("main")
+    relay.discard("wide")
+    gc.collect()
+    assert [each() for each in known] == [None, None]
 
 
 class TwoMomenta(torch.optim.Optimizer):

@@ -338,7 +338,13 @@ def test_a_group_that_fails_leaves_the_same_objects_in_the_same_order() -> None:
         configs = {name: getattr(module, "config", None) for name, module in model.named_modules()}
         with pytest.raises(ValueError, match="out of range"):
             relay.apply(
-                Duplicate(0), Drop(1, park="disk"), Swap(0, 1), Interpolate(0, 1), Freeze(2), Drop(0, park=None), Drop(99)
+                Duplicate(0),
+                Drop(1, park="disk"),
+                Swap(0, 1),
+                Interpolate(0, 1),
+                Freeze(2),
+                Drop(0, park=None),
+                Drop(99),
             )
         assert model.config is config
         assert all(getattr(module, "config", None) is configs[name] for name, module in model.named_modules())
