@@ -227,7 +227,7 @@ class Branches:
             values=dict.fromkeys(blocks),
             trained={block: tuple(param.requires_grad for param in block.params) for block in blocks},
             buffers={unit: unit.buffers.copy() for unit in units},
-            settings=[_without_params(group) for group in editor.store.optimizer.param_groups],
+            settings=[_settings(group) for group in editor.store.optimizer.param_groups],
             random=RandomState.take(),
             units=units,
             stats={unit: dict(unit.stats) for unit in units},
@@ -281,10 +281,10 @@ class Branches:
 _ABSENT = object()  # a block that a branch does not know
 
 
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a group; tensors among them (a learning rate of a compiled optimizer) are copied."""
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a group, without what it holds; tensors among them (a learning rate of a compiled optimizer) are copied."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()
-        if name != "params"
+        if name not in ("params", "param_names")
     }

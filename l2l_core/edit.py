@@ -343,12 +343,15 @@ def inherit(policy: Policy) -> Callable[[Mapping[str, Any]], dict[str, Any] | No
 
 
 def _mix_states(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, weight: float) -> dict[str, Any] | None:
-    """Both states mixed; the count of steps, and what goes with it, is that of `a`. Where one is missing, it starts anew."""
-    if not a or not b:
+    """Both states mixed; whole numbers, the count of steps and what goes with it are those of `a`.
+
+    Where one is missing, or holds other things than the other (groups with other settings), the optimizer starts anew.
+    """
+    if not a or not b or a.keys() != b.keys():
         return None
     return {
         name: torch.lerp(value, b[name], weight)
-        if isinstance(value, torch.Tensor) and name not in _COUNTS
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in _COUNTS
         else copy.deepcopy(value)
         for name, value in a.items()
     }

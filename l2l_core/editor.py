@@ -291,7 +291,7 @@ class Editor:
         brought = {unit.module for unit in before if unit.key not in self.original}
         modules = [unit.module for unit in after]
         trust = trust or self.trust
-        layers, groups = self.layers, [group["params"] for group in self.store.optimizer.param_groups]
+        layers, groups = self.layers, list(map(_members, self.store.optimizer.param_groups))
         put_model_back = rearrange(self.model, stack, modules, like=twins, trust=trust, without_role=brought)
         self._take_over(stack, before, after)
         restacked = next(stack for stack in self.stacks if stack.name == name)
@@ -301,8 +301,8 @@ class Editor:
             self._take_over(restacked, after, before)
             self.stacks = tuple(stack if now.name == name else now for now in self.stacks)
             self.layers = layers
-            for group, params in zip(self.store.optimizer.param_groups, groups, strict=True):
-                group["params"] = params
+            for group, members in zip(self.store.optimizer.param_groups, groups, strict=True):
+                group.update(members)
 
         return put_back
 
@@ -520,6 +520,11 @@ class Editor:
         for block in parked.sides:
             del self._sides_parked[block]
         return parked
+
+
+def _members(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of the optimizer holds, and their names if it was told them."""
+    return {name: group[name] for name in ("params", "param_names") if name in group}
 
 
 def _listed(units: Sequence[Unit]) -> str:

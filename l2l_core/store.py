@@ -461,13 +461,20 @@ class LayerStore:
             p for unit in stack for block in unit.blocks if not block.shared for p in self._masters[block].params
         )
         rank = {id(master): index for index, master in enumerate(masters)}  # a tensor's own hash takes long
+        names: dict[nn.Parameter, str] = {}
         for group in self.optimizer.param_groups:
             first = next((i for i, param in enumerate(group["params"]) if id(param) in rank), None)
             if first is not None:
                 before, after = group["params"][:first], [p for p in group["params"][first:] if id(p) not in rank]
                 inside = sorted((p for p in group["params"] if id(p) in rank), key=lambda p: rank[id(p)])
                 group["params"] = [*before, *inside, *after]
+            if "param_names" in group:
+                names = names or self._names()
+                group["param_names"] = [names[param] for param in group["params"]]
         self._order = {}
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {p: name for b in self._blocks for p, name in zip(self._masters[b].params, b.names, strict=True)}
 
     def snapshot(self) -> Callable[[], None]:
         """Copy all weights, optimizer state and versions; the returned function puts them back bit by bit."""

@@ -561,6 +561,43 @@ def test_state_that_an_edit_ends_is_not_booked_any_more(relay: Relay) -> None:
     assert before - relay.host.by_category()["optimizer"] == 8 * layer.num_params + 4 * len(layer.params)
 
 
+def test_states_that_cannot_be_mixed_start_anew() -> None:
+    model = make_gpt(2)
+    first = list(model.transformer.h[0].parameters())
+    rest = [param for name, param in model.named_parameters() if ".h.0." not in name]
+    optimizer = torch.optim.AdamW([{"params": first, "amsgrad": True}, {"params": rest}], lr=1e-2)
+    with Relay(model, optimizer, EmulatedDevice()) as relay:
+        relay.step(make_batch())
+        relay.apply(Interpolate(0, 1))
+        assert relay.verify(make_batch()).equal
+        relay.undo()
+        assert relay.verify(make_batch()).equal
+
+
+def test_names_in_the_groups_of_the_optimizer_follow() -> None:
+    model = make_gpt()
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": named[::2][::-1]}, {"params": named[1::2], "weight_decay": 0.0}])
+    with Relay(model, optimizer, EmulatedDevice()) as relay:
+
+        def names_are_right() -> bool:
+            names = {param: name for name, param in model.named_parameters()}
+            return all(
+                group["param_names"] == [names[relay.store._model_params[param]] for param in group["params"]]
+                for group in optimizer.param_groups
+            )
+
+        relay.step(make_batch())
+        relay.apply(Drop(0), Duplicate(1), Swap(0, 2))
+        assert names_are_right()
+        relay.step(make_batch(), skip=[1])
+        relay.fork("other")
+        relay.undo()
+        assert names_are_right()
+        relay.switch("main")
+        assert names_are_right()
+
+
 def test_undoing_an_interpolation_leaves_weights_alone_that_both_layers_share() -> None:
     class Sharing(nn.Module):
         def __init__(self, shared: nn.Parameter) -> None:
