@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l_core.ambient import RandomState
 from l2l_core.chain import check_fit
 from l2l_core.change import Change, Held
 from l2l_core.identity import IdentityPlan, Sample, apply_plan, capture_samples, plan_identity, sample_behind
@@ -23,6 +24,7 @@ from l2l_core.likeness import anatomy
 from l2l_core.memory import Ledger
 from l2l_core.parked import Parked
 from l2l_core.rearrange import rearrange
+from l2l_core.sample import same_random_numbers
 from l2l_core.stacks import Resolver, Stack, Where, find_stacks
 from l2l_core.store import LayerStore, Side, clone_state, state_bytes
 from l2l_core.units import Block, Unit, build_layer
@@ -149,8 +151,8 @@ class Editor:
         Raises:
             ValueError: nobody says how to initialise some of its parameters.
         """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(zlib.crc32(f"{self.seed}/layer/{self.made}".encode()))
+        with same_random_numbers():
+            RandomState.seeded(zlib.crc32(f"{self.seed}/layer/{self.made}".encode())).put()
             before = {name: param.detach().clone() for name, param in module.named_parameters()}
             init = getattr(self.model, "_init_weights", None)  # of transformers' models
             for inner in module.modules():

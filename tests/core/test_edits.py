@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import random
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -559,6 +560,27 @@ def test_state_that_an_edit_ends_is_not_booked_any_more(relay: Relay) -> None:
     relay.apply(Interpolate(0, 2))
     layer = relay.stack[0]
     assert before - relay.host.by_category()["optimizer"] == 8 * layer.num_params + 4 * len(layer.params)
+
+
+class Drawn(nn.Linear):
+    """Initialised with Python's random numbers."""
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, random.random())
+        nn.init.zeros_(self.bias)
+
+
+def test_initialising_a_layer_takes_no_random_numbers_and_gives_the_same_each_time() -> None:
+    made = []
+    for seed in (1, 2):
+        model = nn.Sequential(*(nn.Sequential(Drawn(4, 4)) for _ in range(2)))
+        with make_relay(model, loss=lambda y, b: y.square().mean()) as relay:
+            random.seed(seed)
+            before = random.getstate(), torch.get_rng_state()
+            relay.apply(Insert(at=1, init="fresh"))
+            assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+            made.append(relay.stack[1].params[0].detach().clone())
+    assert torch.equal(*made)
 
 
 def test_states_that_cannot_be_mixed_start_anew() -> None:
