@@ -16,6 +16,8 @@ from l2l_core.edit import Replace as Replace
 from l2l_core.edit import Swap as Swap
 from l2l_core.edit import Unfreeze as Unfreeze
 from l2l_core.emulated import EmulatedDevice as EmulatedDevice
+from l2l_core.forecast import Forecast as Forecast
+from l2l_core.forecast import ForecastCheck as ForecastCheck
 from l2l_core.formula import Machine as Machine
 from l2l_core.formula import Shapes as Shapes
 from l2l_core.layer_drop import LayerDrop as LayerDrop

@@ -43,6 +43,7 @@ class Meter:
     def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None) -> None:
         self._device, self._host, self._trace, self._replay = device, host, trace, replay
         self.metered = Metered()
+        trace.settings["metered"] = replay is None  # such a step takes longer
         self._label = ""
         self._at = 0
         self._booked = 0

@@ -30,6 +30,7 @@ from l2l_core.edit import Edit
 from l2l_core.edited import Edited
 from l2l_core.editor import Editor
 from l2l_core.emulated import EmulatedDevice
+from l2l_core.forecast import Forecast, forecast_step
 from l2l_core.interrupt import interrupts_wait
 from l2l_core.journal import Entry, History
 from l2l_core.known import Known, KnownInPart, Layers
@@ -39,6 +40,7 @@ from l2l_core.memory import Ledger
 from l2l_core.meter import Metered
 from l2l_core.optimizers import OptimizerFactory, make_optimizer
 from l2l_core.past import Restorer, parts_of
+from l2l_core.rehearsal import Rehearsal
 from l2l_core.stacks import Where
 from l2l_core.stage import Parts, Stage, Task
 from l2l_core.store import LayerStore, TornStep
@@ -276,6 +278,55 @@ class Relay:
         """Say what the next batch is like, so that an edit that runs layers (``init="identity"``) needs no step before it."""
         with self._exclusive():
             self._remember(self._split(batch))
+    def forecast(
+        self,
+        batch: Batch,
+        config: RelayConfig | None = None,
+        *,
+        device: Device | Mapping[str, Any] | None = None,
+        host_bytes: int | None = None,
+    ) -> Forecast:
+        """What a step on this batch would need and how long it would take. Trains nothing and changes nothing.
+
+        If the last step was of the same kind (micro-batches of the same shapes, same precision, place of the stash, updates;
+        not metered, as the first of a shape is), its costs are replayed, which takes milliseconds. Otherwise at most four
+        micro-batches per shape are rehearsed through all layers, forward and backward, without a budget and with the link
+        unlimited: once metered, then timed up to five times or two seconds. That takes about as long as those micro-batches do,
+        twice; hooks of the user's own on modules run.
+
+        Args:
+            batch: as for `step`.
+            config: how the step would run; default the relay's own.
+            device: whose link and budget to assume: a Device, or figures as in `Device.figures`; default the relay's own.
+            host_bytes: what the host has, for `Forecast.largest_depth`.
+
+        Raises:
+            TypeError, ValueError: a config or batch that no step could have.
+            Whatever the model itself raises on the batch.
+        """
+        config = self.config if config is None else config
+        if not isinstance(config, RelayConfig):
+            raise TypeError(f"config={config!r}: give a RelayConfig, or None for the relay's own")
+        if host_bytes is not None and not host_bytes > 0:
+            raise ValueError(f"host_bytes={host_bytes!r}: must be positive, or None for no limit")
+        with interrupts_wait(), self._exclusive(), torch.enable_grad():
+            check_model(self.model, self._parts.units)
+            micro_batches = split(batch, config.micro_batches)
+            figures = device if isinstance(device, Mapping) else (device or self.device).figures()
+            share = partial(shares, weight=self._weight)
+            rehearsal = Rehearsal(self._parts, self._store, self._predicted, self._call.objective, share)
+            return forecast_step(rehearsal, micro_batches, config, figures, self._last_forms(), host_bytes)
+
+    def _last_forms(self) -> tuple[Trace, Sequence[Any]] | None:
+        """The trace of the last step and the shapes of its micro-batches, if this model could make it again."""
+        if self._metered is None or self._trace is None or self._trace.step != self._steps - 1:
+            return None
+        config, shapes, units, training = self._metered[0]
+        as_now = (units, training) == self._shape_of(())[2:]
+        if not as_now or any(self._trace.settings.get(n) != v for n, v in asdict(config).items() if n != "seed"):
+            return None
+        each = len(shapes) // config.micro_batches
+        return self._trace, [shapes[k * each : (k + 1) * each] for k in range(config.micro_batches)]
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
