@@ -16,6 +16,7 @@ from l2l_core.edit import Replace as Replace
 from l2l_core.edit import Swap as Swap
 from l2l_core.edit import Unfreeze as Unfreeze
 from l2l_core.emulated import EmulatedDevice as EmulatedDevice
+from l2l_core.estimate import forecast_config as forecast_config
 from l2l_core.forecast import Forecast as Forecast
 from l2l_core.forecast import ForecastCheck as ForecastCheck
 from l2l_core.formula import Machine as Machine

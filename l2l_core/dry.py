@@ -79,7 +79,8 @@ class _Scratch:
     ) -> None:
         self.flat = torch.full((layout.numel,), 0.01)
         self._params = [nn.Parameter(view) for view in layout.views(self.flat)]
-        members = [[p for p, group in zip(self._params, groups, strict=True) if group == i] for i in range(len(optimizer.param_groups))]
+        numbers = range(len(optimizer.param_groups))
+        members = [[p for p, i in zip(self._params, groups, strict=True) if i == number] for number in numbers]
         self._part = over(
             optimizer,
             [{**group, "params": mine} for group, mine in zip(optimizer.param_groups, members, strict=True)],

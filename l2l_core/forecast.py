@@ -49,6 +49,7 @@ class Forecast:
         basis: where the costs come from, in words.
         memory_bytes: budget of the device, None without one.
         host_limit_bytes: budget of the host, None without one.
+        advice: what would fit where this does not, as far as that was looked for.
     """
 
     device_bytes: Mapping[str, int]
@@ -62,6 +63,7 @@ class Forecast:
     basis: str
     memory_bytes: int | None = None
     host_limit_bytes: int | None = None
+    advice: str = ""
 
     @property
     def peak_device_bytes(self) -> int:
@@ -103,15 +105,19 @@ class Forecast:
         )
 
     def __str__(self) -> str:
-        hide = self.hiding_micro_batches
-        hiding = "no number of micro-batches hides the link" if hide is None else f"the link is hidden from {hide} micro-batches on"
-        depth = self.largest_depth
+        count, depth = self.hiding_micro_batches, self.largest_depth
+        hiding = "no number of micro-batches hides the link"
+        if count is not None:
+            hiding = (
+                f"{count} micro-batch{'es' if count > 1 else ''} of this size hide{'s' if count == 1 else ''} the link"
+            )
         return "\n".join(
             [
                 f"a step of {self.seconds:.3g} s; {self.bound}",
                 f"device peak {format_bytes(self.peak_device_bytes)}: {_words(self.device_bytes)}",
                 f"host peak {format_bytes(self.peak_host_bytes)}: {_words(self.host_bytes)}",
                 *self._lacks(),
+                *filter(None, [self.advice]),
                 hiding + ("; any depth fits" if depth is None else f"; at most {depth:,} layers like these fit"),
                 f"basis: {self.basis}",
             ]
@@ -299,12 +305,14 @@ def forecast_costs(
     gradients = max(gradient_buffer_bytes(profile, trace), costs.pooled_bytes)
     trace = _with_host(trace, {**costs.host, "gradients": gradients})
     memory_bytes = figures.get("memory_bytes")
-    peaks = {place: dict(s.bytes_by_category) if (s := trace.peak_sample(place)) else {} for place in ("device", "host")}
+    peaks = {
+        place: dict(s.bytes_by_category) if (s := trace.peak_sample(place)) else {} for place in ("device", "host")
+    }
     return Forecast(
         device_bytes=peaks["device"],
         host_bytes=peaks["host"],
         seconds=trace.span_s + costs.around_s,
-        bound=max(trace.bound_by(), key=lambda bound: (bound.lane != "compute", bound.exposed_s, bound.span_s)),
+        bound=_binding(trace),
         trace=trace,
         hiding_micro_batches=hiding_micro_batches(costs.profile, config, figures),
         largest_depth=largest_depth(costs, config, memory_bytes, host_limit_bytes, gradients),
@@ -313,6 +321,13 @@ def forecast_costs(
         memory_bytes=memory_bytes,
         host_limit_bytes=host_limit_bytes,
     )
+
+
+def _binding(trace: Trace) -> Bound:
+    """What binds the phase that loses most, or if none loses a twentieth of the step, the longest one."""
+    bounds, span_s = trace.bound_by(), trace.span_s
+    losing = [bound for bound in bounds if bound.lane != "compute" and bound.exposed_s > 0.05 * span_s]
+    return max(losing, key=lambda bound: bound.exposed_s) if losing else max(bounds, key=lambda bound: bound.span_s)
 
 
 def _link_words(figures: Mapping[str, Any]) -> str:
@@ -409,14 +424,17 @@ def largest_depth(
     deferred = config.update == "deferred"
 
     def fits(depth: int) -> bool:
-        copies = {spare[0]: 1 + depth - len(keys)} if depth >= len(keys) else dict.fromkeys(spare[: len(keys) - depth], 0)
+        copies = (
+            {spare[0]: 1 + depth - len(keys)} if depth >= len(keys) else dict.fromkeys(spare[: len(keys) - depth], 0)
+        )
         if memory_bytes is not None and walk.rise("device", costs.stands, copies).high > memory_bytes:
             return False
         if host_limit_bytes is None:
             return True
         added = sum((copies.get(key, 1) - 1) * n for key, n in costs.layer_host_bytes.items())
         if deferred:
-            added += sum((copies.get(key, 1) - 1) * costs.profile.layers[key].push_bytes for key in keys if key in costs.profile.layers)
+            push_bytes = {key: layer.push_bytes for key, layer in costs.profile.layers.items()}
+            added += sum((copies.get(key, 1) - 1) * push_bytes.get(key, 0) for key in keys)
         standing = sum(costs.host.values()) + gradients + added
         return standing + walk.rise("host", costs.stands, copies).high <= host_limit_bytes
 
@@ -441,7 +459,9 @@ def hiding_micro_batches(profile: Profile, config: RelayConfig, figures: Mapping
     most = max(_SIMULATED, MOST_EVENTS // (2 * len(profile.stays)))
 
     def trace_of(count: int) -> Trace:
-        return simulate(stretch(bare, pattern(bare.micro_batches, count)), replace(config, micro_batches=count), figures)
+        return simulate(
+            stretch(bare, pattern(bare.micro_batches, count)), replace(config, micro_batches=count), figures
+        )
 
     def hidden(count: int) -> bool:
         return not any(b.phase in OVERLAPPING and b.lane in COPY_LANES for b in trace_of(count).bound_by())

@@ -18,6 +18,8 @@ class Machine:
         update_params_per_s: parameters that the optimizer updates on the host.
         h2d_bytes_per_s, d2h_bytes_per_s: of the link.
         name: for people.
+        latency_s: of a copy.
+        overhead_s: of the host, before a layer runs a micro-batch.
     """
 
     flops_per_s: float
@@ -25,10 +27,15 @@ class Machine:
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     name: str = "a machine"
+    latency_s: float = 0.0
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field, value in asdict(self).items():
-            if field != "name" and not value > 0:
+            if field in ("latency_s", "overhead_s"):
+                if not value >= 0:
+                    raise ValueError(f"{field}={value!r}: must be 0 or more seconds")
+            elif field != "name" and not value > 0:
                 raise ValueError(f"{field}={value!r}: must be positive")
 
 

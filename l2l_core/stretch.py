@@ -81,6 +81,7 @@ class MemoryWalk:
         self.known: dict[tuple[int, int], Turn] = {}
         self.steps: dict[tuple[int, int], list[list[tuple[str, Bytes]]]] = {}
         self.added: dict[tuple[int, int], dict[str, Bytes]] = {}
+        self._rises: dict[tuple[str, int, int], Rise] = {}
         state = dict(self.before)
         for index, turns in [(START, profile.start), *((i, stay.turns) for i, stay in enumerate(profile.stays))]:
             for turn in turns:
@@ -108,8 +109,7 @@ class MemoryWalk:
             copies: how often a layer stands in the stack, where that is not once.
         """
         counts = list(Counter(stands).items())
-        in_a_row = list(stands) == sorted(stands)
-        assert in_a_row, f"{stands}: alike micro-batches follow one another"
+        assert list(stands) == sorted(stands), f"{stands}: alike micro-batches follow one another"
         total = Rise(max(0, first := sum(self.before[place].values())), first)
         for index in range(START, len(self._stays)):
             stay = Rise(0, 0)
@@ -121,6 +121,11 @@ class MemoryWalk:
         return total
 
     def _rise_of(self, place: str, index: int, stand: int) -> Rise:
+        if (place, index, stand) not in self._rises:
+            self._rises[place, index, stand] = self._count(place, index, stand)
+        return self._rises[place, index, stand]
+
+    def _count(self, place: str, index: int, stand: int) -> Rise:
         highs = [sum(d.values()) for steps in self.steps[index, stand] for where, d in steps if where == place]
         return Rise(max([0, *highs]), sum(self.added[index, stand][place].values()))
 

@@ -1,0 +1,282 @@
+"""A forecast of a model that was never built: from its configuration and a machine's figures.
+
+Weights, gradients and optimizer state are counted; activations and stash are estimates of what the families' layers keep,
+and compute is operations over achieved speed. What it is not: exact. Once a model is built, `Relay.forecast` is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from l2l_core.config import RelayConfig
+from l2l_core.config_shapes import ModelShapes, count, shapes_of_config, slot_numel
+from l2l_core.cost import SHELL, Layer, Memory, Op, Turn
+from l2l_core.forecast import Costs, Forecast, forecast_costs, pattern
+from l2l_core.formula import Machine, Shapes
+from l2l_core.memory import format_bytes
+from l2l_core.profile import Profile
+from l2l_core.store import MAX_UNDER_WAY
+from l2l_core.stretch import MemoryWalk
+
+ADAMW = 8  # bytes per parameter of its two moments in float32
+_KNOWN = 4  # micro-batches that are written out; more are as these
+_LOGITS = 12  # bytes per output and token: logits, their float32 copy or log-softmax, and the gradient
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A model, and a step of it."""
+
+    model: ModelShapes
+    machine: Machine
+    config: RelayConfig
+    rows: int  # of a micro-batch
+    length: int
+    state_bytes: int  # of the optimizer, per parameter
+    emulated: bool
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.config.precision == "bf16" else 4
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def boundary_bytes(self) -> int:
+        """What one layer hands to the next."""
+        return self.tokens * self.model.width * self.itemsize
+
+
+def forecast_config(
+    config: Any,
+    machine: Machine,
+    *,
+    micro_batches: int,
+    batch: int,
+    sequence: int | None = None,
+    relay_config: RelayConfig | None = None,
+    memory_bytes: int | None = None,
+    host_bytes: int | None = None,
+    optimizer_bytes: int = ADAMW,
+    emulated: bool = False,
+) -> Forecast:
+    """What a step would need and take, from a configuration of transformers and a machine's figures alone.
+
+    Args:
+        config: of one of the families in `config_shapes.py`.
+        machine: its figures; `flops_per_s` in the precision of `relay_config`.
+        micro_batches: of a step.
+        batch: rows of a step, a multiple of `micro_batches` or rounded up to one.
+        sequence: tokens of a row; None where the configuration fixes it (images).
+        relay_config: how the relay would run; its own number of micro-batches does not count.
+        memory_bytes: of the device; None for no limit.
+        host_bytes: of the host; None for no limit.
+        optimizer_bytes: of the optimizer's state per parameter: 8 for AdamW, 0 for plain SGD.
+        emulated: on an emulated device, bfloat16 weights need no second copy on the host.
+
+    Returns:
+        The forecast; where it does not fit, `Forecast.advice` says what would.
+
+    Raises:
+        ValueError: a family that is not known, or a number that is not positive.
+    """
+    model = shapes_of_config(config)
+    length = model.length or sequence
+    figures = {"micro_batches": micro_batches, "batch": batch, "sequence": length}
+    for name, value in figures.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
+    if batch < micro_batches:
+        raise ValueError(f"batch={batch} rows in micro_batches={micro_batches}: every micro-batch needs a row")
+    assert length is not None
+    settings = replace(relay_config or RelayConfig(), micro_batches=micro_batches)
+    rows = -(-batch // micro_batches)
+    step = _Step(model, machine, settings, rows, length, optimizer_bytes, emulated)
+    forecast = _forecast(step, memory_bytes, host_bytes)
+    return forecast if forecast.fits else replace(forecast, advice=_advise(step, batch, memory_bytes, host_bytes))
+
+
+def _forecast(step: _Step, memory_bytes: int | None, host_bytes: int | None) -> Forecast:
+    machine = step.machine
+    figures = {
+        "memory_bytes": memory_bytes,
+        "h2d_bytes_per_s": machine.h2d_bytes_per_s,
+        "d2h_bytes_per_s": machine.d2h_bytes_per_s,
+        "latency_s": machine.latency_s,
+    }
+    return forecast_costs(_costs_of(step), step.config, figures, host_bytes)
+
+
+def _costs_of(step: _Step) -> Costs:
+    model, count_ = step.model, step.config.micro_batches
+    known = min(count_, _KNOWN)
+    profile = _profile_of(step, known)
+    layer, shell = (4 * slot_numel(shapes) for shapes in (model.layer, model.shell))
+    wire = 0.5 if step.config.precision == "bf16" and not step.emulated else 0.0
+    weights = model.depth * layer + shell
+    machine = step.machine
+    return Costs(
+        profile=profile,
+        stands=pattern(known, count_),
+        around_s=0.0,
+        host={"weights": round(weights * (1 + wire)), "optimizer": step.state_bytes * model.num_params},
+        pooled_bytes=0,
+        layer_host_bytes={
+            key: round(layer * (1 + wire)) + step.state_bytes * model.layer_params
+            for key in profile.layers
+            if key != SHELL
+        },
+        basis=f"formula: {model.num_params:,} parameters, {model.depth} layers of {model.layer_params:,}; {machine.name}: "
+        f"{machine.flops_per_s / 1e12:.3g} TFLOP/s, {machine.update_params_per_s / 1e6:.3g} M parameters/s updated",
+    )
+
+
+def _profile_of(step: _Step, micro_batches: int) -> Profile:
+    """Costs by formula, with the memory of every turn.
+
+    Attention's products count as `2 * length * width` more parameters: 4 operations per token, position and width.
+    """
+    model, machine = step.model, step.machine
+    shapes = Shapes(
+        layer_params=[count(model.layer) + 2 * step.length * model.width] * model.depth,
+        shell_params=model.head_params if not model.per_row else max(1, model.head_params // 3),
+        tokens=step.tokens,
+        boundary_bytes=step.boundary_bytes,
+        micro_batches=micro_batches,
+        stash=step.config.stash,
+        precision=step.config.precision,
+    )
+    profile = Profile.of_shapes(shapes, machine)
+    sizes = {key: slot_numel(model.shell if key == SHELL else model.layer) for key in profile.layers}
+    params = {key: count(model.shell if key == SHELL else model.layer) for key in profile.layers}
+    layers = {
+        key: Layer(step.itemsize * n, 4 * n, 4 * n, update_s=params[key] / machine.update_params_per_s)
+        for key, n in sizes.items()
+    }
+    memory = _Memory(step, micro_batches)
+    start = tuple(memory.fill(turn) for turn in profile.start)
+    stays = tuple(stay._replace(turns=tuple(memory.fill(turn) for turn in stay.turns)) for stay in profile.stays)
+    return replace(profile, layers=layers, start=start, stays=stays, memory=())
+
+
+class _Memory:
+    """Both memories, turn by turn, as the loop would book them."""
+
+    def __init__(self, step: _Step, micro_batches: int) -> None:
+        model, config = step.model, step.config
+        layer, shell = slot_numel(model.layer), slot_numel(model.shell)
+        self._slots = {
+            "weights": step.itemsize * (shell + (config.ahead + 1) * layer),
+            "gradients": 4 * (shell + (2 if config.ahead else 1) * layer),
+        }
+        self._on_host, self._boundary = config.stash == "host", step.boundary_bytes
+        # the images that leave and arrive; in backward each is an input and a gradient
+        self._ring = 4 * self._boundary if self._on_host and config.ahead else 0
+        graph = model.graphs[config.precision].nbytes(model, step.rows, step.length)
+        out = (step.rows if model.per_row else step.tokens) * model.outputs * _LOGITS
+        # a fresh gradient of one parameter is beside the slot until it is added
+        largest = [4 * max((count((shape,)) for shape in shapes), default=0) for shapes in (model.layer, model.shell)]
+        self._highest = {
+            "shell": 2 * step.boundary_bytes,
+            "forward": graph,
+            "backward": graph + 2 * step.boundary_bytes + largest[0],
+            "loss": graph + out + largest[1],
+        }
+        self._ids = 24 * step.tokens  # ids, labels and a mask, of 8 bytes
+        self._parked: Counter[str] = Counter()
+        self._overhead_s = step.machine.overhead_s
+
+    def fill(self, turn: Turn) -> Turn:
+        """The turn, with samples; the memories go on from there."""
+        return turn._replace(ops=tuple(self._op(op) for op in turn.ops))
+
+    def _op(self, op: Op) -> Op:
+        last = op.kind == "backward"
+        high = self._sample(self._highest[op.kind])
+        if op.kind in ("shell", "forward"):
+            self._parked["stash"] += self._boundary
+            self._parked["other"] += self._ids if op.kind == "shell" else 0
+        elif last:
+            self._parked["stash"] -= self._boundary
+        return op._replace(overhead_s=self._overhead_s, memory=(*high, *self._sample(0)))
+
+    def _sample(self, activations: int) -> Memory:
+        """What is there now, with so many bytes of activations."""
+        parked = dict(self._parked)
+        if not self._on_host:
+            return (("device", {**self._slots, **parked, "activations": activations}), ("host", {}))
+        here = {"stash": self._ring + 2 * self._boundary, "other": self._ids}
+        waiting = {"stash": sum(parked.values())}
+        return (("device", {**self._slots, **here, "activations": activations}), ("host", waiting))
+
+
+# -- what would fit --------------------------------------------------------------------------------------------------
+
+
+def _advise(step: _Step, batch: int, memory_bytes: int | None, host_bytes: int | None) -> str:
+    """Settings that together make the step fit, in words; each is taken only if its place still lacks room."""
+    taken: dict[str, str] = {}  # by what it replaces
+    limits = {"device": memory_bytes, "host": host_bytes}
+    for place, limit in limits.items():
+        for kind, words, change in _changes(place, batch):
+            if limit is None or _need(step, place) <= limit:
+                break
+            other = change(step)
+            if other is not None and _need(other, place) < _need(step, place):
+                taken[kind] = words
+                step = other
+    lacking = [
+        f"{format_bytes(need)} on the {place}"
+        for place, limit in limits.items()
+        if limit is not None and (need := _need(step, place)) > limit
+    ]
+    settings = ", ".join(taken.values())
+    if lacking:
+        return f"even with {settings or 'other settings'} it would need {' and '.join(lacking)}"
+    return f"would fit with {settings}"
+
+
+def _need(step: _Step, place: str) -> int:
+    """Bytes at the peak; of gradients in host memory as many as there may be."""
+    costs = _costs_of(step)
+    high = MemoryWalk(costs.profile).rise(place, costs.stands, {}).high
+    if place == "device":
+        return high
+    layer, shell = (4 * slot_numel(shapes) for shapes in (step.model.layer, step.model.shell))
+    many = step.model.depth if step.config.update == "deferred" else min(MAX_UNDER_WAY, step.model.depth)
+    return high + sum(costs.host.values()) + many * layer + shell
+
+
+Change = Callable[[_Step], _Step | None]
+
+
+def _changes(place: str, batch: int) -> list[tuple[str, str, Change]]:
+    """What makes a step smaller at a place, the cheapest first: kind, words, and how; None where it is so already."""
+
+    def config(**settings: Any) -> Change:
+        return lambda step: replace(step, config=replace(step.config, **settings))
+
+    def optimizer(nbytes: int) -> Change:
+        return lambda step: replace(step, state_bytes=nbytes) if step.state_bytes > nbytes else None
+
+    def single(step: _Step) -> _Step | None:
+        return replace(step, rows=1, config=replace(step.config, micro_batches=batch)) if step.rows > 1 else None
+
+    if place == "device":
+        return [
+            ("stash", "stash='host'", config(stash="host")),
+            ("rows", f"micro_batches={batch}", single),
+            ("precision", "precision='bf16'", config(precision="bf16")),
+            ("ahead", "ahead=0", config(ahead=0)),
+        ]
+    return [
+        ("update", "update='eager'", config(update="eager", max_grad_norm=None)),
+        ("optimizer", "4 bytes of optimizer state per parameter (one moment, or two in bfloat16)", optimizer(4)),
+        ("optimizer", "an optimizer without state (SGD)", optimizer(0)),
+        ("precision", "precision='fp32'", config(precision="fp32")),
+    ]
