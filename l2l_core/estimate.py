@@ -13,7 +13,7 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.config_shapes import ModelShapes, count, shapes_of_config, slot_numel
-from l2l_core.cost import SHELL, Layer, Memory, Op, Turn
+from l2l_core.cost import SHELL, Job, Layer, Memory, Op, Turn
 from l2l_core.forecast import Costs, Forecast, forecast_costs, pattern
 from l2l_core.formula import Machine, Shapes
 from l2l_core.memory import format_bytes
@@ -158,10 +158,13 @@ def _profile_of(step: _Step, micro_batches: int) -> Profile:
         key: Layer(step.itemsize * n, 4 * n, 4 * n, update_s=params[key] / machine.update_params_per_s)
         for key, n in sizes.items()
     }
+    deferred = step.config.update == "deferred"  # then updates wait for all gradients
+    closing = [Job("update", key, -1, layer.update_s, layer.block_bytes) for key, layer in layers.items()]
     memory = _Memory(step, micro_batches)
     start = tuple(memory.fill(turn) for turn in profile.start)
     stays = tuple(stay._replace(turns=tuple(memory.fill(turn) for turn in stay.turns)) for stay in profile.stays)
-    return replace(profile, layers=layers, start=start, stays=stays, memory=())
+    jobs = tuple(closing) if deferred else ()
+    return replace(profile, layers=layers, start=start, stays=stays, closing=jobs, memory=())
 
 
 class _Memory:

@@ -278,6 +278,7 @@ class Relay:
         """Say what the next batch is like, so that an edit that runs layers (``init="identity"``) needs no step before it."""
         with self._exclusive():
             self._remember(self._split(batch))
+
     def forecast(
         self,
         batch: Batch,

@@ -1,4 +1,4 @@
-"""The command line: `python -m workbench demo | lab | report | replay | notebooks | doctor`.
+"""The command line: `python -m workbench demo | lab | report | replay | notebooks | doctor | calibrate`.
 
 Each command imports what it needs when it is chosen, so that `doctor` still runs where the rest is not installed.
 """
@@ -33,6 +33,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     notebooks.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all of the repository)")
     notebooks.add_argument("--check", action="store_true", help="execute nothing, only judge what is stored")
     commands.add_parser("doctor", help="check versions, widgets, devices and room; status 1 if something is missing")
+    calibrate = commands.add_parser(
+        "calibrate", help="measure this machine for forecasts, in under 30 s; kept for later"
+    )
+    calibrate.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:n (default: %(default)s)")
+    calibrate.add_argument("--force", action="store_true", help="measure anew, even if this was measured before")
     return parser
 
 
@@ -58,6 +63,10 @@ def run(args: argparse.Namespace) -> int | None:
         from workbench import notebooks
 
         return notebooks.main(args.paths, args.check)
+    if args.command == "calibrate":
+        from workbench import calibrate
+
+        return calibrate.main(args.device, args.force)
     from workbench import doctor
 
     return doctor.main()
