@@ -28,6 +28,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from l2l_core import EmulatedDevice, Forecast, Profile, Relay, RelayConfig, simulate
 
 LENGTH = 64
+KEYS = ("device", "host", "before", "after", "own")
 SLOW, SLOWER = 4e8, 1e8  # bytes per second
 Make = Callable[[argparse.Namespace], nn.Module]
 
@@ -164,7 +165,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    rows = [run(Case.of(*row), args) for row in CASES]
+    rows = []
+    for case in CASES:
+        rows.append(run(Case.of(*case), args))
+        print(f"{rows[-1]['name']}: {', '.join(f'{key} {rows[-1][key]:+.1%}' for key in KEYS)}", flush=True)
     report("forecast", {"settings": vars(args), "rows": rows})
     show(
         ["configuration", "step, s", "device bytes", "host bytes", "before any step", "after a step", "own"],
@@ -174,7 +178,7 @@ def main() -> None:
             for row in rows
         ],
     )
-    for key in ("device", "host", "before", "after", "own"):
+    for key in KEYS:
         worst = max(rows, key=lambda row: abs(row[key]))
         middle = statistics.median(abs(row[key]) for row in rows)
         print(f"{key}: median {middle:.2%}, worst {abs(worst[key]):.2%} ({worst['name']})")
