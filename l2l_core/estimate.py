@@ -14,7 +14,9 @@ from typing import Any
 from l2l_core.config import RelayConfig
 from l2l_core.config_shapes import ModelShapes, count, shapes_of_config, slot_numel
 from l2l_core.cost import SHELL, Job, Layer, Memory, Op, Turn
-from l2l_core.forecast import Costs, Forecast, forecast_costs, pattern
+from l2l_core.forecast import Forecast
+from l2l_core.forecast_costs import Costs, forecast_costs
+from l2l_core.forecast_limits import pattern
 from l2l_core.formula import Machine, Shapes
 from l2l_core.memory import format_bytes
 from l2l_core.profile import Profile

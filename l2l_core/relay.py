@@ -30,7 +30,8 @@ from l2l_core.edit import Edit
 from l2l_core.edited import Edited
 from l2l_core.editor import Editor
 from l2l_core.emulated import EmulatedDevice
-from l2l_core.forecast import Forecast, forecast_step
+from l2l_core.forecast import Forecast
+from l2l_core.forecast_costs import LastStep, forecast_step
 from l2l_core.interrupt import interrupts_wait
 from l2l_core.journal import Entry, History
 from l2l_core.known import Known, KnownInPart, Layers
@@ -302,32 +303,17 @@ class Relay:
             host_bytes: what the host has, for `Forecast.largest_depth`.
 
         Raises:
-            TypeError, ValueError: a config or batch that no step could have.
+            TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
         """
-        config = self.config if config is None else config
-        if not isinstance(config, RelayConfig):
-            raise TypeError(f"config={config!r}: give a RelayConfig, or None for the relay's own")
-        if host_bytes is not None and not host_bytes > 0:
-            raise ValueError(f"host_bytes={host_bytes!r}: must be positive, or None for no limit")
         with interrupts_wait(), self._exclusive(), torch.enable_grad():
             check_model(self.model, self._parts.units)
-            micro_batches = split(batch, config.micro_batches)
-            figures = device if isinstance(device, Mapping) else (device or self.device).figures()
             share = partial(shares, weight=self._weight)
             rehearsal = Rehearsal(self._parts, self._store, self._predicted, self._call.objective, share)
-            return forecast_step(rehearsal, micro_batches, config, figures, self._last_forms(), host_bytes)
-
-    def _last_forms(self) -> tuple[Trace, Sequence[Any]] | None:
-        """The trace of the last step and the shapes of its micro-batches, if this model could make it again."""
-        if self._metered is None or self._trace is None or self._trace.step != self._steps - 1:
-            return None
-        config, shapes, units, training = self._metered[0]
-        as_now = (units, training) == self._shape_of(())[2:]
-        if not as_now or any(self._trace.settings.get(n) != v for n, v in asdict(config).items() if n != "seed"):
-            return None
-        each = len(shapes) // config.micro_batches
-        return self._trace, [shapes[k * each : (k + 1) * each] for k in range(config.micro_batches)]
+            shape = self._metered[0] if self._metered is not None else None
+            last = LastStep(self._trace, self._steps - 1, shape, self._shape_of(()))
+            asked = self.config if config is None else config
+            return forecast_step(rehearsal, batch, asked, self.device if device is None else device, host_bytes, last)
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.

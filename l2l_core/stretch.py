@@ -7,7 +7,7 @@ micro-batches, or layers, are alike; the others must be among those that were re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from l2l_core.cost import Memory, Op, Turn
@@ -45,6 +45,16 @@ def _renumbered(walk: MemoryWalk, state: Mapping[str, Bytes], index: int, stand:
         memory: Memory = tuple((place, _sum(state[place], added)) for place, added in steps)
         ops.append(op._replace(memory=memory))
     return turn._replace(k=k, ops=tuple(ops))
+
+
+def with_memory(profile: Profile, change: Callable[[Memory], Memory]) -> Profile:
+    """The profile with other memory samples."""
+
+    def turns(known: Sequence[Turn]) -> tuple[Turn, ...]:
+        return tuple(t._replace(ops=tuple(op._replace(memory=change(op.memory)) for op in t.ops)) for t in known)
+
+    stays = tuple(stay._replace(turns=turns(stay.turns)) for stay in profile.stays)
+    return replace(profile, start=turns(profile.start), stays=stays, memory=change(profile.memory))
 
 
 @dataclass(frozen=True, slots=True)

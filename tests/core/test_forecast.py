@@ -46,7 +46,7 @@ from l2l_core import (
     simulate,
 )
 from l2l_core.config_shapes import shapes_of_config
-from l2l_core.forecast import hiding_micro_batches, pattern
+from l2l_core.forecast_limits import hiding_micro_batches, pattern
 from l2l_core.rehearsal import representatives
 from l2l_core.store import MAX_UNDER_WAY
 from l2l_core.stretch import MemoryWalk, stretch
@@ -342,6 +342,12 @@ def test_bad_input_is_named() -> None:
             relay.forecast(chain_batch(2), RelayConfig(micro_batches=9))
         with pytest.raises(ValueError, match="host_bytes=0"):
             relay.forecast(chain_batch(1), host_bytes=0)
+        with pytest.raises(ValueError, match="figure 'bytes'.*h2d_bytes_per_s"):
+            relay.forecast(chain_batch(1), device={"bytes": 1})
+        with pytest.raises(ValueError, match="memory_bytes=-1"):
+            relay.forecast(chain_batch(1), device={"memory_bytes": -1})
+        with pytest.raises(TypeError, match="device=7"):
+            relay.forecast(chain_batch(1), device=7)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="batch is a Tensor"):
             relay.forecast(torch.zeros(2, 8))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="closed"):
