@@ -8,8 +8,10 @@ forward hooks of the user's own do run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from l2l_core.config import RelayConfig
@@ -23,7 +25,7 @@ from l2l_core.profile import Profile
 from l2l_core.stage import Parts, Stage, Task
 from l2l_core.store import LayerStore
 from l2l_core.trace import Trace
-from l2l_core.units import Unit
+from l2l_core.units import Block, Unit
 from l2l_core.wire import Wires
 
 ENOUGH_S = 2.0  # timed passes are repeated until they have taken so long together,
@@ -62,43 +64,18 @@ class Rehearsal:
     def run(self, micro_batches: Sequence[Any], config: RelayConfig) -> Rehearsed:
         """Rehearse these micro-batches under `config`, once metered, then timed."""
         began_s = time.perf_counter()
-        device, host = _unlimited(self.parts.device), Ledger("host", "Host memory")
-        parts = replace(self.parts, device=device, host=host, wires=Wires(device, host))
-        dry = DryStore(self.store, host, device.host_empty)
         config = replace(config, micro_batches=len(micro_batches), seed=0)
-        blocks = list(dict.fromkeys(block for unit in parts.units for block in unit.blocks))
-        wires = [block.wire for block in blocks]
-        peak, limit_bytes = device.ledger.peak, device.ledger.limit_bytes
-        device.ledger.limit_bytes = None  # what does not fit is what a forecast is asked for
-        put_buffers_back = parts.copy_buffers()
-        try:
-            with device.current():
-                expected = self.predicted
-                _, learned, _, way = self._pass(parts, dry, micro_batches, config, None, expected)
-                if way != list(expected):  # layers that are visited twice, say: then prefetch learns, and so do we
-                    put_buffers_back()
-                    _, learned, _, way = self._pass(parts, dry, micro_batches, config, None, way)
-                replayed = None if config.meter == "always" else learned
-                timed: list[tuple[Trace, float]] = []
-                while not timed or (len(timed) < MOST_PASSES and sum(s for _, s in timed) < ENOUGH_S):
-                    put_buffers_back()
-                    trace, _, seconds, _ = self._pass(parts, dry, micro_batches, config, replayed, way)
-                    timed.append((trace, seconds))
-        except BaseException:
-            dry.roll_back()
-            raise
-        finally:
-            put_buffers_back()
-            parts.wires.close()
-            for block, wire in zip(blocks, wires, strict=True):
-                block.wire = wire
-            for param in parts.model.parameters():
-                param.grad = None
-            device.ledger.limit_bytes, device.ledger.peak = limit_bytes, max(peak, device.ledger.total)
-            if device is not self.parts.device:
-                device.close()
+        with self._parts_apart() as parts, self._dry_store(parts) as dry:
+            passing = partial(self._pass, parts, dry, micro_batches, config)
+            learned, way = passing(None, self.predicted)[2:]
+            if way != list(self.predicted):  # layers that are visited twice, say: then prefetch learns, and so do we
+                learned, way = passing(None, way)[2:]
+            replayed = None if config.meter == "always" else learned
+            timed: list[tuple[Trace, float]] = []
+            while not timed or (len(timed) < MOST_PASSES and sum(s for _, s in timed) < ENOUGH_S):
+                timed.append(passing(replayed, way)[:2])
         trace, seconds = sorted(timed, key=lambda one: one[0].span_s)[len(timed) // 2]
-        known = {block: self.store.side_of(block).nbytes for block in blocks} | dry.state_bytes
+        known = {block: self.store.side_of(block).nbytes for block in _blocks_of(parts)} | dry.state_bytes
         return Rehearsed(
             profile=Profile.of(trace),
             around_s=max(0.0, seconds - trace.span_s),
@@ -106,6 +83,39 @@ class Rehearsal:
             passes=len(timed),
             seconds=time.perf_counter() - began_s,
         )
+
+    @contextmanager
+    def _parts_apart(self) -> Iterator[Parts]:
+        """The parts, on a device without limits and with ledgers of their own; afterwards as they were."""
+        device, host = _unlimited(self.parts.device), Ledger("host", "Host memory")
+        parts = replace(self.parts, device=device, host=host, wires=Wires(device, host))
+        blocks = _blocks_of(parts)
+        wires = [block.wire for block in blocks]
+        peak, limit_bytes = device.ledger.peak, device.ledger.limit_bytes
+        device.ledger.limit_bytes = None  # what does not fit is what a forecast is asked for
+        try:
+            with device.current():
+                yield parts
+        finally:
+            parts.wires.close()
+            for block, wire in zip(blocks, wires, strict=True):
+                block.wire = wire
+            device.ledger.limit_bytes, device.ledger.peak = limit_bytes, max(peak, device.ledger.total)
+            if device is not self.parts.device:
+                device.close()
+
+    @contextmanager
+    def _dry_store(self, parts: Parts) -> Iterator[DryStore]:
+        """An EPS without effect; its work is over when the block is left, however it is left."""
+        dry = DryStore(self.store, parts.host, parts.device.host_empty)
+        try:
+            yield dry
+        except BaseException:
+            dry.roll_back()
+            raise
+        finally:
+            for param in parts.model.parameters():
+                param.grad = None
 
     def _pass(
         self,
@@ -115,21 +125,30 @@ class Rehearsal:
         config: RelayConfig,
         replay: Metered | None,
         predicted: Sequence[Unit],
-    ) -> tuple[Trace, Metered, float, list[Unit]]:
-        """One step without effect: its trace, what it learned, its seconds, and the way it went."""
+    ) -> tuple[Trace, float, Metered, list[Unit]]:
+        """One step without effect: its trace, its seconds, what it learned, and the way it went."""
         began_s = time.perf_counter()
         settings = {**asdict(config), **parts.device.figures()}
         trace = Trace(device=parts.device.name, names=parts.names, settings=settings)
         seeds = [config.micro_batch_seed(0, k) for k in range(len(micro_batches))]
+        put_buffers_back = parts.copy_buffers()
         dry.begin(config, trace)
-        with Stage(parts, config, trace, replay) as stage:
-            forwards = stage.forwards(micro_batches, self.objective, seeds)
-            loop = TrainLoop(stage.run, forwards, parts.layers, predicted, stage.prefetch)
-            loop.train(dry, *stage.gradients(), stage.pushes, self.shares(micro_batches), parts.inside())
-            dry.finish()
-            stage.stash.drain()
-            stage.meter.sample()
-        return trace, stage.learned(), time.perf_counter() - began_s, [visit.unit for visit in loop.visits]
+        try:
+            with Stage(parts, config, trace, replay) as stage:
+                forwards = stage.forwards(micro_batches, self.objective, seeds)
+                loop = TrainLoop(stage.run, forwards, parts.layers, predicted, stage.prefetch)
+                loop.train(dry, *stage.gradients(), stage.pushes, self.shares(micro_batches), parts.inside())
+                dry.finish()
+                stage.stash.drain()
+                stage.meter.sample()
+            seconds = time.perf_counter() - began_s
+        finally:
+            put_buffers_back()
+        return trace, seconds, stage.learned(), [visit.unit for visit in loop.visits]
+
+
+def _blocks_of(parts: Parts) -> list[Block]:
+    return list(dict.fromkeys(block for unit in parts.units for block in unit.blocks))
 
 
 def _unlimited(device: Device) -> Device:
