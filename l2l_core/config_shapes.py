@@ -43,6 +43,7 @@ class ModelShapes:
         width, inner, heads: of a layer: hidden size, size inside of the MLP, attention heads.
         outputs: of the head, per token; of a classifier, per row.
         head_params: parameters of the shell that take part in a matrix product for every token.
+        tied: whether the head's weight is the embedding's; then a gradient of the shell leaves with every micro-batch, twice.
         per_row: whether the head sees one token per row.
         length: tokens of a row, where the configuration fixes it (images), else None.
         graphs: what autograd keeps of a layer, by precision.
@@ -56,6 +57,7 @@ class ModelShapes:
     heads: int
     outputs: int
     head_params: int
+    tied: bool
     per_row: bool
     length: int | None
     graphs: dict[str, Graph]
@@ -128,6 +130,7 @@ def _bert(config: Any) -> ModelShapes:
         heads=config.num_attention_heads,
         outputs=words,
         head_params=words * width + width * width,
+        tied=not own,
         per_row=False,
         length=None,
         graphs={"fp32": Graph(48, 8, 12), "bf16": Graph(31, 4, 12)},
@@ -155,6 +158,7 @@ def _gpt2(config: Any) -> ModelShapes:
         heads=config.n_head,
         outputs=words,
         head_params=words * width,
+        tied=not own,
         per_row=False,
         length=None,
         graphs={"fp32": Graph(54, 20, 12), "bf16": Graph(33, 10, 12)},
@@ -188,6 +192,7 @@ def _llama(config: Any) -> ModelShapes:
         heads=heads,
         outputs=words,
         head_params=words * width,
+        tied=not own,
         per_row=False,
         length=None,
         graphs={"fp32": Graph(36, 16, 0), "bf16": Graph(26, 8, 0)},
@@ -217,6 +222,7 @@ def _vit(config: Any) -> ModelShapes:
         heads=config.num_attention_heads,
         outputs=labels,
         head_params=math.prod(patch_shape),
+        tied=False,
         per_row=True,
         length=patches + 1,
         graphs={"fp32": Graph(48, 8, 0), "bf16": Graph(31, 4, 0)},

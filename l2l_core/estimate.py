@@ -13,7 +13,7 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.config_shapes import ModelShapes, count, shapes_of_config, slot_numel
-from l2l_core.cost import SHELL, Job, Layer, Memory, Op, Turn
+from l2l_core.cost import SHELL, Job, Layer, Memory, Op, Part, Stay, Turn
 from l2l_core.forecast import Forecast
 from l2l_core.forecast_costs import Costs, forecast_costs
 from l2l_core.forecast_limits import pattern
@@ -160,13 +160,35 @@ def _profile_of(step: _Step, micro_batches: int) -> Profile:
         key: Layer(step.itemsize * n, 4 * n, 4 * n, update_s=params[key] / machine.update_params_per_s)
         for key, n in sizes.items()
     }
-    deferred = step.config.update == "deferred"  # then updates wait for all gradients
-    closing = [Job("update", key, -1, layer.update_s, layer.block_bytes) for key, layer in layers.items()]
+    if model.tied:
+        profile = _with_parts(profile, sizes[SHELL], model.head_params)
+        layers[SHELL] = layers[SHELL]._replace(push_bytes=0)
+    # updates that wait for all gradients
+    late = list(layers) if step.config.update == "deferred" else [SHELL] if model.tied else []
+    jobs = tuple(Job("update", key, -1, layers[key].update_s, layers[key].block_bytes) for key in late)
     memory = _Memory(step, micro_batches)
     start = tuple(memory.fill(turn) for turn in profile.start)
     stays = tuple(stay._replace(turns=tuple(memory.fill(turn) for turn in stay.turns)) for stay in profile.stays)
-    jobs = tuple(closing) if deferred else ()
     return replace(profile, layers=layers, start=start, stays=stays, closing=jobs, memory=())
+
+
+def _with_parts(profile: Profile, shell_numel: int, head_params: int) -> Profile:
+    """The shell's gradients leave with every micro-batch: the head's after the loss, the embedding's with the first layer's."""
+
+    def part(nbytes: int, visit: int) -> tuple[Part, ...]:
+        return (Part(SHELL, nbytes, SHELL, 4 * shell_numel, 0.0, visit),)
+
+    def parted(stay: Stay, is_last: bool) -> Stay:
+        turns = []
+        for turn in stay.turns:
+            ops = [op._replace(parts=part(4 * head_params, stay.visit)) if op.kind == "loss" else op for op in turn.ops]
+            if is_last:
+                ops[-1] = ops[-1]._replace(parts=part(4 * shell_numel, stay.visit))
+            turns.append(turn._replace(ops=tuple(ops)))
+        return stay._replace(turns=tuple(turns))
+
+    last = len(profile.stays) - 1
+    return replace(profile, stays=tuple(parted(stay, index == last) for index, stay in enumerate(profile.stays)))
 
 
 class _Memory:
@@ -254,7 +276,8 @@ def _need(step: _Step, place: str) -> int:
         return high
     layer, shell = (4 * slot_numel(shapes) for shapes in (step.model.layer, step.model.shell))
     many = step.model.depth if step.config.update == "deferred" else min(MAX_UNDER_WAY, step.model.depth)
-    return high + sum(costs.host.values()) + many * layer + shell
+    apart = step.config.micro_batches + 1 if step.model.tied else 1
+    return high + sum(costs.host.values()) + many * layer + apart * shell
 
 
 Change = Callable[[_Step], _Step | None]

@@ -7,7 +7,7 @@ another; they stay in their pool, so each size counts with its own highest numbe
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from l2l_core.cost import SHELL
 from l2l_core.profile import Profile
@@ -21,7 +21,7 @@ def gradient_buffer_bytes(profile: Profile, trace: Trace) -> int:
         profile: whose parts are the gradients that leave micro-batch by micro-batch.
         trace: of a step with these parts; without them one by one, as `aggregated` profiles have it, less is known.
     """
-    return _apart_bytes(profile, trace) + _whole_bytes(trace)
+    return _apart_bytes(profile, trace) + _whole_bytes(profile, trace)
 
 
 def _apart_bytes(profile: Profile, trace: Trace) -> int:
@@ -50,17 +50,14 @@ def _issues(trace: Trace) -> dict[int, list[float]]:
     return stops_s
 
 
-def _whole_bytes(trace: Trace) -> int:
+def _whole_bytes(profile: Profile, trace: Trace) -> int:
     """Gradients that leave already summed: highest number at once, by size."""
     issued_s: dict[str, float] = {}
     for event in trace.lanes["compute"]:
         if event.kind in ("backward", "loss"):
             issued_s[event.layer] = issued_s[SHELL] = event.stop_s
     used_s = {event.layer: event.stop_s for event in trace.lanes["eps"] if event.kind == "update"}
-    sizes: Counter[str] = Counter()
-    for event in trace.lanes["d2h"]:
-        if event.kind == "push" and event.k < 0 and event.layer in used_s:
-            sizes[event.layer] += event.nbytes
+    sizes = {key: layer.push_bytes for key, layer in profile.layers.items() if layer.push_bytes and key in used_s}
     changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for layer, nbytes in sizes.items():
         changes[nbytes] += [(issued_s[layer], 1), (used_s[layer], -1)]

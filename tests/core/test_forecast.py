@@ -455,6 +455,8 @@ def test_slots_and_state_are_exact_and_the_rest_is_near(name: str, stash: str, p
     assert formula.host_bytes["weights"] == real.host_bytes["weights"]
     assert formula.host_bytes["optimizer"] == pytest.approx(real.host_bytes["optimizer"], rel=0.01)
     assert formula.peak_device_bytes == pytest.approx(real.peak_device_bytes, rel=0.25)
+    standing = [f.peak_host_bytes - f.host_bytes["gradients"] for f in (formula, real)]  # gradients are timing's
+    assert standing[0] == pytest.approx(standing[1], rel=0.05)
 
 
 def test_bert_large_fits_a_device_of_16_gb() -> None:
@@ -469,7 +471,7 @@ def test_bert_large_fits_a_device_of_16_gb() -> None:
     )
     assert deep.fits and deep.peak_device_bytes == large.peak_device_bytes, "flat in depth"
     assert deep.seconds > 10 * large.seconds
-    assert deep.largest_depth == large.largest_depth and deep.largest_depth > 384
+    assert deep.largest_depth == pytest.approx(large.largest_depth, rel=0.01) and deep.largest_depth > 384
 
 
 def test_50_billion_parameters_do_not_fit_and_it_says_what_would() -> None:
