@@ -44,6 +44,7 @@ from l2l_core import (
     RelayConfig,
     Shapes,
     forecast_config,
+    rehearsal,
     simulate,
 )
 from l2l_core.config_shapes import shapes_of_config
@@ -53,6 +54,12 @@ from l2l_core.store import MAX_UNDER_WAY
 from l2l_core.stretch import MemoryWalk, stretch
 
 MACHINE = Machine(flops_per_s=1e9, update_params_per_s=1e6, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)
+
+
+@pytest.fixture(autouse=True)
+def one_timed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here looks at seconds."""
+    monkeypatch.setattr(rehearsal, "MOST_PASSES", 1)
 
 
 @contextmanager
