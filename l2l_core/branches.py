@@ -262,12 +262,12 @@ class Branches:
         block.hold(values.master, masters)
         block.version = values.version
         state.update({m: known for m, known in zip(masters, values.states, strict=True) if known is not None})
-        for state in self.others.values():
-            held = state.values.get(block, _ABSENT)
+        for other in self.others.values():
+            held = other.values.get(block, _ABSENT)
             if held is None:
-                state.values[block] = old
+                other.values[block] = old
             elif held is values:
-                state.values[block] = None
+                other.values[block] = None
 
     def _find(self, name: str) -> State:
         if name not in self.others:
