@@ -1,0 +1,47 @@
+"""The exercises of the lessons: their own solution is right, a stub is no try, a plausible mistake is wrong."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from workbench.lesson import Exercise
+from workbench.notebooks import FOLDER, read
+
+
+def load_exercise(notebook: str) -> tuple[Exercise, Callable[..., object]]:
+    """The exercise of a notebook, whose cell needs nothing from other cells, and its solution."""
+    cells = [cell.source for cell in read(FOLDER / f"{notebook}.ipynb").cells if cell.cell_type == "code"]
+    (source,) = (source for source in cells if "= Exercise(" in source)
+    names: dict[str, Any] = {"Exercise": Exercise}
+    exec(compile(source, notebook, "exec"), names)
+    exercise = names["exercise"]
+    assert isinstance(exercise, Exercise)
+    solved: dict[str, Any] = {"math": math}
+    exec(compile(exercise.code, f"solution of {notebook}", "exec"), solved)
+    return exercise, next(value for value in solved.values() if callable(value))
+
+
+def weight_bytes(V: int, P: int, ahead: int = 1) -> int:
+    return 8 * V * P  # every layer twice, also the last ones
+
+
+def deepest(budget_bytes: int, P: int, S: int, entering_bytes: int, other_bytes: int) -> int:
+    return (budget_bytes - 16 * P - 8 * S - other_bytes) // entering_bytes  # below 0 where nothing fits
+
+
+def smallest(nbytes: int, bytes_per_s: float, compute_s: float) -> float:
+    return nbytes / bytes_per_s / compute_s  # no whole number
+
+
+@pytest.mark.parametrize(
+    "notebook, mistaken", [("01_the_relay", weight_bytes), ("02_memory", deepest), ("03_overlap", smallest)]
+)
+def test_exercise(notebook: str, mistaken: Callable[..., object]) -> None:
+    exercise, solution = load_exercise(notebook)
+    assert exercise.judge(solution).startswith("right: ")
+    assert exercise.judge(lambda *args: ...).startswith("not yet: ") and exercise.tries == 0
+    said = [exercise.judge(mistaken) for _ in exercise.hints]
+    assert len(exercise.hints) == 3 and all(text.startswith("wrong: ") for text in said)
+    assert [hint in text for hint, text in zip(exercise.hints, said, strict=True)] == [True] * 3
