@@ -512,6 +512,7 @@ class Editor:
 
     def _park(self, parked: Parked) -> None:
         self._parked[parked.unit] = parked
+        parked.unit.stats.clear()  # what steps tell of layers is of those that were in them
         self._sides_parked.update(parked.sides)
         self._booked[parked.unit] = parked.nbytes
         self._host.book("other", f"parked {parked.unit.key}", parked.nbytes)

@@ -197,7 +197,7 @@ class LastStep:
     Attributes:
         trace: of the last step or attempt, if there was any.
         number: of the last finished step.
-        shape: settings, shapes of tensors, layers and mode that the course of a step depends on, of the last metered one.
+        shape: settings, shapes of tensors, mode and layers that its course depended on, if that is known.
         now: the same for an empty batch, as things stand.
     """
 

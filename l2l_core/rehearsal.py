@@ -107,6 +107,7 @@ class Rehearsal:
     @contextmanager
     def _dry_store(self, parts: Parts) -> Iterator[DryStore]:
         """An EPS without effect; its work is over when the block is left, however it is left."""
+        stats = [dict(unit.stats) for unit in parts.units]
         dry = DryStore(self.store, parts.host, parts.device.host_empty)
         try:
             yield dry
@@ -116,6 +117,8 @@ class Rehearsal:
         finally:
             for param in parts.model.parameters():
                 param.grad = None
+            for unit, told in zip(parts.units, stats, strict=True):
+                unit.stats = told
 
     def _pass(
         self,

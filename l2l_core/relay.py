@@ -127,6 +127,7 @@ class Relay:
         self._steps = 0
         self._predicted: Sequence[Unit] = units
         self._known = Known()  # of the last metered step
+        self._stepped: tuple[Any, ...] | None = None  # what the last step was like, if later ones go its way
         self._known_in_part = KnownInPart(self._known)  # of steps that leave layers out
         self._inferred: dict[Any, Metered] = {}  # what was checked by a first inference
         self._trace: Trace | None = None
@@ -310,8 +311,7 @@ class Relay:
             check_model(self.model, self._parts.units)
             share = partial(shares, weight=self._weight)
             rehearsal = Rehearsal(self._parts, self._store, self._predicted, self._call.objective, share)
-            shape = self._metered[0] if self._metered is not None else None
-            last = LastStep(self._trace, self._steps - 1, shape, self._shape_of(()))
+            last = LastStep(self._trace, self._steps - 1, self._stepped, (*self._shape_of(()), self._key_of_layers()))
             asked = self.config if config is None else config
             return forecast_step(rehearsal, batch, asked, self.device if device is None else device, host_bytes, last)
 
@@ -475,7 +475,9 @@ class Relay:
         self._remember(micro_batches)
         self._history.note_loss(float(sum(losses)))
         way, expected = [visit.unit for visit in loop.visits], self._predicted
+        self._stepped = None
         if way == expected or expected is not self._parts.layers:  # otherwise no later step goes the way of this one
+            self._stepped = (*shape, self._key_of_layers())
             self._known.learn(shape, self._key_of_layers(), stage.learned())
         self._predicted = way
         return StepResult(
