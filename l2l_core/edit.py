@@ -301,7 +301,10 @@ class _Train(Edit):
     def carry_out(self, editor: Editor, do: Do) -> None:
         stack, span = editor.resolver.span(self.layers)
         for unit in (editor.units_of(stack)[i] for i in span):
-            do(Retrain(unit, dict.fromkeys(unit.params, self.trained)))
+            do(Retrain(unit, dict.fromkeys(self._params_of(unit, editor), self.trained)))
+
+    @abstractmethod
+    def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]: ...
 
 
 @dataclass(frozen=True)
@@ -310,12 +313,24 @@ class Freeze(_Train):
 
     trained = False
 
+    def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]:
+        return unit.params
+
 
 @dataclass(frozen=True)
 class Unfreeze(_Train):
-    """Train layers again."""
+    """Train layers again, as far as the optimizer has been given their parameters."""
 
     trained = True
+
+    def _params_of(self, unit: Unit, editor: Editor) -> Sequence[nn.Parameter]:
+        params = editor.optimized(unit)
+        if unit.params and not params:
+            raise ValueError(
+                f"layer {unit.key} ({unit.name}) is in no group of the optimizer, so it would never learn: give the optimizer "
+                "all parameters when the relay is made, frozen ones too"
+            )
+        return params
 
 
 # -- optimizer state ---------------------------------------------------------------------------------------------------

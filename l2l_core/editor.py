@@ -117,6 +117,11 @@ class Editor:
         state = self.store.optimizer.state
         return {param: state[master] for param, master in self.store.masters_of(unit).items() if master in state}
 
+    def optimized(self, unit: Unit) -> list[nn.Parameter]:
+        """The parameters of a layer in a stack that the optimizer has been given."""
+        pairs = [(block.params, self.store.side_of(block).groups) for block in unit.blocks]
+        return [param for params, groups in pairs for param, group in zip(params, groups, strict=True) if group >= 0]
+
     def unit_of(self, module: nn.Module) -> Unit:
         """The layer that a module is."""
         return self._by_module[module]

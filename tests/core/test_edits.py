@@ -409,6 +409,22 @@ def test_frozen_layers_thaw_with_the_state_they_had(relay: Relay) -> None:
     assert relay.verify(make_batch()).equal
 
 
+def test_what_the_optimizer_was_not_given_cannot_thaw() -> None:
+    model = make_gpt()
+    model.transformer.h[0].requires_grad_(False)
+    model.transformer.h[1].ln_1.requires_grad_(False)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    with Relay(model, optimizer, EmulatedDevice()) as relay:
+        relay.step(make_batch())
+        with pytest.raises(ValueError, match=r"L000 \(transformer.h.0\) is in no group of the optimizer"):
+            relay.apply(Unfreeze(slice(0, 2)))
+        relay.apply(Freeze(1))
+        relay.apply(Unfreeze(1))
+        trained = {name for name, param in model.transformer.h[1].named_parameters() if param.requires_grad}
+        assert trained and not any(name.startswith("ln_1") for name in trained)
+        assert relay.verify(make_batch()).equal
+
+
 def test_an_edited_relay_is_saved_and_goes_on_in_a_model_that_was_never_edited(relay: Relay, tmp_path: Path) -> None:
     relay.apply(Insert(at=1, init="copy", warmup=5), Swap(0, 3), Freeze(2))
     relay.step(make_batch(3))

@@ -522,17 +522,26 @@ def hammer(folder: str, kills: str, edits: str = "") -> None:
     import torch._dynamo  # noqa: F401 - what the first optimizer imports, so that the runs start at once
 
     waits = random.Random(int(kills))
-    unfinished = 0
+    unfinished = lines = 0
     for _ in range(int(kills)):
         pid = os.fork()  # nothing has been computed in this process: there are no threads yet
         if pid == 0:
             run_until_killed(Path(folder), bool(edits))
-        time.sleep(waits.uniform(0.05, 0.5))
+        lines = wait_for_more(Path(folder).parent / "log", lines)  # however slow the machine is today
+        time.sleep(waits.uniform(0.0, 0.4))
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), "the run failed before it was killed"
         unfinished += os.path.exists(folder) and len(generations(Path(folder))) != 1
     print(f"{unfinished} of {kills} kills hit a save", file=sys.stderr)
     run_until_killed(Path(folder), bool(edits), check_only=True)
+
+
+def wait_for_more(log: Path, lines: int) -> int:
+    """Wait until a log has more lines than so many, at most half a minute; how many it has."""
+    until_s = time.monotonic() + 30
+    while (count := log.read_bytes().count(b"\n") if log.exists() else 0) <= lines and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return count
 
 
 def run_until_killed(folder: Path, edits: bool, check_only: bool = False) -> None:
