@@ -25,6 +25,7 @@ from workbench.panels.memory import MemoryPanel
 from workbench.panels.relay import RelayPanel
 from workbench.panels.style import STYLE
 from workbench.panels.timeline import TimelinePanel
+from workbench.panels.what_if import WhatIfPanel
 from workbench.pictures.page import bundle_of
 from workbench.session import Scheduler, Session
 from workbench.snapshot import Snapshot
@@ -64,6 +65,7 @@ class Workbench:
             EditsPanel,
             LayersPanel,
             HeatPanel,
+            WhatIfPanel,
             ExplorePanel,
         )
         self.panels = tuple(kind(self.session) for kind in kinds)

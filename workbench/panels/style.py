@@ -1,6 +1,6 @@
 """The style sheet of the panels, in the colours of JupyterLab's theme."""
 
-from workbench.pictures import edits, journal, layers, page
+from workbench.pictures import edits, journal, layers, page, what_if
 from workbench.pictures.theme import VERMILION
 
 _PANELS = """
@@ -55,4 +55,8 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-layers-box .l2l-layers{max-height:none;overflow:visible}
 """
 
-STYLE = (page.STYLE + layers.STYLE + journal.STYLE + edits.STYLE + _PANELS).replace("\n", "").replace("@RED", VERMILION)
+STYLE = (
+    (page.STYLE + layers.STYLE + journal.STYLE + edits.STYLE + what_if.STYLE + _PANELS)
+    .replace("\n", "")
+    .replace("@RED", VERMILION)
+)

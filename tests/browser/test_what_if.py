@@ -1,0 +1,78 @@
+"""What if: a slider that moves changes picture and words at once, and Apply hands its setting to the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from lab import Bench, Notebook, keep, until
+from tiny import RELAY, WORKBENCH
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+pytestmark = pytest.mark.browser
+
+QUICK = RELAY.replace("0.03", "0.01")
+
+
+def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[..., Notebook], page: Page) -> None:
+    notebook = open_notebook(QUICK, WORKBENCH)
+    notebook.run_cell(0), notebook.run_cell(1)
+    bench = notebook.bench(1)
+    until(lambda: "a guess by formula" in forecast(bench), page, "a guess before the first step")
+    for step in (1, 2, 3):
+        bench.press("Step")
+        bench.wait_for_step(step)
+        known = f"costs of step {step}" if step == 1 else f"step {step}, measured"
+        until(lambda known=known: known in forecast(bench), page, "the forecast of the next step")
+    assert "(exact)" in forecast(bench), "bytes as forecast"
+
+    bench.press("▸ What if")
+    until(lambda: "The settings of the measured step." in words(bench), page, "an answer")
+    assert "step 3, measured" in picture(bench) and "what if, simulated" in picture(bench)
+    before = picture(bench)
+    handle(bench, "link to device").focus()
+    for _ in range(15):  # from no limit down to 1 MB/s
+        page.keyboard.press("ArrowLeft")
+    until(lambda: "link to the device no limit → 1 MB/s" in words(bench), page, "the words to follow")
+    until(lambda: picture(bench) != before, page, "the picture to follow")
+    handle(bench, "micro-batches").focus()
+    page.keyboard.press("ArrowRight")
+    until(lambda: "micro-batches 2 → 3" in words(bench), page, "the other slider")
+    root(bench).get_by_role("button", name="host", exact=True).click()
+    until(lambda: "stash on device → host" in words(bench), page, "the stash")
+    keep(root(bench), "what_if")
+    assert bench.step == 3, "nothing has run"
+
+    root(bench).locator("button:text-is('Apply')").click()
+    until(lambda: "handed to the next step" in root(bench).inner_text(), page, "what Apply says")
+    until(lambda: "stash device → host" in bench.picture(3).text_content(), page, "the change beside the loss")
+    bench.press("Step")
+    bench.wait_for_step(4)
+    until(lambda: "step 4, measured" in picture(bench), page, "the new step above")
+    until(lambda: "The settings of the measured step." in words(bench), page, "what was asked to be what has run")
+    keep(root(bench), "what_if_applied")
+
+
+def root(bench: Bench) -> Locator:
+    return bench.root.locator(".l2l-what-if")
+
+
+def handle(bench: Bench, name: str) -> Locator:
+    return root(bench).locator(".widget-hslider", has_text=name).locator(".noUi-handle")
+
+
+def words(bench: Bench) -> str:
+    found = root(bench).locator(".l2l-what-if-words")
+    return found.inner_text() if found.count() else ""
+
+
+def forecast(bench: Bench) -> str:
+    found = bench.root.locator(".l2l-forecast")
+    return found.inner_text() if found.count() else ""
+
+
+def picture(bench: Bench) -> str:
+    return " ".join(root(bench).locator("svg.l2l text").all_text_contents())

@@ -1,0 +1,44 @@
+"""Work that is done beside the callers, the newest only: who asks again before it is done makes the older request void."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+Job = Callable[[], None]
+
+
+class Latest:
+    """Runs jobs one at a time on a thread that is there only while there is something to do.
+
+    Invariant: of the jobs that wait there is at most one, the newest. A job handles its own errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._job: Job | None = None
+        self._thread: threading.Thread | None = None
+
+    def ask(self, job: Job) -> None:
+        """Do this as soon as what is under way is done; returns at once, from any thread."""
+        with self._lock:
+            self._job = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is left to do; False if that takes longer."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                job, self._job = self._job, None
+                if job is None:
+                    self._thread = None
+                    return
+            job()

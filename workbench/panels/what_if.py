@@ -1,0 +1,197 @@
+"""What if: sliders for settings that need not have run, and the step that they would give beside the last measured one."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets
+
+from l2l_core import EmulatedDevice, Profile, Trace
+from workbench.costs import Base
+from workbench.differences import forecast_error
+from workbench.guess import Guess, guess
+from workbench.known_steps import KnownSteps
+from workbench.panels.display import WIDGET, Bundle
+from workbench.panels.latest import Latest
+from workbench.panels.panel import Panel, failure_html
+from workbench.panels.style import STYLE
+from workbench.panels.what_if_view import View, box
+from workbench.pictures.page import bundle_of
+from workbench.pictures.picture import Picture, Table
+from workbench.snapshot import Snapshot
+from workbench.what_if import Answer, Question, answer, measured
+
+PACE_S = 1.0  # between two answers that nobody asked for, while steps come fast
+SHARE = 0.1  # of the time, for those
+
+
+class WhatIf:
+    """What if, without a session: for lessons, and for traces and profiles from files.
+
+    Args:
+        step: the trace of a finished training step, or a profile.
+        settings: of a `Question`, to begin with, as ``stash="host"``.
+
+    Raises:
+        TypeError, ValueError: no step, or settings out of range.
+    """
+
+    def __init__(self, step: Trace | Profile, **settings: Any) -> None:
+        self._base = Base.of(step)
+        self._was = measured(self._base) if self._base.trace is not None else None
+        self._view = View(Question.of(self._base), self._ask)
+        self._view.controls.put(**settings)
+        style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
+        self.widget = box(ipywidgets.VBox, "l2l-workbench", style, self._view.widget)
+
+    @property
+    def answer(self) -> Answer:
+        """To what the controls ask now."""
+        return self._ask(self._view.controls.question())[1]
+
+    def _ask(self, question: Question) -> tuple[Answer | None, Answer]:
+        return self._was, answer(self._base, question)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
+        self._view.refresh()
+        return {WIDGET: self.widget._repr_mimebundle_()[WIDGET], **bundle_of([self._view.still()])}
+
+
+class WhatIfPanel(Panel):
+    """The forecast of the next step, what became of it, and, unfolded, what other settings would give.
+
+    Apply hands those settings to the next step that can be set between two steps. Alone the panel begins unfolded.
+    """
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._now = self.session.snapshot()
+        self._steps = KnownSteps()
+        self._steps.note(self._now)
+        self._next_s = self._cost_s = 0.0
+        self._told: object = None
+        self._foreseen: tuple[Answer, Trace | None] | None = None  # and the last step at that time
+        self._said = self._error = ""
+        self._line = ipywidgets.HTML()
+        self._open = ipywidgets.ToggleButton(
+            layout={"width": "auto"}, tooltip="Sliders for settings of a step that need not run"
+        )
+        self._view: View | None = None  # made when it is first wanted
+        self._place = ipywidgets.VBox()
+        self._forecasts = Latest("what-if")
+        self._open.observe(lambda _: self._turn(), "value")
+        self._turn()
+        self._open.add_class("l2l-opens")
+        return ipywidgets.VBox([self._line, self._open, self._place])
+
+    def _build_view(self) -> View:
+        apply = ipywidgets.Button(
+            description="Apply",
+            icon="check",
+            button_style="primary",
+            tooltip="Let the next step have these settings",
+            layout={"width": "auto"},
+        )
+        apply.on_click(lambda _: self._apply())
+        return View(Question.next_of(self._now), self._ask, apply)
+
+    def draw(self, now: Snapshot) -> None:
+        self._steps.note(now)
+        self._now, self._line.value = now, self._said
+        following = Question.next_of(now)
+        if (now.last, following) == self._told:
+            return
+        if now.state == "running" and time.monotonic() < self._next_s:
+            return  # the newest step is looked at when it is due, or when the run is over
+        self._told = now.last, following
+        self._next_s = time.monotonic() + max(PACE_S, self._cost_s / SHARE)
+        self._forecasts.ask(self._foresee)
+        if self._view is not None:
+            self._view.controls.follow(following)
+            if self._open.value:
+                self._view.refresh()
+
+    def still(self, now: Snapshot) -> Sequence[Picture | Table]:
+        self._steps.note(now)
+        self._now = now
+        return [self._view.still()] if self._view is not None and self._open.value else []
+
+    def settle(self, timeout_s: float = 10.0) -> bool:
+        """Wait until what was asked is answered."""
+        return self._forecasts.wait(timeout_s) and (self._view is None or self._view.latest.wait(timeout_s))
+
+    def _shown(self) -> Any:
+        if self._display is None:
+            self._open.value = True
+        return super()._shown()
+
+    def _turn(self) -> None:
+        is_open = self._open.value
+        self._open.description = f"{'▾' if is_open else '▸'} What if"
+        self._place.layout.display = "" if is_open else "none"
+        if not is_open:
+            return
+        if self._view is None:
+            self._view = self._build_view()
+            self._place.children = (self._view.widget,)
+        self._view.refresh()
+
+    def _ask(self, question: Question) -> tuple[Answer | None, Answer]:
+        """From the measured step that is nearest to the question, beside the last one."""
+        now = self._now
+        if now.last is None:
+            return None, guess(Guess.of(now), question)
+        return self._steps.last(), answer(self._steps.nearest(question), question)
+
+    def _foresee(self) -> None:
+        """One line: what the next step will need, and how far off that was the last time."""
+        began_s = time.thread_time()
+        try:
+            question = Question.next_of(self._now)
+            last, foreseen = self._ask(question)
+            if last is not None and self._foreseen is not None and self._foreseen[1] is not last.trace:
+                self._error = forecast_error(self._foreseen[0], last) or self._error
+            self._foreseen = foreseen, last.trace if last is not None else None
+            words = f"<strong>next step, forecast</strong> {escape(str(foreseen))}"
+            said = f"<br>{escape(self._error or foreseen.basis)}"
+            self._said = f'<div class="l2l-forecast">{words}<span class="l2l-caption">{said}</span></div>'
+        except Exception as error:
+            self._said = failure_html(f"The next step cannot be forecast: {error}", traceback.format_exc())
+        self._line.value, self._cost_s = self._said, time.thread_time() - began_s
+
+    def _apply(self) -> None:
+        assert self._view is not None
+        asked, base = self._view.controls.question(), Question.next_of(self.session.snapshot())
+        emulated = isinstance(self.session.relay.device, EmulatedDevice)
+        names = (*_CONFIG, *_LINK) if emulated else _CONFIG
+        settings = {name: getattr(asked, name) for name in names if getattr(asked, name) != getattr(base, name)}
+        try:
+            if settings:
+                self.session.reconfigure(**settings)
+            words = ["handed to the next step" if settings else "nothing to hand to the next step"]
+            words += _left_to_do(asked, base, emulated)
+            self._view.note.value = f'<span class="l2l-caption">{escape("; ".join(words))}</span>'
+        except Exception as error:
+            self._view.note.value = failure_html(str(error), traceback.format_exc())
+
+
+def _left_to_do(asked: Question, base: Question, emulated: bool) -> list[str]:
+    """How to get what no setting of a session gives."""
+    words = [how for name, how in _BY_HAND.items() if getattr(asked, name) != getattr(base, name)]
+    if not emulated and any(getattr(asked, name) != getattr(base, name) for name in _LINK):
+        words.append("the link is real: only an emulated one can be set")
+    if asked.micro_batches != base.micro_batches and not asked.same_batch:
+        words.append("the batch does not grow by itself: let your batches have more rows")
+    return words
+
+
+_CONFIG = ("micro_batches", "ahead", "stash", "precision")
+_LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s")
+_BY_HAND = {
+    "depth": "layers: with Insert, Duplicate or Drop in the panel of edits",
+    "width": "width: with another model",
+    "memory_bytes": "device memory: with another device, as EmulatedDevice(memory_bytes=...)",
+}

@@ -1,0 +1,133 @@
+"""The sliders and choices of a what-if question."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import ipywidgets
+
+from workbench.differences import show
+from workbench.panels.header import AHEAD, LINKS, MICRO_BATCHES
+from workbench.what_if import Question
+
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000)
+WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+MEMORIES = tuple(n * 10.0**power for power in range(5, 12) for n in (1, 2, 5))  # bytes
+
+_SLIDERS: dict[str, tuple[str, Sequence[float], str, str]] = {  # words, values, width of the words, width
+    "depth": ("layers", DEPTHS, "46px", "250px"),
+    "width": ("width", WIDTHS, "46px", "230px"),
+    "micro_batches": ("micro-batches", MICRO_BATCHES, "104px", "270px"),
+    "ahead": ("layers ahead", AHEAD, "92px", "210px"),
+    "h2d_bytes_per_s": ("link to device", (*LINKS, math.inf), "100px", "300px"),
+    "d2h_bytes_per_s": ("link to host", (*LINKS, math.inf), "86px", "286px"),
+    "memory_bytes": ("device memory", (*MEMORIES, math.inf), "108px", "310px"),
+}
+_CHOICES: dict[
+    str, tuple[str, Sequence[tuple[str, Any]], Sequence[str], str]
+] = {  # words, options, tips, width of words
+    "same_batch": (
+        "of",
+        (("the same batch", True), ("a larger batch", False)),
+        ("More micro-batches are smaller ones, as in the next step", "More micro-batches make the batch larger"),
+        "16px",
+    ),
+    "stash": ("stash on", (("device", "device"), ("host", "host")), ("", ""), "58px"),
+    "precision": ("precision", (("fp32", "fp32"), ("bf16", "bf16")), ("", ""), "60px"),
+}
+
+
+class Controls:
+    """One control per field of a question; `changed` is called when a hand has moved one.
+
+    Attributes:
+        widget: all of them.
+        base: the settings to which `reset` leads.
+    """
+
+    def __init__(self, base: Question, changed: Callable[[], None]) -> None:
+        self.base, self._changed = base, changed
+        self._follower: int | None = None  # thread that moves controls; what they call then is no hand's doing
+        self._by_name: dict[str, Any] = {}
+        order = ("depth", "width", "memory_bytes", "micro_batches", "same_batch", "ahead", "stash", "precision")
+        for name in (*order, "h2d_bytes_per_s", "d2h_bytes_per_s"):
+            made = self._slider(name) if name in _SLIDERS else self._choice(name)
+            made.observe(self._moved, "value")
+            self._by_name[name] = made
+        self.widget = ipywidgets.HBox(list(self._by_name.values()), layout={"flex_flow": "row wrap"})
+        self.widget.add_class("l2l-settings")
+
+    def question(self) -> Question:
+        """What is asked now."""
+        return Question(**{name: _plain(widget.value) for name, widget in self._by_name.items()})
+
+    def follow(self, base: Question) -> bool:
+        """Let controls that stand at the old base stand at the new one; a hand's own settings stay. Whether one has moved."""
+        old, self.base = self.base, base
+        return self._put({n: getattr(base, n) for n in self._by_name if getattr(self.question(), n) == getattr(old, n)})
+
+    def reset(self) -> None:
+        """Put all controls to the base."""
+        self._put({name: getattr(self.base, name) for name in self._by_name})
+
+    def put(self, **settings: Any) -> None:
+        """Put some controls to values, which are checked as those of a `Question` are."""
+        asked = replace(self.question(), **settings)
+        self._put({name: getattr(asked, name) for name in settings})
+
+    def _put(self, values: dict[str, Any]) -> bool:
+        before, self._follower = self.question(), threading.get_ident()
+        try:
+            for name, value in values.items():
+                widget, shown = self._by_name[name], _shown(value)
+                if name in _SLIDERS and shown not in [v for _, v in widget.options]:
+                    with widget.hold_sync():
+                        widget.options = sorted([*widget.options, (show(name, value), shown)], key=lambda pair: pair[1])
+                        widget.value = shown
+                elif widget.value != shown:
+                    widget.value = shown
+        finally:
+            self._follower = None
+        return self.question() != before
+
+    def _moved(self, _: object) -> None:
+        if self._follower != threading.get_ident():
+            self._changed()
+
+    def _slider(self, name: str) -> ipywidgets.SelectionSlider:
+        words, values, label, width = _SLIDERS[name]
+        options = sorted({*values, _shown(getattr(self.base, name))})
+        return ipywidgets.SelectionSlider(
+            options=[(show(name, _plain(value)), value) for value in options],
+            value=_shown(getattr(self.base, name)),
+            description=words,
+            style={"description_width": label},
+            layout={"width": width},
+        )
+
+    def _choice(self, name: str) -> ipywidgets.ToggleButtons:
+        words, options, tips, label = _CHOICES[name]
+        return ipywidgets.ToggleButtons(
+            options=options,
+            value=getattr(self.base, name),
+            description=words,
+            tooltips=tips,
+            style={"description_width": label, "button_width": "auto"},
+            layout={"width": "auto"},
+        )
+
+
+assert {*_SLIDERS, *_CHOICES} == {field.name for field in fields(Question)}
+
+
+def _shown(value: Any) -> Any:
+    """A slider has no place for None."""
+    return math.inf if value is None else value
+
+
+def _plain(value: Any) -> Any:
+    return None if value == math.inf else value

@@ -1,0 +1,95 @@
+"""Controls, picture, words and figures of a what-if, with or without a session behind it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from html import escape
+
+import ipywidgets
+
+from workbench.differences import changed_settings, differences, what_if_table
+from workbench.panels.latest import Latest
+from workbench.panels.panel import failure_html
+from workbench.panels.what_if_controls import Controls
+from workbench.pictures.picture import Picture
+from workbench.pictures.scale import round_up
+from workbench.pictures.what_if import draw_what_if, row_of
+from workbench.what_if import Answer, Question
+
+Ask = Callable[[Question], tuple[Answer | None, Answer]]
+
+
+class View:
+    """Controls, picture, words and figures of a what-if, whatever the costs come from.
+
+    A slider that moves asks anew; the answer is made on a thread of its own, the newest question first.
+
+    Args:
+        base: where the controls begin.
+        ask: the measured step and the answer to a question.
+        buttons: before Reset.
+    """
+
+    def __init__(self, base: Question, ask: Ask, *buttons: ipywidgets.DOMWidget) -> None:
+        self._ask, self.latest = ask, Latest("what-if")
+        self.controls = Controls(base, self._ask_anew)
+        self._span_s = 0.0
+        self._picture, self._words, self._table = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        reset = ipywidgets.Button(
+            description="Reset", icon="undo", tooltip="Back to the settings of the next step", layout={"width": "auto"}
+        )
+        reset.on_click(lambda _: self.reset())
+        self.note = ipywidgets.HTML()
+        row = box(ipywidgets.HBox, "l2l-buttons", *buttons, reset, self.note)
+        self._words.add_class("l2l-words"), self._table.add_class("l2l-figures")
+        said = box(ipywidgets.HBox, "l2l-what-if-said", self._words, self._table)
+        self.widget = box(ipywidgets.VBox, "l2l-what-if", self.controls.widget, row, self._picture, said)
+
+    def refresh(self) -> None:
+        """Answer what the controls ask now; returns at once."""
+        self.latest.ask(self._show)
+
+    def reset(self) -> None:
+        """Back to the base."""
+        self.controls.reset()
+        self._ask_anew()
+
+    def _ask_anew(self) -> None:
+        """A hand has moved something: what Apply said is of the past."""
+        self.note.value = ""
+        self.refresh()
+
+    def still(self) -> Picture:
+        """Picture and table of the present question."""
+        was, now = self._ask(self.controls.question())
+        return Picture(draw_what_if(row_of(was) if was else None, row_of(now)), what_if_table(was, now))
+
+    def _show(self) -> None:
+        try:
+            was, now = self._ask(self.controls.question())
+            end_s = max(each.columns.end_s for each in (was, now) if each is not None)
+            if not end_s <= self._span_s <= 2.5 * end_s:  # the axis moves only when it must
+                self._span_s = round_up(1.05 * end_s)
+            self._picture.value = draw_what_if(row_of(was) if was else None, row_of(now), self._span_s)
+            self._words.value = words_html(was, now)
+            self._table.value = what_if_table(was, now).to_html(folded=False)
+        except Exception as error:
+            self._words.value = failure_html(f"This cannot be answered: {error}", traceback.format_exc())
+
+
+def words_html(was: Answer | None, now: Answer) -> str:
+    """What is asked and what differs, as a list."""
+    head = "The settings of the measured step." if was is not None else "No step has been measured yet."
+    if was is not None and (asked := changed_settings(was.question, now.question)):
+        head = escape("; ".join(asked))
+    said = differences(was, now) if was is not None else [f"{now}."]
+    lines = "".join(f"<li>{escape(line)}</li>" for line in said)
+    return f'<div class="l2l-what-if-words" aria-live="polite"><strong>{head}</strong><ul>{lines}</ul></div>'
+
+
+def box(kind: type[ipywidgets.Box], name: str, *children: ipywidgets.DOMWidget) -> ipywidgets.Box:
+    """Widgets together, with a class of the style sheet."""
+    made = kind(children)
+    made.add_class(name)
+    return made
