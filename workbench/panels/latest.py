@@ -29,7 +29,8 @@ class Latest:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to do; False if that takes longer."""
-        thread = self._thread
+        with self._lock:
+            thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
         return thread is None or not thread.is_alive()
