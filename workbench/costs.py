@@ -40,10 +40,10 @@ class Target:
 
 
 class Base:
-    """The costs of a step, and its trace if it was one that ran."""
+    """The costs of a step, its trace if it was one that ran, and what it is called."""
 
-    def __init__(self, profile: Profile, trace: Trace | None = None) -> None:
-        self.profile, self.trace = profile, trace
+    def __init__(self, profile: Profile, trace: Trace | None = None, name: str = "a profile") -> None:
+        self.profile, self.trace, self.name = profile, trace, name
 
     @staticmethod
     def of(step: Trace | Profile | Base) -> Base:
@@ -56,7 +56,7 @@ class Base:
         if isinstance(step, Base):
             return step
         if isinstance(step, Trace):
-            return Base(Profile.of(step), step)
+            return Base(Profile.of(step), step, f"step {step.step + 1}")
         if isinstance(step, Profile):
             return Base(step)
         raise TypeError(f"{step!r} is no step: give the Trace of a finished one (StepResult.trace), or a Profile")
@@ -79,7 +79,7 @@ class Base:
     @cached_property
     def together(self) -> Base:
         """The same with the micro-batches of a stay taken together."""
-        return Base(self.profile.aggregated(), self.trace)
+        return Base(self.profile.aggregated(), self.trace, self.name)
 
     def weight_bytes(self, key: str) -> float:
         """Of a layer or the shell, in float32."""

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm.auto import tqdm
 
-from l2l_core import Edit, EmulatedDevice, Relay, Schedule, StepResult, TornStep, Trace
+from l2l_core import Edit, EmulatedDevice, Forecast, Relay, Schedule, StepResult, TornStep, Trace
 from l2l_core.branches import Branch
 from l2l_core.journal import Entry
 from workbench.batches import Batches, BatchSource
@@ -177,6 +177,13 @@ class Session:
     def discard(self, name: str) -> Future[None]:
         """Free a branch that is not the present one."""
         return self._revise(lambda: self.relay.discard(name), f"discard {name}", lambda *_: None)
+
+    def forecast(self) -> Future[Forecast]:
+        """What the next step will need, worked out between two steps; trains nothing. See `Relay.forecast`.
+
+        Before the first step of a kind a few micro-batches are rehearsed, which takes about as long as they do, twice.
+        """
+        return self._worker.submit(Command("forecast", self._forecast, is_whole=True))
 
     def cancel(self, ticket: int) -> bool:
         """Take a command out of the queue by its ticket, see `Snapshot.tickets`; False if its turn has come already."""
@@ -396,6 +403,14 @@ class Session:
         if what:
             self._record(what)
         return value
+
+    def _forecast(self) -> Forecast:
+        self._during = "batch"
+        try:
+            batch = self._batches.take()
+        except StopIteration:
+            raise ValueError("there is no further batch: nothing is left to forecast") from None
+        return self.relay.forecast(batch)
 
     def _set(self, settings: Mapping[str, Any]) -> None:
         """Settings since the last step are one change, however often they were set."""

@@ -194,7 +194,7 @@ def measured(step: Trace | Base) -> Answer:
     """
     base = Base.of(step)
     assert base.trace is not None, "a profile alone is no measured step"
-    return Answer(Question.of(base), base.trace, f"step {base.trace.step + 1}, measured", simulated=False)
+    return Answer(Question.of(base), base.trace, f"{base.name}, measured", simulated=False)
 
 
 def answer(step: Trace | Profile | Base, question: Question) -> Answer:
@@ -216,8 +216,7 @@ def answer(step: Trace | Profile | Base, question: Question) -> Answer:
     else:
         profile, per_layer = rescale(base, target)
     trace = simulated(profile, question, settings)
-    told = "measured" if base.trace is None else f"step {base.trace.step + 1}"
-    return Answer(question, trace, f"simulated with the costs of {told}", tuple(by_formula), per_layer=per_layer)
+    return Answer(question, trace, f"simulated with the costs of {base.name}", tuple(by_formula), per_layer=per_layer)
 
 
 def target_of(base: Base, question: Question) -> Target:

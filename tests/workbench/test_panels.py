@@ -701,6 +701,28 @@ def test_a_folded_what_if_has_no_sliders_and_forecasts_all_the_same(session: Ses
     assert panel.still(session.snapshot()) == []
 
 
+def test_a_rehearsal_forecasts_the_first_step(session: Session) -> None:
+    panel = WhatIfPanel(session)
+    find(panel, "▸ What if").value = True
+    shown(panel)
+    find(panel, "Rehearse").click()
+    wait_until(lambda: "simulated with the costs of a rehearsal" in panel._line.value)
+    assert panel.settle() and session.snapshot().step == 0
+    assert "simulated with the costs of a rehearsal" in html_of(panel).lower().replace(panel._line.value.lower(), "")
+    train(session, 1)
+    shown(panel)
+    assert panel.settle() and "step 1, measured: " in html_of(panel) and "(exact)" in html_of(panel)
+    assert find(panel, "Rehearse").layout.display == "none"
+
+
+def test_a_rehearsal_that_cannot_be_says_why(relay: Relay) -> None:
+    with Session(relay, iter(())) as session:
+        panel = WhatIfPanel(session)
+        find(panel, "Rehearse").click()
+        wait_until(lambda: "There is no rehearsal: there is no further batch" in html_of(panel))
+        assert not find(panel, "Rehearse").disabled
+
+
 def test_apply_hands_over_what_can_be_set_and_says_how_the_rest_is(what_if: WhatIfPanel) -> None:
     session = what_if.session
     said = asked(

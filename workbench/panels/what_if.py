@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future
 from html import escape
 from typing import Any
 
 import ipywidgets
 
-from l2l_core import EmulatedDevice, Profile, Trace
+from l2l_core import EmulatedDevice, Forecast, Profile, Trace
 from workbench.costs import Base
 from workbench.differences import forecast_error
 from workbench.guess import Guess, guess
@@ -79,13 +80,22 @@ class WhatIfPanel(Panel):
         self._open = ipywidgets.ToggleButton(
             layout={"width": "auto"}, tooltip="Sliders for settings of a step that need not run"
         )
+        self._rehearse = ipywidgets.Button(
+            description="Rehearse",
+            icon="clock-o",
+            tooltip="Forecast the first step by a rehearsal, which trains nothing",
+            layout={"width": "auto"},
+        )
+        self._rehearse.on_click(lambda _: self._press_rehearse())
+        self._rehearsed: Base | None = None
         self._view: View | None = None  # made when it is first wanted
         self._place = ipywidgets.VBox()
         self._forecasts = Latest("what-if")
         self._open.observe(lambda _: self._turn(), "value")
         self._turn()
         self._open.add_class("l2l-opens")
-        return ipywidgets.VBox([self._line, self._open, self._place])
+        row = box(ipywidgets.HBox, "l2l-buttons", self._open, self._rehearse)
+        return ipywidgets.VBox([self._line, row, self._place])
 
     def _build_view(self) -> View:
         apply = ipywidgets.Button(
@@ -101,6 +111,7 @@ class WhatIfPanel(Panel):
     def draw(self, now: Snapshot) -> None:
         self._steps.note(now)
         self._now, self._line.value = now, self._said
+        self._rehearse.layout.display = "none" if now.last is not None else ""
         following = Question.next_of(now)
         if (now.last, following) == self._told:
             return
@@ -142,6 +153,8 @@ class WhatIfPanel(Panel):
     def _ask(self, question: Question) -> tuple[Answer | None, Answer]:
         """From the measured step that is nearest to the question, beside the last one."""
         now = self._now
+        if now.last is None and self._rehearsed is not None:
+            return None, answer(self._rehearsed, question)
         if now.last is None:
             return None, guess(Guess.of(now), question)
         return self._steps.last(), answer(self._steps.nearest(question), question)
@@ -161,6 +174,29 @@ class WhatIfPanel(Panel):
         except Exception as error:
             self._said = failure_html(f"The next step cannot be forecast: {error}", traceback.format_exc())
         self._line.value, self._cost_s = self._said, time.thread_time() - began_s
+
+    def _press_rehearse(self) -> None:
+        self._rehearse.disabled = True
+        try:
+            self.session.forecast().add_done_callback(self._take_rehearsal)
+        except Exception as error:
+            self._refuse(error)
+
+    def _take_rehearsal(self, future: Future[Forecast]) -> None:
+        """The rehearsal is over: what is asked now rests on it. On the session's thread."""
+        self._rehearse.disabled = False
+        try:
+            self._rehearsed = Base(Profile.of(future.result().trace), name="a rehearsal")
+        except Exception as error:
+            self._refuse(error)
+            return
+        self._forecasts.ask(self._foresee)
+        if self._view is not None:
+            self._view.refresh()
+
+    def _refuse(self, error: Exception) -> None:
+        self._said = failure_html(f"There is no rehearsal: {error}", traceback.format_exc())
+        self._line.value, self._rehearse.disabled = self._said, False
 
     def _apply(self) -> None:
         assert self._view is not None
