@@ -7,11 +7,11 @@ its tensors are copies on the host, so that a layer may be run on it again and a
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -82,13 +82,15 @@ def capture_samples(model: nn.Module, call: Callable[[], Any], layers: Sequence[
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Put the generators of torch, Python and NumPy back after a block."""
-    before, numpy_before = RandomState.take(), np.random.get_state()
+    """Put the generators of torch and Python, and of NumPy where somebody uses it, back after a block."""
+    numpy = sys.modules.get("numpy")
+    before, numpy_before = RandomState.take(), numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
         before.put()
-        np.random.set_state(numpy_before)
+        if numpy is not None:
+            numpy.random.set_state(numpy_before)
 
 
 class _SeenAllError(BaseException):
