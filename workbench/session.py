@@ -482,9 +482,10 @@ class Session:
 
     def _follow_schedule(self, batch: Any) -> None:
         """Carry out the edits that are due; each is a change like those that a person asks for."""
-        self._during = "edit"
         before, known = self._mirror.layers, len(self.relay.journal)
+        self._during = "step"
         self.relay.expect(batch)
+        self._during = "edit"
         try:
             self._schedule.prepare(self.relay)
         finally:

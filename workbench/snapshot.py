@@ -56,11 +56,11 @@ class LayerRow:
         nbytes: bytes of the float32 weights.
         version: number of updates so far.
         frozen: whether nothing in it is trained.
-        stack: name of the stack that it is in; None if it is in none, and cannot be edited.
-        position: in that stack, from 0.
         grad_norm: norm of its gradient.
         update_ratio: norm of the update over norm of the weights.
         influence: 1 minus the mean cosine between its input and its output, in [0, 2] (Block Influence, arXiv 2403.03853).
+        stack: name of the stack that it is in; None if it is in none, and cannot be edited.
+        position: in that stack, from 0.
     """
 
     key: str
@@ -71,9 +71,9 @@ class LayerRow:
     frozen: bool
     grad_norm: float | None
     update_ratio: float | None
+    influence: float | None = None
     stack: str | None = None
     position: int = -1
-    influence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

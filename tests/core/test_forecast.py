@@ -76,8 +76,10 @@ def chain(depth: int, config: RelayConfig, device: EmulatedDevice | None = None)
     return Relay(Chain(depth), optimizer, device or EmulatedDevice(), loss=squared_error, config=config)
 
 
-def assert_bytes(relay: Relay, batch: Any, config: RelayConfig | None = None) -> None:
-    """Forecast, then make steps: device bytes agree to 2 %, host bytes but for gradients that timing decides.
+def assert_bytes(
+    relay: Relay, batch: Any, config: RelayConfig | None = None, timed: frozenset[str] = frozenset({"gradients"})
+) -> None:
+    """Forecast, then make steps: device bytes agree to 2 %, host bytes but for what is `timed`, decided by timing.
 
     Steps that meter (the first; the first two where the way was not known) book a little less than all later ones.
     """
@@ -87,9 +89,9 @@ def assert_bytes(relay: Relay, batch: Any, config: RelayConfig | None = None) ->
         check = forecast.check(result)
         assert abs(check.peak_device.error) <= 0.02, str(check)
         for row in check.host:
-            if row.name != "gradients":
+            if row.name not in timed:
                 assert abs(row.forecast - row.measured) <= 0.02 * check.peak_host.measured, str(check)
-    if relay.config.ahead == 0:  # then nothing is left to timing
+    if relay.config.ahead == 0 and "stash" not in timed:  # then nothing is left to timing
         assert abs(check.peak_host.error) <= 0.02, str(check)
     whole_bytes = sum(block.nbytes for unit in [relay.shell, *relay.stack] for block in unit.blocks)
     assert forecast.host_bytes["gradients"] <= (relay.config.micro_batches + MAX_UNDER_WAY) * whole_bytes
@@ -136,7 +138,10 @@ def test_bytes_of_unusual_models(name: str, update: str) -> None:
 
 @pytest.mark.parametrize("name, precision", [("batch_norm", "fp32"), ("gpt2", "bf16")])
 def test_bytes_on_a_device_with_memory_of_its_own(name: str, precision: str) -> None:
-    """On a double of a GPU: buffers move, and bfloat16 weights have a second copy on the host."""
+    """On a double of a GPU: buffers move, and bfloat16 weights have a second copy on the host.
+
+    When its copies end is a matter of timing, and with it how many places the stash takes on the host.
+    """
     config = RelayConfig(micro_batches=2, stash="host", ahead=0, precision=precision)
     kind = BY_NAME[name]
     model, device = kind.make_model(), LateDevice()
@@ -144,7 +149,7 @@ def test_bytes_on_a_device_with_memory_of_its_own(name: str, precision: str) -> 
         held = relay.host.by_category()
         relay.forecast(kind.make_batch(4))
         assert held == relay.host.by_category() and not device.ledger.by_category()
-        assert_bytes(relay, kind.make_batch(4))
+        assert_bytes(relay, kind.make_batch(4), timed=frozenset({"gradients", "stash"}))
 
 
 def test_clipping_and_metering_in_every_step_can_be_forecast() -> None:
