@@ -172,7 +172,7 @@ class Branches:
                     group.do(Restack(stack.name, before, after, proven=True))
             for unit in target.units:
                 if any(target.values[block] is not None for block in unit.blocks):
-                    editor.fetch(unit)
+                    editor.parking.fetch(unit)
         # Nothing can fail from here on.
         del self.others[name]
         self.others[self.active] = now

@@ -171,7 +171,7 @@ class Spill(_OfParked):
 
     def do(self, editor: Editor) -> Fetch:
         for unit in self.parked:
-            editor.spill(unit)
+            editor.parking.spill(unit)
         return Fetch(self.parked)
 
 
@@ -181,7 +181,7 @@ class Fetch(_OfParked):
 
     def do(self, editor: Editor) -> Spill:
         for unit in self.parked:
-            editor.fetch(unit)
+            editor.parking.fetch(unit)
         return Spill(self.parked)
 
 

@@ -6,7 +6,6 @@ Invariant: a layer is in exactly one stack or parked, and the EPS holds it in th
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core.ambient import RandomState
 from l2l_core.chain import check_fit
 from l2l_core.change import Change, Held
 from l2l_core.identity import IdentityPlan, Sample, apply_plan, capture_samples, plan_identity, sample_behind
 from l2l_core.likeness import anatomy
 from l2l_core.memory import Ledger
+from l2l_core.newcomers import check_new, initialise
 from l2l_core.parked import Parked
+from l2l_core.parking import Parking
 from l2l_core.rearrange import rearrange
-from l2l_core.sample import same_random_numbers
 from l2l_core.stacks import Resolver, Stack, Where, find_stacks
 from l2l_core.store import LayerStore, Side, clone_state, state_bytes
 from l2l_core.units import Block, Unit, build_layer
@@ -48,6 +47,7 @@ class Editor:
         seed: of what is initialised anew.
 
     Attributes:
+        parking: the layers that are in no stack.
         call: runs the model on a few rows of the last batch; None before the first step.
         trust: whether layers may stand where the evidence says that they cannot; see `rearrange`.
         needed_elsewhere: gives the layers that other branches need.
@@ -74,9 +74,7 @@ class Editor:
         self.original = {unit.key: unit.name for unit in layers}  # before any edit
         self.origin = {unit.key: unit.key for unit in layers}  # by key, the original layer that it goes back to
         self._by_module = {unit.module: unit for unit in layers}
-        self._parked: dict[Unit, Parked] = {}
-        self._sides_parked: dict[Block, Side] = {}
-        self._booked: dict[Unit, int] = {}  # bytes of parked layers
+        self.parking = Parking(host, empty)
         self.untried: list[Unit] = []  # layers of the user's own making that an edit has put in
         self.put_back: dict[Change, Callable[[], None]] = {}
         self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer
@@ -133,46 +131,12 @@ class Editor:
     # -- new layers ----------------------------------------------------------------------------------------------------
 
     def check_new(self, module: nn.Module) -> nn.Module:
-        """A module that is to become a layer.
-
-        Raises:
-            TypeError: no module.
-            ValueError: it, or a parameter of it, is part of the model already.
-        """
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"module is a {type(module).__name__}: give a torch.nn.Module, or leave it out for one like another layer"
-            )
-        known = {param for unit in (self.shell, *self.layers) for param in unit.params}
-        if module in set(self.model.modules()) or not known.isdisjoint(module.parameters()):
-            raise ValueError(
-                f"this {type(module).__name__} is part of the model already: give a module of its own, as copy.deepcopy(...)"
-            )
-        return module
+        """A module that is to become a layer; refuses what `newcomers.check_new` does."""
+        return check_new(self.model, {param for unit in (self.shell, *self.layers) for param in unit.params}, module)
 
     def initialise(self, module: nn.Module) -> None:
-        """Give a module the values that it would have in a new model; the same ones for the same number of edits.
-
-        Raises:
-            ValueError: nobody says how to initialise some of its parameters.
-        """
-        with same_random_numbers():
-            RandomState.seeded(zlib.crc32(f"{self.seed}/layer/{self.made}".encode())).put()
-            before = {name: param.detach().clone() for name, param in module.named_parameters()}
-            init = getattr(self.model, "_init_weights", None)  # of transformers' models
-            for inner in module.modules():
-                if init is not None:
-                    init(inner)
-                elif callable(reset := getattr(inner, "reset_parameters", None)):
-                    reset()
-        constant = [
-            name for name, param in module.named_parameters() if param.dim() > 1 and torch.equal(param, before[name])
-        ]
-        if constant:
-            raise ValueError(
-                f"init='fresh': neither the model's _init_weights nor reset_parameters() sets {constant[0]}. Initialise a module "
-                "yourself and pass it as module="
-            )
+        """Give a module fresh values, the same ones for the same number of edits; see `newcomers.initialise`."""
+        initialise(self.model, module, f"{self.seed}/layer/{self.made}")
 
     def plan_identity(self, module: nn.Module, stack: Stack, at: int) -> IdentityPlan:
         """How a layer becomes the identity at a place of a stack.
@@ -229,7 +193,7 @@ class Editor:
         """Make a new, parked layer the identity; what its predecessor has to be left with."""
         apply_plan(replace(plan, handed_over=()), unit.module)
         states, left = self.states_of(preceding), {}
-        sides = [(m, side) for block, side in self._parked[unit].sides.items() for m in side.masters]
+        sides = [(m, side) for block, side in self.parking[unit].sides.items() for m in side.masters]
         master_of = dict(zip(unit.params, sides, strict=True))
         with torch.no_grad():
             for item in plan.handed_over:
@@ -273,7 +237,7 @@ class Editor:
                 m: state for m, (_, old) in zip(masters, known, strict=True) if (state := inherit(old)) is not None
             }
             sides[block] = Side(masters, [group for group, _ in known], states)
-        self._park(Parked(unit, sides))
+        self.parking.put(Parked(unit, sides))
         return unit
 
     def restack(
@@ -288,11 +252,11 @@ class Editor:
         stack = next((stack for stack in self.stacks if stack.name == name), None)
         if stack is None or self.units_of(stack) != tuple(before):
             raise ValueError(f"the stack {name} has changed since: undo the later edits first")
-        known = {*before, *self._parked}
+        known = {*before, *(parked.unit for parked in self.parking)}
         if gone := [unit.key for unit in after if unit not in known]:
             raise ValueError(f"{', '.join(gone)} was dropped for good: its bytes are gone, it cannot come back")
         for unit in after:
-            self.fetch(unit)
+            self.parking.fetch(unit)
         twins = {unit.module: like[unit].module for unit in after if unit in like}
         self._check_shared(set(before) - set(after))
         brought = {unit.module for unit in before if unit.key not in self.original}
@@ -325,10 +289,10 @@ class Editor:
         """The model holds the layers `after` in place of `before`: let the EPS and the books follow."""
         staying = set(after)
         for unit, sides in self.store.dismiss([unit for unit in before if unit not in staying]).items():
-            self._park(Parked(unit, sides))
+            self.parking.put(Parked(unit, sides))
         for unit in after:
-            if unit in self._parked:
-                self.store.admit(unit, self._unpark(unit).sides)
+            if unit in self.parking:
+                self.store.admit(unit, self.parking.take(unit).sides)
         gone = set(before)
         first = next(i for i, unit in enumerate(self.layers) if unit in gone)
         self.layers = [*self.layers[:first], *after, *(unit for unit in self.layers[first:] if unit not in gone)]
@@ -388,42 +352,17 @@ class Editor:
             masters[param].requires_grad_(trained)
         return old
 
-    def spill(self, unit: Unit) -> None:
-        """Let a parked layer wait on disk; one that is in a stack stays where it is."""
-        if unit not in self._parked:
-            return
-        parked = self._unpark(unit)
-        try:
-            parked.spill()
-        finally:
-            self._park(parked)
-
-    def fetch(self, unit: Unit) -> None:
-        """Bring a layer back to memory, if it waits on disk."""
-        if unit not in self._parked or self._parked[unit].path is None:
-            return
-        parked = self._unpark(unit)
-        try:
-            parked.fetch(self._empty)
-        finally:
-            self._park(parked)
-
-    def close(self) -> None:
-        """Leave nothing on disk."""
-        for parked in self._parked.values():
-            parked.close()
-
     def lose(self, unit: Unit) -> None:
         """Free a parked layer, for good; one that another branch has stays parked, one that is in a stack stays there."""
-        if unit in self._parked and unit not in self.needed_elsewhere():
-            self._unpark(unit).empty()
+        if unit in self.parking and unit not in self.needed_elsewhere():
+            self.parking.take(unit).empty()
             del self._by_module[unit.module]
 
     def forget(self, needed: set[Unit]) -> None:
         """Free parked layers that no change can bring back any more, and no other branch has."""
         needed = needed | self.needed_elsewhere()
-        for unit in [unit for unit in self._parked if unit not in needed]:
-            self._unpark(unit)
+        for unit in [parked.unit for parked in self.parking if parked.unit not in needed]:
+            self.parking.take(unit)
             del self._by_module[unit.module]
 
     # -- for branches --------------------------------------------------------------------------------------------------
@@ -431,22 +370,17 @@ class Editor:
     @property
     def present(self) -> set[Unit]:
         """Everything that has values: the shell, the layers, and the parked ones."""
-        return {self.shell, *self.layers, *self._parked}
-
-    @property
-    def parked(self) -> tuple[Parked, ...]:
-        """The layers that are in no stack."""
-        return tuple(self._parked.values())
+        return {self.shell, *self.layers, *(parked.unit for parked in self.parking)}
 
     def adopt(self, parked: Parked) -> None:
         """Take in a layer that was parked when the relay was saved."""
         self._by_module[parked.unit.module] = parked.unit
-        self._park(parked)
+        self.parking.put(parked)
 
     def optimizer_side(self, block: Block) -> tuple[list[nn.Parameter], MutableMapping[nn.Parameter, dict[str, Any]]]:
         """The optimizer's parameters of a block, of a layer or parked, and where what it knows of them is."""
-        if block in self._sides_parked:
-            return (side := self._sides_parked[block]).masters, side.state
+        if (side := self.parking.side_of(block)) is not None:
+            return side.masters, side.state
         return self.store.masters_in(block), self.store.optimizer.state
 
     def train_only(self, block: Block, flags: Sequence[bool]) -> None:
@@ -457,8 +391,7 @@ class Editor:
 
     def book_again(self) -> None:
         """Values have been exchanged: what layers hold may have another size."""
-        for unit in list(self._parked):
-            self._park(self._unpark(unit))
+        self.parking.book_again()
         self.store.book_optimizer()
 
     # -- helpers -------------------------------------------------------------------------------------------------------
@@ -478,7 +411,7 @@ class Editor:
     def _side_of(self, param: nn.Parameter, unit: Unit) -> tuple[int, State]:
         """The optimizer's group of a parameter, and what it knows of it."""
         block = next(block for block in unit.blocks if any(param is p for p in block.params))
-        side = self._parked[unit].sides[block] if unit in self._parked else self.store.side_of(block)
+        side = self.parking[unit].sides[block] if unit in self.parking else self.store.side_of(block)
         index = next(i for i, p in enumerate(block.params) if p is param)
         return side.groups[index], side.state.get(side.masters[index], {})
 
@@ -514,20 +447,6 @@ class Editor:
         names = {param: name for name, param in self.model.named_parameters()}
         for block in shared:
             self.store.rename(block, [names[param] for param in block.params])
-
-    def _park(self, parked: Parked) -> None:
-        self._parked[parked.unit] = parked
-        parked.unit.stats.clear()  # what steps tell of layers is of those that were in them
-        self._sides_parked.update(parked.sides)
-        self._booked[parked.unit] = parked.nbytes
-        self._host.book("other", f"parked {parked.unit.key}", parked.nbytes)
-
-    def _unpark(self, unit: Unit) -> Parked:
-        self._host.release("other", f"parked {unit.key}", self._booked.pop(unit))
-        parked = self._parked.pop(unit)
-        for block in parked.sides:
-            del self._sides_parked[block]
-        return parked
 
 
 def _members(group: Mapping[str, Any]) -> dict[str, Any]:

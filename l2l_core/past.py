@@ -50,7 +50,7 @@ _KINDS = {
 
 def parts_of(editor: Editor, history: History, branches: Branches) -> dict[str, Part]:
     """The past of a relay, by name of the part."""
-    parts = {f"parked-{parked.unit.key}": _plain_layer(parked) for parked in editor.parked}
+    parts = {f"parked-{parked.unit.key}": _plain_layer(parked) for parked in editor.parking}
     held = dict.fromkeys(v for state in branches.others.values() for v in state.values.values() if v is not None)
     names = {values: f"values-{i}" for i, values in enumerate(held)}
     for values, name in names.items():

@@ -190,7 +190,7 @@ class Relay:
         self._closed = True
         self._parts.wires.close()
         self._store.close()
-        self._editor.close()
+        self._editor.parking.close()
         self.device.close()
 
     @property
