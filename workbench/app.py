@@ -6,15 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import ipywidgets
-
 from l2l_core import Edit, Relay, Schedule
 from l2l_core.branches import Branch
 from l2l_core.journal import Entry
 from workbench.batches import BatchSource
 from workbench.loggers import Logger
-from workbench.panels.cells import belongs_to_cell
-from workbench.panels.display import Bundle, Display
+from workbench.panels.board import Board
 from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
 from workbench.panels.header import HeaderPanel
@@ -23,15 +20,13 @@ from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
 from workbench.panels.relay import RelayPanel
-from workbench.panels.style import STYLE
 from workbench.panels.timeline import TimelinePanel
 from workbench.panels.what_if import WhatIfPanel
-from workbench.pictures.page import bundle_of
 from workbench.session import Scheduler, Session
 from workbench.snapshot import Snapshot
 
 
-class Workbench:
+class Workbench(Board):
     """See a relay train, and steer it.
 
     ``Workbench(relay, batches)`` at the end of a cell shows header, relay picture, timeline, memory, loss, edits, layers and
@@ -57,23 +52,10 @@ class Workbench:
     ) -> None:
         self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler, schedule=schedule)
         kinds = (
-            HeaderPanel,
-            RelayPanel,
-            TimelinePanel,
-            MemoryPanel,
-            LossPanel,
-            EditsPanel,
-            LayersPanel,
-            HeatPanel,
-            WhatIfPanel,
-            ExplorePanel,
+            *(HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel),
+            *(EditsPanel, LayersPanel, HeatPanel, WhatIfPanel, ExplorePanel),
         )
-        self.panels = tuple(kind(self.session) for kind in kinds)
-        style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
-        self.widget = ipywidgets.VBox([style, *(panel.widget for panel in self.panels)])
-        self.widget.add_class("l2l-workbench")
-        belongs_to_cell(self)
-        self._display = Display(self.session, self.widget, self._show, self._still)
+        super().__init__(self.session, kinds)
 
     # -- steering: see `Session` ---------------------------------------------------------------------------------------
 
@@ -125,10 +107,6 @@ class Workbench:
         """Wait until nothing runs; see `Session.wait`."""
         return self.session.wait(timeout_s, progress=progress)
 
-    def snapshot(self) -> Snapshot:
-        """The session as it is now."""
-        return self.session.snapshot()
-
     def close(self, wait: bool = True) -> None:
         """End the session when its step is over, and leave a still picture in the notebook. The relay stays open.
 
@@ -136,19 +114,4 @@ class Workbench:
             wait: for the step under way.
         """
         self.session.close(wait)
-        self._display.close()
-
-    # -- on a page -----------------------------------------------------------------------------------------------------
-
-    def _show(self, now: Snapshot) -> None:
-        for panel in self.panels:
-            panel.show(now)
-
-    def _still(self, now: Snapshot) -> Bundle:
-        return bundle_of([picture for panel in self.panels for picture in panel.page(now)])
-
-    def _ipython_display_(self) -> None:
-        self._display.open()
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
-        return self._display.bundle()
+        super().close()

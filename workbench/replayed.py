@@ -10,23 +10,21 @@ from typing import Any
 import ipywidgets
 
 from workbench.comparison import Comparison, Named, compare_runs
-from workbench.panels.cells import belongs_to_cell
-from workbench.panels.display import Bundle, Display
+from workbench.panels.board import Board
+from workbench.panels.display import Bundle
 from workbench.panels.explore import ExplorePanel
 from workbench.panels.heat import HeatPanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
 from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
-from workbench.panels.style import STYLE
 from workbench.panels.timeline import TimelinePanel
 from workbench.pictures.page import bundle_of
 from workbench.pictures.picture import Picture, Table
 from workbench.recorded import RecordedRun, Recording, load_run, name_runs
-from workbench.snapshot import Snapshot
 
 
-class Replay:
+class Replay(Board):
     """See a recorded run as it looked in the workbench, at any step that was recorded whole.
 
     ``workbench.replay(path)`` at the end of a cell shows it. Nothing is trained and no model is built.
@@ -41,8 +39,6 @@ class Replay:
             *(FactsPanel, MomentsPanel, TimelinePanel, MemoryPanel),
             *(LossPanel, JournalPanel, LayersPanel, HeatPanel, ExplorePanel),
         )
-        self.panels = tuple(kind(self.session) for kind in kinds)
-        style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
         about = ipywidgets.HTML("".join(_describe(run)))
         self.slider = ipywidgets.SelectionSlider(
             options=_stations(run),
@@ -52,31 +48,7 @@ class Replay:
             layout={"width": "520px"},
         )
         self.slider.observe(lambda change: self.session.select(change["new"]), "value")
-        self.widget = ipywidgets.VBox([style, about, self.slider, *(panel.widget for panel in self.panels)])
-        self.widget.add_class("l2l-workbench")
-        belongs_to_cell(self)
-        self._display = Display(self.session, self.widget, self._show, self._still)
-
-    def snapshot(self) -> Snapshot:
-        """The session as it was at the selected moment."""
-        return self.session.snapshot()
-
-    def close(self, wait: bool = True) -> None:
-        """Leave a still picture in the notebook."""
-        self._display.close()
-
-    def _show(self, now: Snapshot) -> None:
-        for panel in self.panels:
-            panel.show(now)
-
-    def _still(self, now: Snapshot) -> Bundle:
-        return bundle_of([picture for panel in self.panels for picture in panel.page(now)])
-
-    def _ipython_display_(self) -> None:
-        self._display.open()
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
-        return self._display.bundle()
+        super().__init__(self.session, kinds, above=(about, self.slider))
 
 
 class SideBySide:
