@@ -31,7 +31,7 @@ class Edited:
         journal: what was edited.
         kinds: checksum of what tells a layer apart, by key; see `likeness.Anatomy`.
         sizes: number of members of the container, by stack.
-        stats: what the last step told of each layer, by key.
+        stats: what the last step told of the shell and of each layer, by key.
     """
 
     stacks: dict[str, list[str]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Edited:
         stacks = {stack.name: [unit.key for unit in editor.units_of(stack)] for stack in editor.stacks}
         kinds = {unit.key: kind_of(unit.module) for unit in editor.layers}
         sizes = {stack.name: len(stack.container._modules) for stack in editor.stacks}
-        stats = {unit.key: dict(unit.stats) for unit in editor.layers}
+        stats = {unit.key: dict(unit.stats) for unit in (editor.shell, *editor.layers)}
         return Edited(stacks, editor.original, editor.origin, editor.made, history.journal, kinds, sizes, stats)
 
     @staticmethod
@@ -113,7 +113,7 @@ class Edited:
         if self.stacks:
             editor.made, editor.original, editor.origin = self.made, dict(self.original), dict(self.origin)
             history.continue_from(self.journal, (), ())
-        for unit in editor.layers:
+        for unit in (editor.shell, *editor.layers):
             unit.stats.update(self.stats.get(unit.key, {}))
 
     def _is_like(self, model: nn.Module, names: Mapping[str, str]) -> bool:

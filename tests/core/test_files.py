@@ -572,6 +572,24 @@ def run_until_killed(folder: Path, edits: bool, check_only: bool = False) -> Non
         os._exit(1)
 
 
+def test_a_run_with_edits_goes_on_alike_from_any_of_its_saves(tmp_path: Path) -> None:
+    def go_on(relay: Relay, folder: Path | None = None) -> list[str]:
+        seen = []
+        while relay.steps < 10:
+            edit_before_step(relay)
+            relay.step(sequences(seed=relay.steps))
+            seen.append(fingerprint(relay) + past_of(relay))
+            if folder is not None:
+                relay.save(folder / str(relay.steps))
+        return seen
+
+    with relay_over(chain()) as relay:
+        seen = go_on(relay, tmp_path)
+    for step in range(1, 10):
+        with load(tmp_path / str(step), chain()) as relay:
+            assert go_on(relay) == seen[step:], f"from step {step}"
+
+
 @pytest.mark.parametrize("edits", ["", "edits"])
 @pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.slow)])
 def test_kill_9_at_random_moments(kills: int, edits: str, tmp_path: Path) -> None:
