@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from patience import HANG_S
 from sessions import make_batches, make_relay, train
 
 from l2l_core import EmulatedDevice, Move, RelayConfig
@@ -20,6 +21,6 @@ def record(path: Path, *others: Logger, micro_batches: int = 2, **options: Any) 
         train(session, 5)
         session.reconfigure(micro_batches=3)
         train(session, 2)
-        session.edit(Move(0, 2)).result(20)
+        session.edit(Move(0, 2)).result(HANG_S)
         train(session, 3)
     return path

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from patience import HANG_S
+from patience import wait_until as wait_until
 from torch import nn
 
 from l2l_core import Device, EmulatedDevice, Relay, RelayConfig
@@ -39,7 +40,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.entered.set()
         if self.gate is not None:
-            assert self.gate.wait(20)
+            assert self.gate.wait(HANG_S)
         if self.error is not None:
             raise self.error
         return x + torch.tanh(self.linear(x))
@@ -82,24 +83,16 @@ def held(relay: Relay) -> Iterator[None]:
         gate.set()
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    """Look again and again; fail when it takes too long."""
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, f"still not so after {timeout_s} s"
-        time.sleep(0.005)
-
-
 def enter(relay: Relay) -> None:
     """Wait until a step under way has come to the first layer."""
     first: Any = relay.model[1]
-    assert first.entered.wait(20)
+    assert first.entered.wait(HANG_S)
 
 
 def train(session: Session, steps: int) -> None:
     """Train so many steps and wait for them."""
     session.run(steps)
-    session.wait(20)
+    session.wait(HANG_S)
 
 
 def threads_named(*names: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from lab import Lab, Notebook, find_chromium, keep, serve_lab
+from patience import HANG_S
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -40,7 +41,7 @@ def browser(lab: Lab) -> Iterator[Browser]:
 def page(browser: Browser, lab: Lab, request: pytest.FixtureRequest) -> Iterator[Page]:
     failed_before = request.session.testsfailed
     with browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}) as context:
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(1000 * HANG_S)
         made = context.new_page()
         yield made
         if request.session.testsfailed > failed_before:

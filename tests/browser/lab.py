@@ -20,6 +20,7 @@ import nbformat
 import psutil
 from nbformat.sign import NotebookNotary
 from nbformat.v4 import new_code_cell, new_notebook
+from patience import HANG_S
 
 from workbench.lab import lab_command
 
@@ -81,7 +82,7 @@ class Lab:
 
     def _ask(self, method: str, what: str) -> bytes:
         request = urllib.request.Request(f"{self.address}/api/{what}?token={TOKEN}", method=method)
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
             return answer.read()
 
 
@@ -113,7 +114,7 @@ def serve_lab(folder: Path) -> Iterator[Lab]:
             below = psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
             server.terminate()  # shuts its kernels down
             try:
-                server.wait(20)
+                server.wait(60)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
@@ -128,7 +129,7 @@ class Notebook:
         self.page, self.path = page, path
         page.goto(f"{lab.address}/lab/tree/{path}?token={TOKEN}&reset")
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
-        self.panel.locator(".jp-Cell").first.wait_for(timeout=60_000)
+        self.panel.locator(".jp-Cell").first.wait_for(timeout=1000 * HANG_S)
         self.panel.locator(".jp-Spinner").wait_for(state="detached")
         self.wait_until_idle()
 
@@ -140,7 +141,7 @@ class Notebook:
         """What is read below a cell."""
         return "\n".join(self.cell(number).locator(".jp-OutputArea-output:visible").all_inner_texts()).strip()
 
-    def run_cell(self, number: int, timeout_s: float = 90) -> str:
+    def run_cell(self, number: int, timeout_s: float = HANG_S) -> str:
         """Click into a cell, press Shift-Enter, wait until it has run; what it has printed."""
         self.start_cell(number)
         self.wait_for_cell(number, timeout_s)
@@ -158,7 +159,7 @@ class Notebook:
         self.page.keyboard.press("Shift+Enter")
         until(lambda: self.page.evaluate("window.started"), self.page, f"cell {number} to start", step_ms=5)
 
-    def wait_for_cell(self, number: int, timeout_s: float = 90) -> None:
+    def wait_for_cell(self, number: int, timeout_s: float = HANG_S) -> None:
         """Wait until a cell has run that has started."""
         prompt = self.cell(number).locator(".jp-InputPrompt")
         until(
@@ -181,7 +182,7 @@ class Notebook:
         until(lambda: self.page.evaluate("window.wasBusy"), self.page, "the kernel to go")
         self.wait_until_idle()
 
-    def wait_until_idle(self, timeout_s: float = 90) -> None:
+    def wait_until_idle(self, timeout_s: float = HANG_S) -> None:
         """Wait until the kernel is there and runs no cell."""
         status = self.page.locator("#jp-main-statusbar", has_text=re.compile(r"\| Idle"))
         status.wait_for(timeout=1000 * timeout_s)
@@ -207,7 +208,7 @@ class Bench:
 
     def __init__(self, page: Page, root: Locator) -> None:
         self.page, self.root = page, root
-        root.locator(".l2l-state").wait_for(timeout=20_000)
+        root.locator(".l2l-state").wait_for(timeout=1000 * HANG_S)
         self.root.scroll_into_view_if_needed()
 
     @property
@@ -256,11 +257,11 @@ class Bench:
         """What is dragged of the slider with this label."""
         return self.root.locator(".widget-hslider", has_text=name).locator(".noUi-handle")
 
-    def wait_for_state(self, state: str, timeout_s: float = 30) -> None:
+    def wait_for_state(self, state: str, timeout_s: float = HANG_S) -> None:
         """Wait until the header says so."""
         until(lambda: self.state == state, self.page, f"the state {state!r}", timeout_s)
 
-    def wait_for_step(self, step: int, timeout_s: float = 30) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = HANG_S) -> None:
         """Wait until so many steps are done."""
         until(lambda: self.step >= step, self.page, f"step {step}", timeout_s)
 
@@ -288,7 +289,7 @@ _WATCH = """root => {
 }"""
 
 
-def until(holds: Callable[[], Any], page: Page, what: str, timeout_s: float = 30, step_ms: float = 40) -> None:
+def until(holds: Callable[[], Any], page: Page, what: str, timeout_s: float = HANG_S, step_ms: float = 40) -> None:
     """Wait until a condition holds; `what` is said when it never does."""
     until_s = time.monotonic() + timeout_s
     while not holds():
@@ -314,7 +315,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path, timeout_s: float = 60) -> None:
+def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path, timeout_s: float = HANG_S) -> None:
     until_s = time.monotonic() + timeout_s
     while True:
         try:

@@ -110,10 +110,8 @@ def test_kernel_answers_while_training_runs(open_notebook: Callable[..., Noteboo
     bench.press("Run")
     bench.wait_for_step(1)
     notebook.start_cell(2)
-    began_s = time.monotonic()
     until(lambda: notebook.output(2) == "2", page, "the answer", step_ms=10)
-    assert time.monotonic() - began_s < 1
-    assert bench.state == "running"
+    assert bench.state == "running", "it did not wait for the end of the run"
 
 
 def longest_run_of_changes(notes: list[dict[str, Any]], what: str) -> int:

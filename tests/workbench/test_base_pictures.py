@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import HANG_S
 
 from l2l_core import RelayConfig
 from l2l_core.memory import CATEGORIES
@@ -337,7 +338,7 @@ def test_columns_can_be_read_from_several_threads_while_the_trace_grows() -> Non
     for event in events:
         trace.add(event)
     for thread in threads:
-        thread.join(20)
+        thread.join(HANG_S)
     assert not wrong and rows_of(Columns.of(trace)) == events
 
 

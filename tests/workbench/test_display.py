@@ -16,6 +16,7 @@ import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from ipywidgets.widgets.widget import _instances
+from patience import HANG_S
 from sessions import enter, held, make_batches, make_relay, threads_named, train, wait_until
 from traitlets.config import Config
 
@@ -61,7 +62,7 @@ def page(relay: Relay) -> Iterator[Page]:
 def relay() -> Iterator[Relay]:
     with make_relay() as made:
         yield made
-    wait_until(lambda: not threads_named("session", "pump"), 3)
+    wait_until(lambda: not threads_named("session", "pump"))
 
 
 def header_of(bench: Workbench) -> str:
@@ -158,7 +159,7 @@ def test_the_still_is_brought_up_to_date_when_the_session_comes_to_rest(page: Pa
         enter(relay)
         wait_until(lambda: "running" in header_of(bench))
         assert len(page.outputs) == outputs, "not while it runs"
-    bench.wait(20)
+    bench.wait(HANG_S)
     wait_until(lambda: "step 2" in page.stills[-1])
     put, update = page.outputs[outputs - 1], page.outputs[-1]
     assert update["update"] and update["transient"]["display_id"] == put["transient"]["display_id"]
@@ -223,7 +224,7 @@ def test_closing_leaves_the_still_and_no_thread(page: Page, relay: Relay) -> Non
     outputs = len(page.outputs)
     bench.close()  # twice is fine
     assert len(page.outputs) == outputs
-    wait_until(lambda: not threads_named("session", "pump"), 3)
+    wait_until(lambda: not threads_named("session", "pump"))
 
 
 def test_closed_workbenches_leave_no_widgets_behind(page: Page, relay: Relay) -> None:
@@ -243,7 +244,7 @@ def test_closed_workbenches_are_forgotten(page: Page, relay: Relay) -> None:
     train(bench.session, 1)
     left = ref(bench), ref(bench.session)
     bench.close()
-    wait_until(lambda: not threads_named("session", "pump"), 3)
+    wait_until(lambda: not threads_named("session", "pump"))
     del bench
     gc.collect()
     assert [one() for one in left] == [None, None]
@@ -351,6 +352,6 @@ def test_a_cell_that_runs_again_in_the_middle_of_a_step_does_not_wait(page: Page
         second._ipython_display_()
         second.run(1)
         assert threading.current_thread() is threading.main_thread() and relay.steps == 0
-    second.wait(20)
+    second.wait(HANG_S)
     assert relay.steps == 2, "the first one has finished its step"
     second.close()

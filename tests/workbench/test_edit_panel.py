@@ -8,6 +8,7 @@ from typing import Any
 import ipywidgets
 import pytest
 import torch
+from patience import HANG_S
 from sessions import enter, held, make_batches, make_relay, threads_named, train, wait_until
 from torch import nn
 
@@ -23,7 +24,7 @@ from workbench.snapshot import Snapshot
 def relay() -> Iterator[Relay]:
     with make_relay() as made:
         yield made
-    wait_until(lambda: not threads_named("session", "pump"), 3)
+    wait_until(lambda: not threads_named("session", "pump"))
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def read(panel: Panel) -> str:
 
 def shown(panel: Panel) -> Snapshot:
     """Show the session when it is at rest."""
-    now = panel.session.wait(20)
+    now = panel.session.wait(HANG_S)
     panel.show(now)
     return now
 

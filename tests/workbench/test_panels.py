@@ -12,6 +12,7 @@ import ipywidgets
 import numpy as np
 import pytest
 import torch
+from patience import HANG_S
 from sessions import Batch, enter, held, make_batches, make_relay, threads_named, train, wait_until
 
 from l2l_core import Device, Drop, EmulatedDevice, Freeze, Relay, RelayConfig
@@ -50,7 +51,7 @@ KINDS: Sequence[type[Panel]] = (
 def relay() -> Iterator[Relay]:
     with make_relay() as made:
         yield made
-    wait_until(lambda: not threads_named("session", "pump"), 3)
+    wait_until(lambda: not threads_named("session", "pump"))
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def header(session: Session) -> HeaderPanel:
 def test_run_trains_as_many_steps_as_it_says(header: HeaderPanel) -> None:
     find(header, "steps").value = 3
     find(header, "Run").click()
-    now = header.session.wait(20)
+    now = header.session.wait(HANG_S)
     assert (now.state, now.step, now.target) == ("idle", 3, 3)
     shown(header)
     assert "step 3" in html_of(header) and "3 of 3 steps" in html_of(header)
@@ -115,17 +116,17 @@ def test_pressing_run_twice_does_not_train_twice_as_long(header: HeaderPanel) ->
         find(header, "Run").click()
         enter(header.session.relay)
         find(header, "Run").click()
-    assert header.session.wait(20).step == 2
+    assert header.session.wait(HANG_S).step == 2
 
 
 def test_nor_does_it_while_the_session_is_at_something_else(header: HeaderPanel) -> None:
     go_on = threading.Event()
     find(header, "steps").value = 2
-    header.session.edit(lambda relay: go_on.wait(20))
+    header.session.edit(lambda relay: go_on.wait(HANG_S))
     find(header, "Run").click()
     find(header, "Run").click()
     go_on.set()
-    assert header.session.wait(20).step == 2
+    assert header.session.wait(HANG_S).step == 2
 
 
 def test_pause_and_run_go_on_with_what_is_left(header: HeaderPanel) -> None:
@@ -137,11 +138,11 @@ def test_pause_and_run_go_on_with_what_is_left(header: HeaderPanel) -> None:
         find(header, "Pause").click()
         shown(header)
         assert "pausing after this step" in html_of(header)
-    assert session.wait(20).state == "paused"
+    assert session.wait(HANG_S).state == "paused"
     shown(header)
     assert "paused" in html_of(header) and "1 of 4 steps" in html_of(header)
     run.click()
-    now = session.wait(20)
+    now = session.wait(HANG_S)
     assert (now.state, now.step) == ("idle", 4)
 
 
@@ -154,7 +155,7 @@ def test_run_takes_a_pause_back_that_has_not_come_yet(header: HeaderPanel) -> No
         find(header, "Pause").click()
         find(header, "Run").click()
         find(header, "Run").click()
-    now = session.wait(20)
+    now = session.wait(HANG_S)
     assert (now.state, now.step) == ("idle", 4)
 
 
@@ -166,7 +167,7 @@ def test_run_in_the_last_step_before_a_pause_does_not_train_without_end(header: 
         enter(session.relay)
         find(header, "Pause").click()
         find(header, "Run").click()
-    assert session.wait(20).step == 1
+    assert session.wait(HANG_S).step == 1
 
 
 def test_run_after_stop_begins_anew(header: HeaderPanel) -> None:
@@ -178,24 +179,24 @@ def test_run_after_stop_begins_anew(header: HeaderPanel) -> None:
         find(header, "Stop").click()
         find(header, "steps").value = 2
         find(header, "Run").click()
-    now = session.wait(20)
+    now = session.wait(HANG_S)
     assert (now.state, now.step, now.target) == ("idle", 3, 2)
 
 
 def test_step_trains_one_and_stop_drops_the_rest(header: HeaderPanel) -> None:
     session = header.session
     find(header, "Step").click()
-    assert session.wait(20).step == 1
+    assert session.wait(HANG_S).step == 1
     find(header, "steps").value = 1000
     with held(session.relay):
         find(header, "Run").click()
         enter(session.relay)
         find(header, "Stop").click()
-    now = session.wait(20)
+    now = session.wait(HANG_S)
     assert (now.state, now.step) == ("idle", 2)
     find(header, "steps").value = 2
     find(header, "Run").click()
-    assert session.wait(20).step == 4, "nothing is left of the run before"
+    assert session.wait(HANG_S).step == 4, "nothing is left of the run before"
 
 
 # Header: settings -----------------------------------------------------------------------------------------------------
@@ -204,12 +205,12 @@ def test_step_trains_one_and_stop_drops_the_rest(header: HeaderPanel) -> None:
 def test_a_slider_gives_the_next_step_another_setting_once(header: HeaderPanel) -> None:
     session = header.session
     find(header, "micro-batches").value = 3
-    session.wait(20)
+    session.wait(HANG_S)
     for _ in range(3):
         shown(header)
     find(header, "layers ahead").value = 2
     find(header, "stash on").value = "host"
-    session.wait(20)
+    session.wait(HANG_S)
     shown(header)
     assert session.relay.config == RelayConfig(micro_batches=3, ahead=2, stash="host")
     assert [change.what for change in session.snapshot().changes] == [
@@ -220,14 +221,14 @@ def test_a_slider_gives_the_next_step_another_setting_once(header: HeaderPanel) 
 def test_controls_follow_settings_that_are_changed_elsewhere_and_do_not_echo(header: HeaderPanel) -> None:
     session = header.session
     session.reconfigure(micro_batches=5, ahead=7, stash="host", h2d_bytes_per_s=3_000_000)  # three are no options
-    session.wait(20)
+    session.wait(HANG_S)
     for _ in range(2):
         shown(header)
     values = [find(header, words).value for words in ("micro-batches", "layers ahead", "stash on", "emulated link")]
     assert values == [5, 7, "host", 3e6]
     assert find(header, "emulated link").label == "3 MB/s"
     assert find(header, "micro-batches").options[3:6] == (("4", 4), ("5", 5), ("6", 6)), "in order"
-    session.wait(20)
+    session.wait(HANG_S)
     assert len(session.snapshot().changes) == 1
     session.reconfigure(h2d_bytes_per_s=None)
     shown(header)
@@ -244,7 +245,7 @@ def test_a_stale_snapshot_does_not_move_a_slider_that_has_just_been_moved(header
     slider.value = 8
     header.show(later)  # has 4, which the panel has not shown yet
     assert slider.value == 8
-    session.wait(20)
+    session.wait(HANG_S)
     shown(header)
     assert slider.value == session.relay.config.micro_batches == 8
     assert [change.what for change in session.snapshot().changes] == ["micro_batches 2 → 8"]
@@ -256,18 +257,18 @@ def test_a_press_while_the_panel_is_drawn_is_not_lost(header: HeaderPanel) -> No
 
     def wait(_: object) -> None:
         drawing.set()
-        assert go_on.wait(20)
+        assert go_on.wait(HANG_S)
 
     find(header, "layers ahead").observe(wait, "value")
     session.reconfigure(ahead=3)
     thread = threading.Thread(target=shown, args=(header,))
     thread.start()
-    assert drawing.wait(20)  # in the middle of moving that slider
+    assert drawing.wait(HANG_S)  # in the middle of moving that slider
     find(header, "Step").click()
     find(header, "micro-batches").value = 4
     go_on.set()
-    thread.join(20)
-    now = session.wait(20)
+    thread.join(HANG_S)
+    now = session.wait(HANG_S)
     assert now.step == 1 and now.config.micro_batches == 4
 
 
@@ -275,11 +276,11 @@ def test_the_link_is_set_in_both_directions(header: HeaderPanel) -> None:
     link = find(header, "emulated link")
     assert link.value == math.inf
     link.value = 1e8
-    header.session.wait(20)
+    header.session.wait(HANG_S)
     figures = header.session.relay.device.figures()
     assert figures["h2d_bytes_per_s"] == figures["d2h_bytes_per_s"] == 1e8
     link.value = math.inf
-    header.session.wait(20)
+    header.session.wait(HANG_S)
     assert header.session.relay.device.figures()["h2d_bytes_per_s"] is None
 
 
@@ -349,7 +350,7 @@ def test_a_step_that_fails_is_shown_with_what_holds_and_can_be_skipped(relay: Re
         relay.model[2].error = ValueError("a <layer> says no\nand why")
         find(header, "steps").value = 3
         find(header, "Run").click()
-        session.wait(20)
+        session.wait(HANG_S)
         for _ in range(2):
             shown(header)
         said = html_of(header)
@@ -360,7 +361,7 @@ def test_a_step_that_fails_is_shown_with_what_holds_and_can_be_skipped(relay: Re
         find(header, "Skip this batch").click()
         relay.model[2].error = None
         find(header, "Run").click()
-        now = session.wait(20)
+        now = session.wait(HANG_S)
         assert (now.state, now.done, now.target) == ("idle", 3, 3), "the run goes on"
         assert len(made) == 4, "the batch of the failed step was let go"
         shown(header)
@@ -369,12 +370,12 @@ def test_a_step_that_fails_is_shown_with_what_holds_and_can_be_skipped(relay: Re
 
 def test_what_cannot_be_skipped_has_no_button_for_it(header: HeaderPanel) -> None:
     header.session.edit(lambda relay: 1 / 0)
-    header.session.wait(20)
+    header.session.wait(HANG_S)
     shown(header)
     assert trouble(header).layout.display == "" and "division by zero" in html_of(header)
     assert find(header, "Skip this batch").layout.display == "none"
     find(header, "Step").click()
-    header.session.wait(20)
+    header.session.wait(HANG_S)
     shown(header)
     assert trouble(header).layout.display == "none"
 
@@ -483,7 +484,7 @@ def test_a_new_step_does_not_move_what_is_being_looked_at(player: RelayPanel) ->
         enter(session.relay)
         shown(player)
         assert picture_of(player) == picture, "nor does one under way"
-    session.wait(20)
+    session.wait(HANG_S)
     find(player, "Live").value = True
     assert picture_of(player) != picture
     shown(player)
@@ -521,7 +522,7 @@ def test_live_shows_the_step_under_way(player: RelayPanel) -> None:
         enter(player.session.relay)
         shown(player)
         assert picture_of(player) != idle
-    player.session.wait(20)
+    player.session.wait(HANG_S)
     shown(player)
     assert player.session.snapshot().progress is None and find(player, "Live").value
 
@@ -562,14 +563,14 @@ def test_what_changes_with_steps_is_drawn_with_steps(session: Session, kind: typ
     content = panel.widget.children[0]
     drawn, content.value = content.value, "as it was"
     session.pause()
-    session.wait(20)
+    session.wait(HANG_S)
     with held(session.relay):
         session.step()
         enter(session.relay)
         shown(panel)
         shown(panel)
         assert content.value == "as it was"
-    session.wait(20)
+    session.wait(HANG_S)
     shown(panel)
     assert content.value not in ("as it was", drawn)
 
@@ -594,8 +595,8 @@ def test_an_edit_changes_the_heat_map_at_once(session: Session) -> None:
     train(session, 2)
     before = shown(panel)
     drawn = panel.widget.children[0].value
-    session.edit(Drop(1)).result(20)
-    session.wait(20)
+    session.edit(Drop(1)).result(HANG_S)
+    session.wait(HANG_S)
     now = shown(panel)
     assert panel.widget.children[0].value != drawn
     assert [track.key for track in now.statistics.stack] == ["L000", "L002", "L003"]
@@ -607,7 +608,7 @@ def test_a_session_keeps_the_figures_of_all_its_steps(session: Session) -> None:
     for _ in range(3):
         train(session, 1)
         rows.append(session.snapshot().layers)
-    session.edit(Freeze(2)).result(20)
+    session.edit(Freeze(2)).result(HANG_S)
     train(session, 1)
     rows.append(session.snapshot().layers)
     record = session.snapshot().statistics
@@ -625,12 +626,12 @@ def test_a_change_of_settings_is_marked_in_the_loss_at_once(session: Session) ->
     shown(panel)
     before = panel.widget.children[0].value
     session.reconfigure(ahead=2)
-    session.wait(20)
+    session.wait(HANG_S)
     shown(panel)
     once = panel.widget.children[0].value
     assert once != before
     session.reconfigure(ahead=3)
-    session.wait(20)
+    session.wait(HANG_S)
     shown(panel)
     assert panel.widget.children[0].value != once, "still one change, but another"
 
@@ -734,7 +735,7 @@ def test_apply_hands_over_what_can_be_set_and_says_how_the_rest_is(what_if: What
     )  # fmt: skip
     assert "precision fp32 → bf16" in said
     find(what_if, "Apply").click()
-    session.wait(20)
+    session.wait(HANG_S)
     assert session.relay.config == RelayConfig(micro_batches=3, ahead=2, stash="host", precision="bf16")
     assert session.relay.device.figures()["h2d_bytes_per_s"] == 5e8
     assert session.relay.device.figures()["d2h_bytes_per_s"] is None
@@ -750,7 +751,7 @@ def test_reset_goes_back_to_the_next_step_which_controls_follow(what_if: WhatIfP
     session = what_if.session
     asked(what_if, {"layers": 96})
     session.reconfigure(micro_batches=5, h2d_bytes_per_s=3e6)
-    session.wait(20)
+    session.wait(HANG_S)
     shown(what_if)
     values = [find(what_if, words).value for words in ("layers", "micro-batches", "link to device")]
     assert values == [96, 5, 3e6], "what a hand has set stays"
@@ -759,7 +760,7 @@ def test_reset_goes_back_to_the_next_step_which_controls_follow(what_if: WhatIfP
     assert what_if.settle() and find(what_if, "layers").value == 4
     assert "micro-batches 2 → 5; link to the device no limit → 3 MB/s" in html_of(what_if)
     session.edit(Drop("L001"))
-    session.wait(20)
+    session.wait(HANG_S)
     shown(what_if)
     assert find(what_if, "layers").value == 3
 
@@ -848,11 +849,11 @@ def test_a_panel_is_drawn_at_any_moment(relay: Relay, kind: type[Panel]) -> None
                 wait_until(lambda: session.snapshot().progress is not None)
                 shown(panel)
                 assert "could not be drawn" not in html_of(panel)
-            session.wait(20)
+            session.wait(HANG_S)
             shown(panel)
         relay.model[3].error = RuntimeError("in the middle")
         session.step()
-        session.wait(20)
+        session.wait(HANG_S)
         shown(panel)
     shown(panel)  # closed
     assert "could not be drawn" not in html_of(panel)
@@ -897,17 +898,17 @@ def test_the_pump_outlives_a_panel_that_cannot_be_drawn(relay: Relay) -> None:
 def test_a_workbench_steers_its_session(relay: Relay) -> None:
     bench = Workbench(relay, make_batches())
     bench.run(2)
-    assert bench.wait(20).step == 2
+    assert bench.wait(HANG_S).step == 2
     bench.step()
     bench.reconfigure(ahead=2)
-    assert bench.edit(lambda relay: relay.steps, what="count").result(20) == 3
+    assert bench.edit(lambda relay: relay.steps, what="count").result(HANG_S) == 3
     with held(relay):
         bench.run(5)
         enter(relay)
         bench.pause()
-    assert bench.wait(20).state == "paused"
+    assert bench.wait(HANG_S).state == "paused"
     bench.stop()
-    now = bench.wait(20)
+    now = bench.wait(HANG_S)
     assert now.state == "idle" and [change.what for change in now.changes] == ["ahead 1 → 2", "count"]
     bench.close()
     assert bench.snapshot().state == "closed" and relay.evaluate(make_batches()[0]) > 0

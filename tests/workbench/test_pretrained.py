@@ -18,6 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from huggingface_hub import constants
+from patience import HANG_S
 from small_hub import small_hub
 
 from l2l_core import Relay, RelayConfig
@@ -222,7 +223,7 @@ def test_a_hub_that_answers_is_downloaded_from(tmp_path: Path) -> None:
         env |= {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
         env |= {"HF_HUB_DISABLE_TELEMETRY": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
+            [sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
         )
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from weakref import ref
 
 import pytest
+from patience import HANG_S
 from sessions import enter, held, make_batches, make_relay, threads_named, train, wait_until
 
 from workbench.panels.pump import Pump
@@ -77,7 +78,7 @@ def test_a_step_under_way_is_drawn_again_and_again(session: Session, pump: Pump)
         wait_until(lambda: sum(now.progress is not None for now in view.seen) >= 5)
     moments_s = [now.progress.now_s for now in view.seen if now.progress is not None]
     assert moments_s == sorted(moments_s) and moments_s[0] < moments_s[-1]
-    session.wait(20)
+    session.wait(HANG_S)
 
 
 def test_there_are_at_most_so_many_frames_a_second(session: Session) -> None:
@@ -121,10 +122,10 @@ def test_who_is_late_gets_the_newest_snapshot_and_no_others(session: Session, pu
         seen.append(now.step)
         if threading.current_thread().name == "pump":
             busy.set()
-            assert go_on.wait(20)
+            assert go_on.wait(HANG_S)
 
     pump.add(slow)
-    assert busy.wait(20)
+    assert busy.wait(HANG_S)
     train(session, 20)  # while the view is at its first frame
     go_on.set()
     wait_until(lambda: seen[-1] == 20)
@@ -132,7 +133,7 @@ def test_who_is_late_gets_the_newest_snapshot_and_no_others(session: Session, pu
 
 
 def test_the_thread_ends_with_the_last_view_and_begins_with_another(session: Session) -> None:
-    pump, first, second = Pump(session, hz=0.1), View(), View()  # a frame in ten seconds
+    pump, first, second = Pump(session, hz=1e-6), View(), View()  # a frame in eleven days
     assert not threads_named("pump"), "without views there is nothing to do"
     pump.add(first)
     pump.add(second)
@@ -141,7 +142,7 @@ def test_the_thread_ends_with_the_last_view_and_begins_with_another(session: Ses
     wait_until(lambda: pump.frames == 1)
     assert threads_named("pump")
     pump.remove(second)
-    wait_until(lambda: not threads_named("pump"), 2)  # it does not sleep on
+    wait_until(lambda: not threads_named("pump"))  # it does not sleep on
     pump.add(first)
     assert threads_named("pump")
     pump.remove(first)
@@ -213,9 +214,9 @@ def test_views_come_and_go_from_several_threads(session: Session, pump: Pump) ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(HANG_S)
     session.stop()
-    session.wait(20)
+    session.wait(HANG_S)
     wait_until(lambda: not threads_named("pump"))
     assert all(len(view.seen) >= 20 for view in views)
     seen = [len(view.seen) for view in views]

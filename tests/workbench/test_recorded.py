@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import HANG_S
 from recordings import record
 from sessions import make_batches, make_relay, train
 
@@ -98,9 +99,9 @@ def test_branches_come_back(tmp_path: Path) -> None:
     with make_relay() as relay:
         with Session(relay, make_batches(), loggers=[Recorder(tmp_path / "run.jsonl"), eyes]) as session:
             train(session, 3)
-            session.fork("aside").result(20)
+            session.fork("aside").result(HANG_S)
             train(session, 2)
-            session.switch("main").result(20)
+            session.switch("main").result(HANG_S)
             train(session, 4)
     run = load_run(tmp_path)
     assert len(run.moments) == len(eyes.seen) == 3 + 1 + 2 + 1 + 4

@@ -8,6 +8,7 @@ from pathlib import Path
 import ipywidgets
 import nbformat
 import pytest
+from patience import HANG_S
 from recordings import record
 from sessions import make_batches, make_relay, threads_named, train, wait_until
 
@@ -39,7 +40,7 @@ def replay(path: Path) -> Iterator[Replay]:
     made = workbench.replay(path)
     yield made
     made.close()
-    wait_until(lambda: not threads_named("pump"), 3)
+    wait_until(lambda: not threads_named("pump"))
 
 
 def words_of(widget: ipywidgets.Widget) -> str:
@@ -115,7 +116,7 @@ def test_layers_that_are_gone_are_seen_in_their_step(tmp_path: Path) -> None:
     with make_relay() as relay:
         with Session(relay, make_batches(), loggers=[Recorder(tmp_path / "run.jsonl")]) as session:
             train(session, 2)
-            session.edit(Drop(3)).result(20)
+            session.edit(Drop(3)).result(HANG_S)
     run = load_run(tmp_path)
     assert len(run.snapshot().layers) == 3 and len(run.snapshot(run.whole()).layers) == 4
     panel = MomentsPanel(Recording(run))
@@ -161,7 +162,7 @@ print("transformers" in sys.modules, "shown")
 
 def test_no_module_is_built(path: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", NO_MODEL, str(path), str(tmp_path / "report.html")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
     assert done.stdout.strip() == "False shown", done.stderr
     assert (tmp_path / "report.html").is_file()
 

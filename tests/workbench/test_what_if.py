@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from patience import HANG_S
 from sessions import make_batches, make_relay
 from test_memory import gpt2, padded_batch
 
@@ -305,7 +306,7 @@ def test_what_was_measured_needs_no_formula(session: Session) -> None:
     def train(**settings: Any) -> Trace:
         session.reconfigure(**settings)
         session.step()
-        now = session.wait(20)
+        now = session.wait(HANG_S)
         known.note(now)
         assert now.last is not None
         return now.last

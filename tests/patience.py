@@ -1,0 +1,19 @@
+"""How long a test waits for what must come.
+
+A guard against hanging for ever, far above what the slowest machine needs, and never a measure: no test may say that
+something is slow. pytest's own limit (pyproject.toml) is twice as much, so that it is the test that says what it waited for.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+HANG_S = 900.0
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = HANG_S) -> None:
+    """Look again and again; fail when it takes too long."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, f"still not so after {timeout_s} s"
+        time.sleep(0.005)
