@@ -29,6 +29,7 @@ class Batches:
         self._source = source
         self._iterator: Iterator[Any] = iter(()) if callable(source) else iter(source)
         self._waiting: list[Any] = []  # the batch that was taken and not used
+        self._tried = False  # whether a step has begun on it
 
     def take(self) -> Any:
         """The next batch, or again the last one if it was not used.
@@ -43,6 +44,16 @@ class Batches:
     def used(self) -> None:
         """The batch that was taken is done with: the next `take` gives another."""
         self._waiting.clear()
+        self._tried = False
+
+    def tried(self) -> None:
+        """A step begins on the batch that was taken; unless it is used, the step has failed."""
+        self._tried = True
+
+    def give_up(self) -> None:
+        """Be done with a batch that a step has failed on; one that was only looked at is still to come."""
+        if self._tried:
+            self.used()
 
     def _next(self) -> Any:
         if callable(self._source):

@@ -24,7 +24,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 MAX_BYTES = 300_000
-CELL_TIMEOUT_S = 120
+CELL_TIMEOUT_S = 900  # a guard against hanging
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python", "pygments_lexer": "ipython3"}

@@ -129,8 +129,11 @@ class Session:
         self._worker.submit(Command("stop", lambda: self._halt(left=0)))
 
     def skip(self) -> None:
-        """Let go of the batch that a failed step has left: the next step takes another one."""
-        self._worker.submit(Command("skip the batch", self._batches.used))
+        """Let go of the batch that a failed step has left: the next step takes another one.
+
+        A batch that no step has failed on, as one that was taken for a forecast, stays the next one.
+        """
+        self._worker.submit(Command("skip the batch", self._batches.give_up))
 
     def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "", trust: bool = False) -> Future[Any]:
         """Edit the stack of layers, or do something else with the relay, between two steps.
@@ -467,6 +470,7 @@ class Session:
         except StopIteration:
             self._halt(left=0)
             return
+        self._batches.tried()
         self._follow_schedule(batch)
         self._during = "step"
         with self._watched():
@@ -498,7 +502,7 @@ class Session:
 
     def _step(self, batch: Any) -> StepResult:
         try:
-            return self.relay.step(batch, skip=self._schedule.skip(self.relay))
+            return self.relay.step(batch, skip=self._schedule.skip(self.relay), trust=self._schedule.trust)
         except TornStep:
             self._batches.used()  # a part of the layers has learned from it
             raise
