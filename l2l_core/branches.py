@@ -77,7 +77,7 @@ class State:
 
     Attributes:
         config, steps, history: as of the relay.
-        stacks: layers by name of the stack.
+        stacks: layers by the stack's first name.
         values: by block, None where it holds the present values.
         trained: which parameters are, by block.
         buffers: copies, by unit.
@@ -168,8 +168,9 @@ class Branches:
         editor = self._editor
         with all_or_nothing(editor) as group:
             for stack in editor.stacks:
-                if (before := editor.units_of(stack)) != (after := target.stacks[stack.name]):
-                    group.do(Restack(stack.name, before, after, proven=True))
+                before, after = editor.units_of(stack), target.stacks[editor.name_of(stack)]
+                if before != after:
+                    group.do(Restack(editor.name_of(stack), before, after, proven=True))
             for unit in target.units:
                 if any(target.values[block] is not None for block in unit.blocks):
                     editor.parking.fetch(unit)
@@ -223,7 +224,7 @@ class Branches:
             config=config,
             steps=steps,
             history=history,
-            stacks={stack.name: editor.units_of(stack) for stack in editor.stacks},
+            stacks={editor.name_of(stack): editor.units_of(stack) for stack in editor.stacks},
             values=dict.fromkeys(blocks),
             trained={block: tuple(param.requires_grad for param in block.params) for block in blocks},
             buffers={unit: unit.buffers.copy() for unit in units},

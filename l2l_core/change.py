@@ -63,7 +63,7 @@ class Restack(Change):
     """Another list of layers in one stack; layers that are in one list only come and go.
 
     Attributes:
-        stack: its name.
+        stack: the name that it had first.
         before, after: the layers in order.
         like: by new layer, the one that it was made like.
         proven: whether the stack has been in this order before.

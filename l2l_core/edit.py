@@ -8,6 +8,7 @@ dotted name; see `stacks.Resolver`. It checks everything before it touches anyth
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ class Insert(Edit):
             preceding = before[at - 1] if at else editor.shell
             if left := editor.make_identity(unit, plan, preceding):
                 do(Rewrite(preceding, left))
-        do(Restack(stack.name, before, (*before[:at], unit, *before[at:]), {unit: like}))
+        do(Restack(editor.name_of(stack), before, (*before[:at], unit, *before[at:]), {unit: like}))
 
     def _module(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> nn.Module:
         if self.module is not None:
@@ -159,7 +160,7 @@ class Duplicate(Edit):
         else:
             end = len(before) if self.mode == "top" else span.stop
             after = (*before[:end], *twins, *before[end:])
-        do(Restack(stack.name, before, after, twins))
+        do(Restack(editor.name_of(stack), before, after, twins))
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Drop(Edit):
             raise ValueError(
                 f"{stack.title} has {len(before)} layer(s), and one must stay: drop fewer, or put another in its place (Replace)"
             )
-        do(Restack(stack.name, before, tuple(unit for unit in before if unit not in gone)))
+        do(Restack(editor.name_of(stack), before, tuple(unit for unit in before if unit not in gone)))
         if self.park != "memory":
             do((Spill if self.park == "disk" else Lose)(tuple(unit for unit in before if unit in gone)))
 
@@ -209,7 +210,7 @@ class Swap(Edit):
         before = editor.units_of(stack)
         after = list(before)
         after[i], after[j] = before[j], before[i]
-        do(Restack(stack.name, before, tuple(after)))
+        do(Restack(editor.name_of(stack), before, tuple(after)))
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class Move(Edit):
         before = editor.units_of(stack)
         after = [unit for unit in before if unit is not before[i]]
         after.insert(j, before[i])
-        do(Restack(stack.name, before, tuple(after)))
+        do(Restack(editor.name_of(stack), before, tuple(after)))
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class Replace(Edit):
         before = editor.units_of(stack)
         unit = editor.make_layer(editor.check_new(self.module), before[i], inherit("fresh"), self.warmup)
         editor.untried.append(unit)
-        do(Restack(stack.name, before, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
+        do(Restack(editor.name_of(stack), before, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,12 @@ class Interpolate(Edit):
     layer: Where
     other: Where
     weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not _is_finite(self.weight):
+            raise ValueError(
+                f"weight={self.weight!r}: must be a finite number, 0 for no change, 1 for a copy; it goes into every weight"
+            )
 
     @property
     def optimizer_policy(self) -> str:
@@ -409,10 +416,16 @@ def _check_choice(name: str, value: object, choices: object) -> None:
 
 
 def _check_new(policy: object, warmup: object) -> None:
-    if policy not in ("fresh", "copy") and (not isinstance(policy, int | float) or isinstance(policy, bool)):
-        raise ValueError(f"optimizer={policy!r}: must be 'fresh', 'copy' or a number that scales what is inherited")
+    if policy not in ("fresh", "copy") and not _is_finite(policy):
+        raise ValueError(
+            f"optimizer={policy!r}: must be 'fresh', 'copy' or a finite number that scales what is inherited"
+        )
     if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
         raise ValueError(f"warmup={warmup!r}: must be a number of updates, 0 for none")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_same(stack: Any, other: Any, a: Where, b: Where) -> None:

@@ -1,22 +1,17 @@
-"""What a save has to say of edits, and how a model gets the stacks back that it was saved with."""
+"""What a save has to say of edits, and how a relay over a model as it was, or as it is now, gets to the saved stacks."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from l2l_core.editor import Editor
+from l2l_core.editor import Built, Editor
 from l2l_core.journal import Entry, History
-from l2l_core.layers import resolve_layers
 from l2l_core.likeness import kind_of
-from l2l_core.rearrange import rearrange
-from l2l_core.stacks import find_stacks
+from l2l_core.ties import ties_of
 
 
 @dataclass(frozen=True)
@@ -24,14 +19,16 @@ class Edited:
     """The stacks of an edited relay.
 
     Attributes:
-        stacks: keys of the layers in order, by stack.
+        stacks: keys of the layers in order, by the name that the stack had first.
         original: dotted names of the layers before any edit, by key.
         origin: by key, the original layer that it goes back to.
         made: keys given out so far, or passed over.
         journal: what was edited.
-        kinds: checksum of what tells a layer apart, by key; see `likeness.Anatomy`.
-        sizes: number of members of the container, by stack.
+        kinds: checksum of what tells a layer apart, by key; see `kind_of`.
+        sizes: number of members of the container, by its dotted name.
         stats: what the last step told of the shell and of each layer, by key.
+        orders: of the optimizer's groups, see `GroupOrder.to_plain`.
+        first, now: how the model was built before any edit, and is now; None in older saves.
     """
 
     stacks: dict[str, list[str]] = field(default_factory=dict)
@@ -42,92 +39,108 @@ class Edited:
     kinds: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     stats: dict[str, dict[str, float]] = field(default_factory=dict)
+    first: Built | None = None
+    now: Built | None = None
+    orders: list[Any] = field(default_factory=list)
 
     @staticmethod
     def from_(editor: Editor, history: History) -> Edited:
         """Of a relay as it is now."""
-        stacks = {stack.name: [unit.key for unit in editor.units_of(stack)] for stack in editor.stacks}
+        now, first = editor.built, editor.first
         kinds = {unit.key: kind_of(unit.module) for unit in editor.layers}
-        sizes = {stack.name: len(stack.container._modules) for stack in editor.stacks}
+        sizes = {now.containers[name]: size for name, size in now.sizes.items()}
         stats = {unit.key: dict(unit.stats) for unit in (editor.shell, *editor.layers)}
-        return Edited(stacks, editor.original, editor.origin, editor.made, history.journal, kinds, sizes, stats)
+        origin, made, journal = editor.origin, editor.made, history.journal
+        orders = editor.group_order.to_plain(editor.first_names)
+        return Edited(now.stacks, first.layers, origin, made, journal, kinds, sizes, stats, first, now, orders)
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Edited:
         """From what `to_plain` gave; empty for a save that knows nothing of edits."""
-        return Edited(**{**plain, "journal": tuple(Entry(**row) for row in plain.get("journal", ()))})
+        builts = {name: Built(**plain[name]) for name in ("first", "now") if plain.get(name)}
+        journal = tuple(Entry(**row) for row in plain.get("journal", ()))
+        return Edited(**{**plain, "journal": journal, **builts})
 
     def to_plain(self) -> dict[str, Any]:
         """As plain data."""
         return {**asdict(self), "journal": [asdict(entry) for entry in self.journal]}
 
-    def fit(
-        self,
-        model: nn.Module,
-        optimizer: object,
-        manifest: Mapping[str, Any],
-        modules: Mapping[str, nn.Module],
-        back: ExitStack,
-    ) -> dict[str, nn.Module]:
-        """Give the model the stacks and the frozen parameters that were saved, and a ready optimizer its parameters.
+    @property
+    def is_edited(self) -> bool:
+        """Whether the model may be another one than when the relay was made."""
+        return bool(self.journal)
+
+    def built_in(self, model: nn.Module, names: Mapping[str, str], kinds: Mapping[str, str], where: object) -> Built:
+        """How a model is built that is as it was before the edits, or as it is in the save.
 
         Args:
-            model, optimizer: the caller's.
-            manifest: of the save.
-            modules: layers by key that are unlike all of the model's.
-            back: gets what puts everything back as it was.
-
-        Returns:
-            Layers by key that are not in the model now.
+            model: the caller's.
+            names: of the layers in the save, by key.
+            kinds: what the save tells of layers, of parked ones too, by key; see `kind_of`.
+            where: the save, for messages.
 
         Raises:
-            ValueError: it is neither like the saved model nor like the one before the edits.
+            ValueError: it is neither.
         """
-        spare = dict(modules)
-        if not self.journal:
-            return spare
-        if not self._is_like(model, dict(manifest["units"][1:])):
-            found = resolve_layers(model, list(self.original.values()))
-            by_key = dict(zip(self.original, found.values(), strict=True))
-            for stack in find_stacks(model, list(found.values())):
-                wanted = self.stacks[stack.name]
-                made = {
-                    key: spare.pop(key) if key in spare else copy.deepcopy(by_key[self.origin[key]])
-                    for key in wanted
-                    if key not in by_key
-                }
-                like = {module: by_key[self.origin[key]] for key, module in made.items()}
-                layers = [made[key] if key in made else by_key[key] for key in wanted]
-                back.callback(rearrange(model, stack, layers, like=like, trust=True))  # it has been so before
-                spare |= {key: by_key[key] for key in set(by_key) - set(wanted) if by_key[key] in set(stack.layers)}
-        trained = set(manifest["trainable"])
-        for name, param in model.named_parameters():
-            back.callback(param.requires_grad_, param.requires_grad)
-            param.requires_grad_(name in trained)
-        if isinstance(optimizer, Optimizer) and len(optimizer.param_groups) == len(manifest["groups"]):
-            _regroup(optimizer, dict(model.named_parameters()), manifest["groups"], back)
-        return spare
+        if not self.original or self.original == dict(names):
+            return self._now_built(names)
+        modules = dict(model.named_modules())
+        ways = [self._first_built(), self._now_built(names)]
+        unlike = [_unlike(built, model, modules) for built in ways]
+        fitting = [built for built, why in zip(ways, unlike, strict=True) if not why]
+        fitting.sort(
+            key=lambda built: sum(key not in kinds for key in built.layers)
+        )  # the one that can be compared best
+        for is_alike in (_are_same, _are_alike):  # other settings will do, if layers that were alike still are
+            for built in fitting:
+                here = {key: kind_of(modules[name]) for key, name in built.layers.items() if key in kinds}
+                if is_alike({key: kinds[key] for key in here}, here):
+                    return built
+        reasons = unlike if not fitting else ["its layers are others", "its layers are others"]
+        raise ValueError(
+            f"{where} was saved with other layers: the model is neither as it was when the relay was made ({reasons[0]}), nor "
+            f"as it is in the save ({reasons[1]}). Build the model and the optimizer as they were when the relay was made"
+        )
 
     def restore_into(self, editor: Editor, history: History) -> None:
-        """Let a relay over that model go on with the same keys and the same journal."""
-        if self.stacks:
-            editor.made, editor.original, editor.origin = self.made, dict(self.original), dict(self.origin)
-            history.continue_from(self.journal, (), ())
+        """Let a relay with the saved stacks go on with the same journal."""
+        history.continue_from(self.journal, (), ())
         for unit in (editor.shell, *editor.layers):
             unit.stats.update(self.stats.get(unit.key, {}))
 
-    def _is_like(self, model: nn.Module, names: Mapping[str, str]) -> bool:
-        """Whether the model has the saved stacks already; `names` are those of the layers by key."""
-        modules = dict(model.named_modules())
-        if any(name not in modules or len(modules[name]._modules) != size for name, size in self.sizes.items()):
-            return False
-        return all(name in modules and kind_of(modules[name]) == self.kinds[key] for key, name in names.items())
+    def _first_built(self) -> Built:
+        return self.first or Built(self.original, {}, {}, {}, None)
+
+    def _now_built(self, names: Mapping[str, str]) -> Built:
+        return self.now or Built(dict(names), {name: name for name in self.sizes}, {}, self.sizes, None)
 
 
-def _regroup(
-    optimizer: Optimizer, params: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]], back: ExitStack
-) -> None:
-    """Let the groups of an optimizer that was made for another stack hold the parameters that they held when saved."""
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
-        back.callback(group.__setitem__, "params", group["params"])
-        group["params"] = [params[name] for name in names if name in params]
+def _unlike(built: Built, model: nn.Module, modules: Mapping[str, nn.Module]) -> str:
+    """In what a model is not built so; empty if it is."""
+
+    def reasons() -> Iterator[str]:
+        for name in built.layers.values():
+            if name not in modules:
+                yield f"there is no {name}"
+        for stack, size in built.sizes.items():
+            there = modules.get(built.containers[stack])
+            if there is None or len(there._modules) != size:
+                yield f"{built.containers[stack] or 'the model'} has not {size} members"
+        if built.ties is not None and _as_sets(built.ties) != _as_sets(ties_of(model)):
+            yield "other weights are shared"
+
+    return next(reasons(), "")
+
+
+def _as_sets(ties: Sequence[Sequence[str]]) -> set[frozenset[str]]:
+    return {frozenset(names) for names in ties}
+
+
+def _are_same(saved: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    return saved == here
+
+
+def _are_alike(saved: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Whether layers of one kind there are of one kind here, and of different ones otherwise."""
+    pairs = {(saved[key], here[key]) for key in saved}
+    return len(pairs) == len(set(saved.values())) == len(set(here.values()))

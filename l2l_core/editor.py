@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from l2l_core.identity import IdentityPlan, Sample, apply_plan, capture_samples,
 from l2l_core.likeness import anatomy
 from l2l_core.memory import Ledger
 from l2l_core.newcomers import check_new, initialise
+from l2l_core.order import GroupOrder, Places
 from l2l_core.parked import Parked
 from l2l_core.parking import Parking
 from l2l_core.rearrange import rearrange
 from l2l_core.stacks import Resolver, Stack, Where, find_stacks
 from l2l_core.store import LayerStore, Side, clone_state, state_bytes
+from l2l_core.ties import ties_of
 from l2l_core.units import Block, Unit, build_layer
 
 State = Mapping[str, Any]
@@ -51,6 +53,8 @@ class Editor:
         call: runs the model on a few rows of the last batch; None before the first step.
         trust: whether layers may stand where the evidence says that they cannot; see `rearrange`.
         needed_elsewhere: gives the layers that other branches need.
+        first: the model as it was before any edit.
+        group_order: of the optimizer's groups.
         put_back: of the group of changes under way, by inverse: what takes its change back more exactly than it would.
     """
 
@@ -71,7 +75,6 @@ class Editor:
         self._host, self._empty = host, empty
         self.layers = list(layers)
         self.made = len(layers)  # keys given out so far, or passed over
-        self.original = {unit.key: unit.name for unit in layers}  # before any edit
         self.origin = {unit.key: unit.key for unit in layers}  # by key, the original layer that it goes back to
         self._by_module = {unit.module: unit for unit in layers}
         self.parking = Parking(host, empty)
@@ -79,10 +82,46 @@ class Editor:
         self.put_back: dict[Change, Callable[[], None]] = {}
         self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer
         self.stacks = find_stacks(model, [unit.module for unit in layers])  # as they are now
+        self._names = {stack.container: stack.name for stack in self.stacks}  # for good
+        self.first = self.built
+        self.group_order = GroupOrder(store.groups, Places(model, self.stacks))
         for unit in layers:
             anatomy(unit.module)  # now rather than when the first edit has to wait for it
 
     # -- looking -------------------------------------------------------------------------------------------------------
+
+    @property
+    def built(self) -> Built:
+        """How the model is built now."""
+        return Built(
+            {unit.key: unit.name for unit in self.layers},
+            {self.name_of(stack): stack.name for stack in self.stacks},
+            {self.name_of(stack): [unit.key for unit in self.units_of(stack)] for stack in self.stacks},
+            {self.name_of(stack): len(stack.container._modules) for stack in self.stacks},
+            ties_of(self.model),
+        )
+
+    def name_of(self, stack: Stack) -> str:
+        """The name that a stack had first: where several are in one Sequential, an edit of one may rename the others."""
+        return self._names[stack.container]
+
+    @property
+    def first_names(self) -> Mapping[nn.Module, str]:
+        """The first names of all stacks, by container."""
+        return self._names
+
+    def stack_called(self, name: str) -> Stack:
+        """The stack of that first name, as it is now.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for stack in self.stacks:
+            if self.name_of(stack) == name:
+                return stack
+        raise ValueError(
+            f"there is no stack {name!r}; there are {', '.join(map(repr, self._names.values())) or 'none'}"
+        )
 
     @property
     def resolver(self) -> Resolver:
@@ -206,6 +245,27 @@ class Editor:
                 left[source] = torch.full_like(source, item.neutral), None
         return left
 
+    # -- for a save that is loaded -------------------------------------------------------------------------------------
+
+    def began_as(self, first: Built, containers: Mapping[str, str]) -> None:
+        """The model was another one before the edits that a save tells of; `containers` are its stacks' names here."""
+        self.first = first
+        names = {now: name for name, now in containers.items()}
+        self._names = {stack.container: names.get(stack.name, stack.name) for stack in self.stacks}
+
+    def make_room(self, key: str, module: nn.Module) -> Unit:
+        """A parked layer that is still to get its values, its optimizer state and its groups; it may share weights."""
+        known = {block for unit in (self.shell, *self.layers) for block in unit.blocks if block.shared}
+        shared = {param: block for block in known for param in block.params}
+        unit = build_layer(key, key, module, self._empty, shared)
+        self._by_module[module] = unit
+        sides = {}
+        for block in (block for block in unit.blocks if not block.shared):
+            masters = [nn.Parameter(v, p.requires_grad) for p, v in zip(block.params, block.views, strict=True)]
+            sides[block] = Side(masters, [-1] * len(masters), {})
+        self.parking.put(Parked(unit, sides))
+        return unit
+
     # -- what edits are made of ----------------------------------------------------------------------------------------
 
     def make_layer(self, module: nn.Module, like: Unit, inherit: Inherit, warmup: int = 0) -> Unit:
@@ -241,37 +301,48 @@ class Editor:
         return unit
 
     def restack(
-        self, name: str, before: Sequence[Unit], after: Sequence[Unit], like: Mapping[Unit, Unit], trust: bool
+        self,
+        name: str,
+        before: Sequence[Unit],
+        after: Sequence[Unit],
+        like: Mapping[Unit, Unit],
+        trust: bool,
+        passing: bool = False,
     ) -> Callable[[], None]:
         """Put the layers `after` in place of `before` in a stack; parked ones come back, those that leave are parked.
+
+        Args:
+            name: that the stack had first.
+            before, after, like, trust: as of `Restack` and `rearrange`.
+            passing: it will be taken back before anybody sees the optimizer's groups, whose order need not follow.
 
         Returns:
             What puts everything back, if nothing else was restacked since: to the same configuration objects, and to the same
             order of the optimizer's groups.
         """
-        stack = next((stack for stack in self.stacks if stack.name == name), None)
-        if stack is None or self.units_of(stack) != tuple(before):
-            raise ValueError(f"the stack {name} has changed since: undo the later edits first")
+        stack = self.stack_called(name)
+        if self.units_of(stack) != tuple(before):
+            raise ValueError(f"the stack {stack.title} has changed since: undo the later edits first")
         known = {*before, *(parked.unit for parked in self.parking)}
         if gone := [unit.key for unit in after if unit not in known]:
             raise ValueError(f"{', '.join(gone)} was dropped for good: its bytes are gone, it cannot come back")
         for unit in after:
             self.parking.fetch(unit)
         twins = {unit.module: like[unit].module for unit in after if unit in like}
-        self._check_shared(set(before) - set(after))
-        brought = {unit.module for unit in before if unit.key not in self.original}
+        brought = {unit.module for unit in before if unit.key not in self.first.layers}
         modules = [unit.module for unit in after]
         trust = trust or self.trust
-        layers, groups = self.layers, list(map(_members, self.store.optimizer.param_groups))
+        layers, stacks = self.layers, self.stacks
+        groups = list(map(_members, self.store.optimizer.param_groups))
         put_model_back = rearrange(self.model, stack, modules, like=twins, trust=trust, without_role=brought)
-        self._take_over(stack, before, after)
-        restacked = next(stack for stack in self.stacks if stack.name == name)
+        self._take_over(name, before, after)
+        if not passing:
+            self.arrange()
 
         def put_back() -> None:
             put_model_back()
-            self._take_over(restacked, after, before)
-            self.stacks = tuple(stack if now.name == name else now for now in self.stacks)
-            self.layers = layers
+            self._take_over(name, after, before)
+            self.stacks, self.layers = stacks, layers
             for group, members in zip(self.store.optimizer.param_groups, groups, strict=True):
                 group.update(members)
 
@@ -285,9 +356,13 @@ class Editor:
         else:
             inverse.do(self)
 
-    def _take_over(self, stack: Stack, before: Sequence[Unit], after: Sequence[Unit]) -> None:
+    def arrange(self) -> None:
+        """Let the optimizer's groups be in the order of a plain one over the model."""
+        self.store.arrange(self.group_order.sorted(self.store.groups, Places(self.model, self.stacks)))
+
+    def _take_over(self, name: str, before: Sequence[Unit], after: Sequence[Unit]) -> None:
         """The model holds the layers `after` in place of `before`: let the EPS and the books follow."""
-        staying = set(after)
+        stack, staying = self.stack_called(name), set(after)
         for unit, sides in self.store.dismiss([unit for unit in before if unit not in staying]).items():
             self.parking.put(Parked(unit, sides))
         for unit in after:
@@ -298,13 +373,15 @@ class Editor:
         self.layers = [*self.layers[:first], *after, *(unit for unit in self.layers[first:] if unit not in gone)]
         now = replace(stack, layers=tuple(unit.module for unit in after))
         self.stacks = tuple(now if old is stack else old for old in self.stacks)
-        self._rename(stack.name, stack.container, staying)
-        self._rename_shared()
-        self.store.arrange(after)
+        self._rename(now, staying)
 
     @contextmanager
-    def without(self, units: Collection[Unit]) -> Iterator[None]:
+    def without(self, units: Collection[Unit], trust: bool = False) -> Iterator[None]:
         """Let layers sit out in a block: parked where they are, as if dropped; afterwards everything is as it was.
+
+        Args:
+            units: the layers.
+            trust: let them sit out against the evidence too; see `rearrange`.
 
         Raises:
             ValueError: a stack would be left without layers, or the model cannot be without one of these.
@@ -318,7 +395,9 @@ class Editor:
                         f"all of {stack.title} ({_listed(before)}) would sit out, and one layer must run: leave one of them in"
                     )
                 if len(after) < len(before):
-                    way_back.callback(self.restack(stack.name, before, after, {}, trust=False))
+                    name = self.name_of(stack)
+                    way_back.callback(self.restack(name, before, after, {}, trust=trust, passing=True))
+            self.check_shared()
             yield
 
     def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]:
@@ -372,11 +451,6 @@ class Editor:
         """Everything that has values: the shell, the layers, and the parked ones."""
         return {self.shell, *self.layers, *(parked.unit for parked in self.parking)}
 
-    def adopt(self, parked: Parked) -> None:
-        """Take in a layer that was parked when the relay was saved."""
-        self._by_module[parked.unit.module] = parked.unit
-        self.parking.put(parked)
-
     def optimizer_side(self, block: Block) -> tuple[list[nn.Parameter], MutableMapping[nn.Parameter, dict[str, Any]]]:
         """The optimizer's parameters of a block, of a layer or parked, and where what it knows of them is."""
         if (side := self.parking.side_of(block)) is not None:
@@ -421,32 +495,63 @@ class Editor:
         groups = Counter(self._side_of(other, like)[0] for other in alike or like.params)
         return groups.most_common(1)[0][0] if groups else 0
 
-    def _rename(self, name: str, container: nn.Module, units: set[Unit]) -> None:
-        for child, module in container.named_children():
-            unit = self._by_module.get(module)
-            if unit in units:
-                unit.rename(f"{name}.{child}" if name else child)
+    def _rename(self, stack: Stack, units: set[Unit]) -> None:
+        """Let layers of a stack have their present names, and what else stands elsewhere with them.
 
-    def _check_shared(self, leaving: set[Unit]) -> None:
-        """Refuse to let all users of a shared weight go: it would be in no layer, and could not be parked with one."""
-        staying = {block for unit in (self.shell, *self.layers) if unit not in leaving for block in unit.blocks}
-        for unit in leaving:
-            for block in unit.blocks:
-                if block.shared and block not in staying:
-                    users = [user.key for user in self.layers if block in user.blocks]
+        Beside the layers a Sequential may hold an embedding and a head, or layers of other stacks, which move with its depth.
+        """
+        moves = any(child not in self._by_module for child in stack.container._modules.values())
+        if moves:
+            names = {module: name for name, module in self.model.named_modules()}
+            self.stacks = tuple(replace(each, name=names[each.container]) for each in self.stacks)
+            for unit in self.layers:
+                unit.rename(names[unit.module])
+        else:
+            for child, module in stack.container.named_children():
+                if (unit := self._by_module.get(module)) in units:
+                    unit.rename(f"{stack.name}.{child}" if stack.name else child)
+        blocks = dict.fromkeys(block for unit in (self.shell, *self.layers) for block in unit.blocks)
+        stale = [block for block in blocks if block.shared or (moves and block in self.shell.blocks)]
+        if stale:
+            now = {param: name for name, param in self.model.named_parameters()}
+            for block in stale:
+                known = zip(block.params, block.names, strict=True)
+                self.store.rename(block, [now.get(param, name) for param, name in known])
+
+    def check_shared(self) -> None:
+        """Refuse to have let all users of a shared weight go: it would be in no layer, and could not be parked with one.
+
+        Raises:
+            ValueError: they have; names them.
+        """
+        held = {block for unit in (self.shell, *self.layers) for block in unit.blocks}
+        for parked in self.parking:
+            for block in parked.unit.blocks:
+                if block.shared and block not in held:
+                    users = [each.unit.key for each in self.parking if block in each.unit.blocks]
                     raise ValueError(
                         f"layers {', '.join(users)} share the weights {', '.join(block.names)}, and would all leave: let one "
                         "of them stay, or untie them before the relay takes over"
                     )
 
-    def _rename_shared(self) -> None:
-        """Let shared weights have the names that the model has for them now."""
-        shared = {block for unit in (self.shell, *self.layers) for block in unit.blocks if block.shared}
-        if not shared:
-            return
-        names = {param: name for name, param in self.model.named_parameters()}
-        for block in shared:
-            self.store.rename(block, [names[param] for param in block.params])
+
+@dataclass(frozen=True)
+class Built:
+    """How a model is built, as far as edits change it.
+
+    Attributes:
+        layers: dotted names by key.
+        containers: dotted names of the stacks, by the name that each had first.
+        stacks: keys of the layers in order, by stack.
+        sizes: number of members of the container, by stack.
+        ties: names that stand for one tensor, see `ties_of`; None if that is not known.
+    """
+
+    layers: dict[str, str]
+    containers: dict[str, str]
+    stacks: dict[str, list[str]]
+    sizes: dict[str, int]
+    ties: list[list[str]] | None
 
 
 def _members(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from torch import nn
 from l2l_core.ambient import RandomState
 from l2l_core.config import RelayConfig
 from l2l_core.store import LayerStore
+from l2l_core.ties import ties_of
 from l2l_core.units import Block, Unit
 
 logger = logging.getLogger("l2l_core")
@@ -129,6 +130,11 @@ class State:
         return {names[param]: master for master, param in self.store._model_params.items()}
 
     @property
+    def ties(self) -> list[list[str]]:
+        """Names that stand for one tensor."""
+        return ties_of(self.units[0].module)
+
+    @property
     def optimizer_class(self) -> str:
         return type(self.store.optimizer).__name__
 
@@ -199,6 +205,7 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
         "config": state.config,
         "units": state.keys_and_names,
         "versions": state.versions,
+        "ties": state.ties,
         "warmups": {block.key: block.warmup for block in state.blocks if block.warmup},
         "edits": state.edits,
         "past": {name: _encode(part, f"past/{name}", parts[name]) for name, part in state.past.items()},
@@ -336,13 +343,24 @@ class Saved:
             ValueError: it is of another model or optimizer.
         """
         path, saved = self.path, self.manifest
-        self._compare("layers", _listed(saved["units"]), _listed(state.keys_and_names))
+        self.compare_layers(saved["units"], state.keys_and_names)
         self._compare("parameters and buffers", _shapes(self.tensors), _shapes(_merged(state.tensors().values())))
+        if "ties" in saved:
+            self._compare("shared weights", _tied(saved["ties"]), _tied(state.ties))
+        self._compare("blocks of weights", _together(saved["versions"]), _together(state.versions))
         self._compare("frozen parameters", _trained(saved["trainable"]), _trained(state.trainable))
         self._compare("the optimizer", {"class": saved["optimizer"]}, {"class": state.optimizer_class})
         self._compare("parameter groups", _members(saved["groups"]), _members(state.groups()))
         if saved["torch"] != torch.__version__:
             logger.warning("%s is by torch %s, here is %s: bits may differ", path, saved["torch"], torch.__version__)
+
+    def compare_layers(self, saved: Iterable[Sequence[str]], live: Iterable[Sequence[str]]) -> None:
+        """Compare keys and names of units.
+
+        Raises:
+            ValueError: they differ.
+        """
+        self._compare("layers", _listed(saved), _listed(live))
 
     def _compare(self, what: str, saved: Mapping[str, str], live: Mapping[str, str]) -> None:
         pairs = {name: (saved.get(name, "absent"), live.get(name, "absent")) for name in {**saved, **live}}
@@ -459,6 +477,14 @@ def _listed(units: Iterable[Sequence[str]]) -> dict[str, str]:
 def _members(groups: Sequence[Sequence[str]]) -> dict[str, str]:
     members = {name: f"group {index}" for index, names in enumerate(groups) for name in names}
     return members | {"number of groups": str(len(groups))}
+
+
+def _tied(ties: Iterable[Sequence[str]]) -> dict[str, str]:
+    return {name: f"one with {', '.join(sorted({*names} - {name}))}" for names in ties for name in names}
+
+
+def _together(versions: Iterable[str]) -> dict[str, str]:
+    return dict.fromkeys(versions, "present")
 
 
 def _trained(names: Iterable[str]) -> dict[str, str]:

@@ -12,7 +12,10 @@ The copy's parameters are shaken first, so a plan holds for the layer's structur
    normalised already. So the norm that makes its input, at the end of the preceding layer, is left with gain 1 and
    shift 0, and its values move to the end of the new layer. Then as in 1.
 
-What is exact: 1 to the bit. 2 up to the norms' eps, which acts once more: a token whose variance is v before the
+What is exact: 1 to the bit, on any processor, as what is added is 0 (`IdentityPlan.exact`; a layer that puts its sums
+together in another order is off by its rounding, at most `EXACT`). That is said of runs through the same kernels: PyTorch
+may take others for attention without gradients than with them, and a loss of the one kind is then not a loss of the other.
+2 up to the norms' eps, which acts once more: a token whose variance is v before the
 preceding norm comes out larger by eps / 2 * (1 / v - 1), relative. With BERT's 1e-12 that is nothing; with 1e-5 the loss
 of small networks moved by 1e-7 as a rule and by 2e-6 at worst (weights of three times the usual size). Where
 v is small it can be much more, and then the plan is refused (`TOLERANCE`).

@@ -28,6 +28,11 @@ class IdentityPlan:
     max_abs_error: float = 0.0  # of the hidden state, on the sample
     side_outputs: int = 0  # tensors that it gives out besides, which are not arguments passed on
 
+    @property
+    def exact(self) -> bool:
+        """Whether the hidden state passes to the bit. Otherwise it is off by `max_abs_error` on the sample, of rounding."""
+        return not self.handed_over and self.max_abs_error == 0.0
+
 
 def apply_plan(plan: IdentityPlan, layer: nn.Module, preceding: nn.Module | None = None) -> None:
     """Set the parameters of `layer`, and of `preceding` if it hands over, in place. Optimizer state is the caller's."""

@@ -26,7 +26,8 @@ class Entry:
         kind: what happened; "undo" and "redo" name the entry in `of`.
         what: the edits in words.
         of: number of the entry that was undone or redone, -1 otherwise.
-        preserves_function: whether the model computed the same afterwards.
+        preserves_function: whether the model computed the same afterwards: to the bit, but that layers which end in a norm
+            are inserted up to its eps (`identity.py`).
         optimizer: what became of the optimizer's state.
         layers: number of layers afterwards.
         params: change of the number of weights.
@@ -119,6 +120,12 @@ class History:
         if not edits:
             raise ValueError(
                 "apply() was given no edit, so there is nothing to do and nothing to undo: give at least one"
+            )
+        if strangers := [edit for edit in edits if not isinstance(edit, Edit)]:
+            shown = repr(strangers[0])
+            raise TypeError(
+                f"apply() was given {shown}, a {type(strangers[0]).__name__} and no edit: say what is to be done, as in "
+                f"apply(Drop({shown if isinstance(strangers[0], int | str) else 0}), Swap(0, 1)), one argument for each edit"
             )
         before = self._sizes()
         try:

@@ -30,10 +30,12 @@ class LayerDrop(Schedule):
         rate: the probability, or a function of the relative depth (0 for the first layer of the stack, 1 for the last) that
             gives it, or of the relative depth and the number of finished steps.
         stack: dotted name of the container; None for all stacks.
+        trust: let layers sit out even where that is refused on evidence alone; see `Relay.step`.
     """
 
     rate: Rate
     stack: str | None = None
+    trust: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.rate):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from l2l_core.depth import is_config, words
+from l2l_core.ties import ties_of
 
 Feature = tuple[str, str]  # ("parameter" | "attribute", dotted name)
 Features = Mapping[Feature, Hashable]
@@ -57,9 +58,38 @@ def anatomy(layer: nn.Module) -> Anatomy:
 
 
 def kind_of(layer: nn.Module) -> str:
-    """A checksum of a layer's features: two layers of one kind compute alike, given the same weights."""
-    rows = sorted((kind, name, repr(value)) for (kind, name), value in anatomy(layer).features.items())
-    return hashlib.sha256(repr(rows).encode()).hexdigest()
+    """A checksum of what a layer is but its weights and its position: layers of one kind compute alike, given the same weights.
+
+    Stricter than features, which evidence is drawn from: the classes of all parts, all settings (dropout and tuples too), and
+    which parameters are one. What only code says (a function without a name) does not show.
+    """
+    known_of = anatomy(layer)  # a layer that waits on disk has no shapes now
+    positions = set(known_of.positions)
+    rows: list[Any] = [(*name, shape) for name, shape in known_of.features.items() if name[0] == "parameter"]
+    for path, module in layer.named_modules():
+        rows.append((path, "class", type(module).__qualname__))
+        buffers = module._buffers.items()
+        rows += [(path, name, None if b is None else (tuple(b.shape), str(b.dtype))) for name, b in buffers]
+        for name, value in vars(module).items():
+            if (
+                not name.startswith("_")
+                and name not in _TORCH_OWN
+                and (path, name) not in positions
+                and (known := _plainly(value)) is not None
+            ):
+                rows.append((path, name, known))
+    return hashlib.sha256(repr((sorted(rows, key=repr), ties_of(layer))).encode()).hexdigest()
+
+
+def _plainly(value: Any) -> Any:
+    """A setting as something that is the same in every process; None for what is no setting."""
+    if isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return [_plainly(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype)
+    return getattr(value, "__qualname__", None) if callable(value) and not isinstance(value, nn.Module) else None
 
 
 def look_again(layer: nn.Module) -> None:

@@ -6,14 +6,12 @@ branch, and for each branch. `files.py` writes every part to a file of its own.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from l2l_core import change, travel
 from l2l_core.ambient import RandomState
@@ -25,8 +23,8 @@ from l2l_core.files import usable
 from l2l_core.journal import Entry, History, Turn
 from l2l_core.likeness import kind_of
 from l2l_core.parked import Parked
-from l2l_core.store import Side
-from l2l_core.units import Block, Unit, build_layer
+from l2l_core.resume import Resumption
+from l2l_core.units import Block, Unit
 
 logger = logging.getLogger("l2l_core")
 
@@ -121,7 +119,9 @@ def _plain_turns(history: History, editor: Editor) -> Part:
 def _plain_turn(turn: Turn, present: set[Unit]) -> list[Any]:
     number, changes = turn
     if gone := [unit.key for one in changes for unit in one.units() if unit not in present]:
-        changes = (Barred(f"{', '.join(dict.fromkeys(gone))} was dropped for good: its bytes are gone"),)
+        changes = (
+            Barred(f"{', '.join(dict.fromkeys(gone))} was dropped for good: its bytes are gone, it cannot come back"),
+        )
     return [number, [[type(one).__name__, *one.to_plain()] for one in changes]]
 
 
@@ -130,33 +130,39 @@ def _plain_turn(turn: Turn, present: set[Unit]) -> list[Any]:
 
 @dataclass
 class Restorer:
-    """Gives a relay over the saved model its past.
+    """Gives a relay that has the saved stacks its past.
 
     Args:
         editor, history, branches: of the relay.
-        spare: modules by key that a parked layer may be made of: those of the model before its edits, and a caller's own.
+        resumption: finds modules for parked layers.
         empty: makes a float32 host buffer of so many elements.
     """
 
     editor: Editor
     history: History
     branches: Branches
-    spare: Mapping[str, nn.Module]
+    resumption: Resumption
     empty: Callable[[int], torch.Tensor]
 
-    def restore(self, parts: Mapping[str, Part]) -> None:
+    def restore(self, parts: Mapping[str, Part]) -> Callable[[], None]:
         """Take over what `parts_of` gave; nothing, of a save that knows no past.
+
+        Returns:
+            What gives parked layers their values. It cannot fail; until then, nothing of the caller's has changed.
 
         Raises:
             ValueError: a branch has a layer that nobody can build; says how to give it.
         """
         if not parts:
-            return
+            return lambda: None
         units = {unit.key: unit for unit in (self.editor.shell, *self.editor.layers)}
         self._missing: dict[str, str] = {}  # why, by key
+        waiting: list[tuple[Part, Unit]] = []
+        parked = {each.unit.key: each.unit for each in self.editor.parking}
         for name, part in parts.items():
-            if name.startswith("parked-") and (unit := self._layer(part, units)) is not None:
+            if name.startswith("parked-") and (unit := self._layer(part, units, parked)) is not None:
                 units[unit.key] = unit
+                waiting.append((part, unit))
         blocks = {block.key: block for unit in units.values() for block in unit.blocks}
         held = {name: self._values(part) for name, part in parts.items() if name.startswith("values-")}
         others = {}
@@ -169,47 +175,46 @@ class Restorer:
         done, undone = (self._turns(parts["history"][which], units) for which in ("done", "undone"))
         self.history.continue_from(self.history.journal, done, undone)
 
-    def _layer(self, part: Part, units: Mapping[str, Unit]) -> Unit | None:
-        key, model = part["key"], self.editor.model
-        shared = {p: block for unit in units.values() for block in unit.blocks if block.shared for p in block.params}
-        module = self._module(part, units)
-        if module is None:
-            self._missing[key] = (
-                f"layer {key}, a {part['class']} like none in the model, is not there: a save has no code. Load with such a "
-                f"module: modules={{{key!r}: ...}}"
+        def fill() -> None:
+            for part, unit in waiting:
+                self._fill(part, unit)
+            self.editor.parking.book_again()
+
+        return fill
+
+    def _layer(self, part: Part, units: Mapping[str, Unit], parked: Mapping[str, Unit]) -> Unit | None:
+        """A parked layer, which may be parked here already, as it was part of the caller's model."""
+        key, unit = part["key"], parked.get(part["key"])
+        if unit is None:
+            shell = self.editor.shell
+            there = {k: each.module for k, each in {**units, **parked}.items() if each is not shell}
+            module = self.resumption.find(key, part["kind"], there)
+            if module is None:
+                self._missing[key] = self.resumption.missing(key, part["class"])
+                return None
+            for inner, name in part["shared"]:
+                path, _, attribute = inner.rpartition(".")
+                module.get_submodule(path).register_parameter(attribute, self.editor.model.get_parameter(name))
+            unit = self.editor.make_room(key, module)
+        sizes = [block.layout.numel for block in unit.blocks if not block.shared]
+        if sizes != (saved := [block["master"].numel() for block in part["blocks"]]):
+            raise ValueError(
+                f"layer {key} has {sizes} weights of its own and had {saved} when it was saved: build the model as it was when "
+                "the relay was made"
             )
-            return None
-        if any(model.get_parameter(name) not in shared for _, name in part["shared"]):
-            self._missing[key] = f"layer {key} shared weights with layers that do not share them with any other now"
-            return None
-        for inner, name in part["shared"]:
-            path, _, attribute = inner.rpartition(".")
-            module.get_submodule(path).register_parameter(attribute, model.get_parameter(name))
-        unit = build_layer(key, key, module, self.empty, shared)
-        sides = {}
-        own = [block for block in unit.blocks if not block.shared]
-        for block, saved in zip(own, part["blocks"], strict=True):
-            block.master.copy_(saved["master"])
-            block.version, block.warmup = saved["version"], saved["warmup"]
-            for param, trained in zip(block.params, saved["trained"], strict=True):
-                param.requires_grad_(trained)
-            masters = [nn.Parameter(v, p.requires_grad) for p, v in zip(block.params, block.views, strict=True)]
-            states = {m: state for m, state in zip(masters, saved["states"], strict=True) if state is not None}
-            sides[block] = Side(masters, saved["groups"], states)
-        unit.buffers.restore(part["buffers"])
-        travel.remember_entries(module, part["entries"])
-        self.editor.adopt(Parked(unit, sides))
         return unit
 
-    def _module(self, part: Part, units: Mapping[str, Unit]) -> nn.Module | None:
-        """A module of the saved layer's kind: the layer itself where it is at hand, or a copy of one like it."""
-        key, in_use = part["key"], {unit.module for unit in units.values()}
-        layers = [unit.module for unit in units.values() if unit is not self.editor.shell]
-        own = [self.spare[key]] if key in self.spare else []
-        for candidate in (*own, *layers, *self.spare.values()):
-            if kind_of(candidate) == part["kind"]:
-                return candidate if candidate in own and candidate not in in_use else copy.deepcopy(candidate)
-        return None
+    def _fill(self, part: Part, unit: Unit) -> None:
+        for (block, side), saved in zip(self.editor.parking[unit].sides.items(), part["blocks"], strict=True):
+            block.master.copy_(saved["master"])
+            block.version, block.warmup = saved["version"], saved["warmup"]
+            self.editor.train_only(block, saved["trained"])
+            side.groups[:] = saved["groups"]
+            side.state.clear()
+            states = zip(side.masters, saved["states"], strict=True)
+            side.state.update({master: state for master, state in states if state is not None})
+        unit.buffers.restore(part["buffers"])
+        travel.remember_entries(unit.module, part["entries"])
 
     def _values(self, part: Part) -> Values:
         master = self.empty(part["master"].numel()).copy_(part["master"])

@@ -53,13 +53,21 @@ class Rehearsed:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A relay's parts, as a rehearsal needs them."""
+    """A relay's parts, as a rehearsal needs them.
+
+    Attributes:
+        predicted: the way through the layers that a step would expect.
+        learn: gets the way that was found, if it is another one. A step that expects the wrong way runs its last layer
+            twice and keeps less meanwhile, so its device peak is lower than that of all later steps, which is what is
+            forecast. (ALBERT's one layer is visited once per depth.)
+    """
 
     parts: Parts
     store: LayerStore
     predicted: Sequence[Unit]
     objective: Task
     shares: Callable[[Sequence[Any]], list[float]]
+    learn: Callable[[list[Unit]], None] = lambda way: None
 
     def run(self, micro_batches: Sequence[Any], config: RelayConfig) -> Rehearsed:
         """Rehearse these micro-batches under `config`, once metered, then timed."""
@@ -70,6 +78,7 @@ class Rehearsal:
             learned, way = passing(None, self.predicted)[2:]
             if way != list(self.predicted):  # layers that are visited twice, say: then prefetch learns, and so do we
                 learned, way = passing(None, way)[2:]
+                self.learn(way)
             replayed = None if config.meter == "always" else learned
             timed: list[tuple[Trace, float]] = []
             while not timed or (len(timed) < MOST_PASSES and sum(s for _, s in timed) < ENOUGH_S):

@@ -27,7 +27,13 @@ PerStep = Callable[[int], int] | Mapping[int, int]  # by step; a mapping holds e
 
 
 class Schedule:
-    """What is due before the next step. Schedules add up: ``Depth(...) + LayerDrop(0.1)``."""
+    """What is due before the next step. Schedules add up: ``Depth(...) + LayerDrop(0.1)``.
+
+    Attributes:
+        trust: whether layers sit out even where that is refused on evidence alone; see `Relay.step`.
+    """
+
+    trust: bool = False
 
     def edits(self, relay: Relay) -> Sequence[Edit]:
         """Edits for now, one group of them, which last; none if all is as it should be."""
@@ -50,7 +56,7 @@ class Schedule:
         """Edit what is due, and train on one batch; raises what `Relay.apply` and `Relay.step` do."""
         relay.expect(batch)
         self.prepare(relay)
-        return relay.step(batch, skip=self.skip(relay))
+        return relay.step(batch, skip=self.skip(relay), trust=self.trust)
 
     def __add__(self, other: Schedule) -> Schedule:
         if not isinstance(other, Schedule):
@@ -69,6 +75,10 @@ class Schedules(Schedule):
 
     def edits(self, relay: Relay) -> Sequence[Edit]:
         return next((edits for part in self.parts if (edits := part.edits(relay))), ())
+
+    @property
+    def trust(self) -> bool:  # type: ignore[override] - of any part
+        return any(part.trust for part in self.parts)
 
     def skip(self, relay: Relay) -> Sequence[str]:
         return list(dict.fromkeys(key for part in self.parts for key in part.skip(relay)))

@@ -318,3 +318,30 @@ def test_whatever_happens_a_branch_is_found_as_it_was_left(acts: list[Any]) -> N
         for name in left:
             relay.switch(name)
             assert_same(whole(relay), left[name])
+
+
+def test_a_weight_that_two_layers_share_goes_from_one_to_the_other() -> None:
+    """On each branch another one of them is in the model, in one stack or in two."""
+    for same in (True, False):
+        torch.manual_seed(0)
+        low, high = (nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(n))) for n in (3, 2))
+        (low[1] if same else high[0])[0].weight = low[0][0].weight
+        first, second = "L000", "L001" if same else "L003"
+        layers = [*low, *high]
+        with make_relay(nn.Sequential(low, high), loss=lambda out, _: (out**2).mean(), layers=layers) as relay:
+            batch = (torch.ones(4, 4),)
+            relay.step(batch)
+            relay.fork("other")
+            relay.apply(Drop(first))
+            relay.step(batch)
+            left = whole(relay)
+            relay.switch("main")
+            relay.apply(Drop(second))
+            relay.step(batch)
+            here = whole(relay)
+            for _ in range(2):
+                relay.switch("other")
+                assert_same(whole(relay), left)
+                relay.switch("main")
+                assert_same(whole(relay), here)
+            assert relay.verify(batch).equal

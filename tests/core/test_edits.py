@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 import random
 import tempfile
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 from l2l_core import (
+    Depth,
     Drop,
     Duplicate,
     EmulatedDevice,
@@ -230,11 +232,95 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed(relay: Relay, edit: E
         (lambda: Insert(at=1, warmup=-1), "warmup=-1"),
         (lambda: Duplicate(1, mode="bottom"), "mode='bottom'"),
         (lambda: Drop(1, park="tape"), "park='tape'"),
+        (lambda: Interpolate(0, 1, math.nan), "weight=nan: must be a finite number"),
+        (lambda: Interpolate(0, 1, math.inf), "weight=inf: must be a finite number"),
+        (lambda: Interpolate(0, 1, "half"), "weight='half': must be a finite number"),
+        (lambda: Insert(at=1, optimizer=math.nan), "optimizer=nan: must be .* or a finite number"),
+        (lambda: Duplicate(1, optimizer=math.inf), "optimizer=inf: must be .* or a finite number"),
+        (lambda: Depth({0: 3}, optimizer=math.nan), "optimizer=nan: must be .* or a finite number"),
+        (lambda: Depth({0: math.nan}), "depth from step 0 on is nan"),
     ],
 )
 def test_an_edit_that_makes_no_sense_cannot_be_made(make: Callable[[], Edit], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("edits", [("L001",), (Swap(0, 1), 2), ([Drop(0)],), (Drop,)], ids=repr)
+def test_what_is_no_edit_is_refused(relay: Relay, edits: tuple[Any, ...]) -> None:
+    order = keys(relay)
+    with pytest.raises(TypeError, match=r"apply\(\) was given .* no edit: .*apply\(Drop\("):
+        relay.apply(*edits)
+    assert keys(relay) == order and relay.journal == ()
+
+
+def in_two(model: nn.Module) -> list[dict[str, Any]]:
+    """The first layers, and the last one with the head."""
+    first, last, head = model.transformer.h[:3], model.transformer.h[3:], model.transformer.ln_f
+    inside = {param for part in (*first, *last, head) for param in part.parameters()}
+    rest = [param for param in model.parameters() if param not in inside]
+    return [{"params": [*first.parameters(), *rest]}, {"params": [*last.parameters(), *head.parameters()], "lr": 1e-3}]
+
+
+ORDERS: dict[str, Callable[[nn.Module], Any]] = {
+    "of the model": lambda model: model.parameters(),
+    "in two groups": in_two,
+    "by name": lambda model: [param for _, param in sorted(dict(model.named_parameters()).items())],
+    "backwards": lambda model: list(model.parameters())[::-1],
+    "by kind": lambda model: [
+        {"params": [p for p in model.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)
+    ],
+    "layers backwards": lambda model: [
+        param
+        for part in (
+            model.transformer.ln_f,
+            *list(model.transformer.h)[::-1],
+            model.transformer.wpe,
+            model.transformer.wte,
+        )
+        for param in part.parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_groups_keep_the_order_of_a_plain_optimizer(order: str) -> None:
+    """A `state_dict` tells parameters apart by their place alone."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(ORDERS[order](model), lr=1e-2)
+
+    def assert_order(model: nn.Module) -> None:
+        names = {param: name for name, param in model.named_parameters()}
+        held = [[names[relay.store._model_params[p]] for p in group["params"]] for group in optimizer.param_groups]
+        plain = [[names[param] for param in group["params"]] for group in made(model).param_groups]
+        assert held == plain
+
+    model = make_gpt(4)
+    optimizer = made(model)
+    with Relay(model, optimizer, EmulatedDevice()) as relay:
+        relay.step(make_batch())
+        moments = {i: state["exp_avg"].clone() for i, state in optimizer.state_dict()["state"].items()}
+        relay.fork("other")
+        relay.apply(Drop(3))
+        relay.apply(Drop(0))
+        relay.fork("thin")
+        for _ in range(2):
+            relay.undo()
+            assert order == "in two groups" or assert_order(model) is None  # where a layer is decides its group there
+        assert_order(model)
+        edits = [Duplicate(1, "top"), Swap(0, 2), Move(1, 3), Insert(at=0, init="copy")]
+        for edit in edits if order != "in two groups" else []:
+            relay.apply(edit)
+            assert_order(model)
+        relay.switch("other")
+        relay.switch("main")
+        assert_order(model)
+        after = optimizer.state_dict()["state"]
+        assert all(torch.equal(moment, after[i]["exp_avg"]) for i, moment in moments.items())
+    names = {param: name for name, param in model.named_parameters()}
+    closed = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+    assert closed == [[names[param] for param in group["params"]] for group in made(model).param_groups]
 
 
 def test_the_journal_says_what_was_done(relay: Relay) -> None:
@@ -529,7 +615,7 @@ def test_the_last_layer_with_shared_weights_stays() -> None:
     model[2].a.weight = model[1].a.weight
     with make_relay(model, loss=lambda out, _: (out**2).mean()) as relay:
         relay.apply(Drop(1))
-        with pytest.raises(ValueError, match=r"layers L002 share the weights 1\.a\.weight.*untie"):
+        with pytest.raises(ValueError, match=r"layers L001, L002 share the weights 1\.a\.weight.*untie"):
             relay.apply(Drop("L002"))
         assert keys(relay) == ["L000", "L002", "L003"]
         assert relay.verify((torch.randn(4, 4),)).equal

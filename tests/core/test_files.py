@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import HANG_S
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -111,7 +112,7 @@ def continued(kind: str, folder: Path, **options: Any) -> list[str]:
         return [*train(relay, scheduler, kind, 3), fingerprint(relay)]
 
 
-def in_new_process(code: str, *args: object, timeout_s: float = 200) -> str:
+def in_new_process(code: str, *args: object, timeout_s: float = HANG_S) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::ResourceWarning", "-c", f"import sys, test_files as t; {code}"]
     done = subprocess.run([*command, *map(str, args)], env=environment, capture_output=True, timeout=timeout_s)
@@ -537,8 +538,8 @@ def hammer(folder: str, kills: str, edits: str = "") -> None:
 
 
 def wait_for_more(log: Path, lines: int) -> int:
-    """Wait until a log has more lines than so many, at most half a minute; how many it has."""
-    until_s = time.monotonic() + 30
+    """Wait until a log has more lines than so many, and say how many it has."""
+    until_s = time.monotonic() + HANG_S
     while (count := log.read_bytes().count(b"\n") if log.exists() else 0) <= lines and time.monotonic() < until_s:
         time.sleep(0.01)
     return count

@@ -23,6 +23,7 @@ from l2l_core import (
     Freeze,
     Insert,
     Interpolate,
+    Move,
     Relay,
     Replace,
     Swap,
@@ -275,3 +276,161 @@ def test_a_load_that_is_refused_for_a_branch_changes_nothing(tmp_path: Path) -> 
     assert_same(model.state_dict(), before)
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 3e-4
     assert torch.equal(torch.get_rng_state(), random)
+
+
+class Block(nn.Module):
+    def __init__(self, dilation: int = 1) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv1d(4, 4, 3, padding=dilation, dilation=dilation), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(torch.tanh(self.conv(x)))
+
+
+def blocks(*ties: tuple[int, int], dilations: tuple[int, ...] = (1, 1, 1, 1)) -> nn.Module:
+    """Residual blocks, of which some have one weight in common."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*map(Block, dilations))
+    for a, b in ties:
+        model[b].out.weight = model[a].out.weight
+    return model.train()
+
+
+def rows(seed: int = 0) -> tuple[torch.Tensor]:
+    return (torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(seed)),)
+
+
+def ties(model: nn.Module) -> set[tuple[str, ...]]:
+    """Names of parameters that are one."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    return {tuple(name for name, other in named if other is param) for _, param in named}
+
+
+PAIRS = ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize("as_it_is", [False, True], ids=["fresh", "as it is"])
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [Swap(0, 1)], [Swap(0, 2)], [Move(1, 3), Swap(1, 2)], [Move(0, 3)], [Drop(2)], [Drop(0), Duplicate(0)],
+        [Drop(2, park="disk")], [Drop(3, park=None)], [Insert(at=1, init="copy"), Drop(0), Swap(0, 1)], [Drop(slice(0, 2))],
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("forked", [False, True], ids=["", "forked"])
+def test_layers_that_share_weights_are_loaded_with_what_they_share(
+    edits: list[Any], as_it_is: bool, forked: bool, tmp_path: Path
+) -> None:
+    with make_relay(blocks(*PAIRS), loss=square) as relay:
+        relay.step(rows())
+        if forked:
+            relay.fork("other")
+        relay.apply(*edits)
+        relay.step(rows(1))
+        relay.save(tmp_path)
+        model = copy.deepcopy(relay.model) if as_it_is else blocks(*PAIRS)
+        with load(tmp_path, model, loss=square) as again:
+            assert keys(again) == keys(relay) and ties(again.model) == ties(relay.model)
+            assert_same(whole(again), whole(relay))
+            assert again.evaluate(rows()) == relay.evaluate(rows())
+            if forked:
+                for name in ("main", "other"):
+                    relay.switch(name), again.switch(name)
+                    assert_same(whole(again), whole(relay))
+            turn_both(relay, again, "undo")
+            assert ties(again.model) == ties(relay.model)
+            assert relay.step(rows(2)).loss == again.step(rows(2)).loss
+            assert_same(whole(again), whole(relay))
+
+
+@pytest.mark.parametrize("edits", [[], [Swap(0, 1)], [Drop(2)]], ids=repr)
+def test_a_model_that_shares_other_weights_is_refused_before_it_is_changed(edits: list[Any], tmp_path: Path) -> None:
+    with make_relay(blocks(*PAIRS), loss=square) as relay:
+        relay.step(rows())
+        if edits:
+            relay.apply(*edits)
+        relay.save(tmp_path)
+    model = blocks((0, 3), (1, 2)) if not edits else blocks((0, 1), (2, 3))
+    before, layers = copy.deepcopy(model.state_dict()), list(model)
+    with pytest.raises(ValueError, match="(?i)shared"):
+        load(tmp_path, model, loss=square)
+    assert_same(model.state_dict(), before)
+    assert list(model) == layers
+
+
+def test_layers_that_differ_in_a_setting_only_are_told_apart(tmp_path: Path) -> None:
+    with make_relay(blocks(dilations=(1, 2, 1, 3)), loss=square) as relay:
+        relay.step(rows())
+        relay.apply(Swap(0, 1), Drop("L003"), Duplicate("L001"))
+        relay.save(tmp_path)
+        for model in (blocks(dilations=(1, 2, 1, 3)), copy.deepcopy(relay.model)):
+            with load(tmp_path, model, loss=square, modules={"L003": Block(3)}) as again:
+                assert [unit.module.conv.dilation for unit in again.stack] == [(2,), (2,), (1,), (1,)]
+                assert again.evaluate(rows()) == relay.evaluate(rows())
+                assert again.undo() and again.stack[3].module.conv.dilation == (3,)
+
+
+def test_a_layer_of_other_parts_is_not_taken_for_another(tmp_path: Path) -> None:
+    def chain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+
+    def sigmoid() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+
+    batch = (torch.ones(2, 4),)
+    with make_relay(chain(), loss=square) as relay:
+        relay.step(batch)
+        relay.apply(Replace(1, sigmoid()))
+        relay.save(tmp_path)
+        with pytest.raises(ValueError, match="L003.*modules="):
+            load(tmp_path, chain(), loss=square)
+        with pytest.raises(ValueError, match="modules={'L003': ...}.*of another kind"):
+            load(tmp_path, chain(), loss=square, modules={"L003": nn.Sequential(nn.Linear(4, 4), nn.Tanh())})
+        with load(tmp_path, chain(), loss=square, modules={"L003": sigmoid()}) as again:
+            assert again.evaluate(batch) == relay.evaluate(batch)
+
+
+def test_a_run_may_go_on_with_other_settings_of_its_layers(tmp_path: Path) -> None:
+    with make_relay(make_gpt()) as relay:
+        relay.apply(Swap(0, 1), Insert(at=2, init="copy"), Drop(0))
+        relay.save(tmp_path)
+    model = make_gpt()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    with load(tmp_path, model) as again:
+        assert keys(again) == keys(relay) and again.step(make_batch()).loss
+
+
+@pytest.mark.parametrize(
+    "edits", [[Duplicate("L000")], [Drop("L001")], [Insert(at="L000", init="copy"), Swap("L000", "L001")]], ids=repr
+)
+@pytest.mark.parametrize("as_it_is", [False, True], ids=["fresh", "as it is"])
+def test_stem_layers_and_head_in_one_sequential(edits: list[Any], as_it_is: bool, tmp_path: Path) -> None:
+    """The head's name, and those of other stacks behind these layers, change with the depth."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        return nn.Sequential(nn.Linear(4, 8), *layers, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 1))
+
+    batch = (torch.ones(2, 4),)
+    with make_relay(make(), loss=square, layers=["1", "2", "3", "4.0", "4.1"]) as relay:
+        relay.step(batch)
+        relay.apply(*edits, trust=True)
+        relay.apply(Drop((list(relay.stacks)[1], 0)))
+        named, units = dict(relay.model.named_parameters()), (relay.shell, *relay.stack)
+        for name, param in ((n, p) for u in units for b in u.blocks for n, p in zip(b.names, b.params, strict=True)):
+            assert named[name] is param
+        relay.step(batch)
+        relay.save(tmp_path)
+        model = copy.deepcopy(relay.model) if as_it_is else make()
+        with load(tmp_path, model, loss=square) as again:
+            assert_same(whole(again), whole(relay))
+            assert list(again.stacks) == list(relay.stacks)
+            while turn_both(relay, again, "undo"):
+                pass
+            assert [unit.name for unit in again.stack] == ["1", "2", "3", "4.0", "4.1"]
+            assert relay.step(batch).loss == again.step(batch).loss

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2l_core import EmulatedDevice, Freeze, Insert, Relay, RelayConfig
+from l2l_core import EmulatedDevice, Freeze, Insert, LayerDrop, Relay, RelayConfig, Schedule
 from l2l_core.reference import train_step
 from tests.core.small import make_batch, make_gpt, make_relay
 
@@ -221,3 +221,32 @@ def test_bytes_of_optimizer_state_are_known_before_the_first_step(relay: Relay, 
         before = held_bytes(fresh)
         assert fresh.verify(make_batch()).equal and held_bytes(fresh) == before
         fresh.step(make_batch(1), skip=[1])
+
+
+class Beside(nn.Module):
+    """As many norms beside the layers as there are layers: one each, as it seems."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norms[0](x)
+
+
+def test_what_is_refused_on_evidence_alone_may_be_trusted() -> None:
+    batch = (torch.ones(2, 4),)
+    layers = [f"layers.{i}" for i in range(3)]
+    with make_relay(Beside(), loss=lambda out, _: (out**2).mean(), layers=layers) as relay:
+        with pytest.raises(ValueError, match="one per layer as it seems.*trust=True"):
+            relay.step(batch, skip=[1])
+        assert relay.steps == 0
+        relay.step(batch, skip=[1], trust=True)
+        assert [unit.version for unit in relay.stack] == [1, 0, 1]
+        with pytest.raises(ValueError, match="trust=True"):
+            LayerDrop(0.9).step(relay, batch)
+        (LayerDrop(0.9, trust=True) + Schedule()).step(relay, batch)
+        assert relay.steps == 2 and relay.verify(batch).equal
