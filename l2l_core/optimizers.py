@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from l2l_core.settings import Changes, changes_of, lend, own, settings_of, settle
 
 logger = logging.getLogger("l2l_core")
 
@@ -69,15 +73,75 @@ def _check_kind(optimizer: Optimizer) -> None:
 
 
 def over(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
-    """An optimizer of the same kind and settings over other parameter groups; its hooks and wrappers stay behind."""
+    """An optimizer of the same kind over other parameter groups, with settings of its own.
+
+    Its hooks and wrappers stay behind. What is no plain value (a dictionary by parameter, say) it has in common with
+    `optimizer`, as a part must; `copy_over` shares nothing.
+    """
     twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    for name in ("step", "zero_grad"):
-        twin.__dict__.pop(name, None)  # a scheduler's wrapper around the instance's own method
-    twin.param_groups, twin.state = groups, state
-    twin._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
-    twin._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
+    twin.__dict__.update({name: own(value) for name, value in optimizer.__dict__.items() if name not in _ITS_OWN})
+    twin.defaults = {name: own(value) for name, value in optimizer.defaults.items()}
+    twin.param_groups, twin.state = [{name: own(value) for name, value in group.items()} for group in groups], state
+    for name in _hooks_of(optimizer):
+        twin.__dict__[name] = OrderedDict()
     return twin
+
+
+def copy_over(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, counterparts: Mapping[Any, Any]
+) -> Optimizer:
+    """An optimizer of the same kind over other parameter groups that shares nothing with `optimizer`; it has no hooks.
+
+    Args:
+        groups: with the new parameters; the other values are copied, however deep.
+        state: of the new parameters.
+        counterparts: what stands for what, wherever the optimizer refers to it: parameters, the model.
+    """
+    twin = object.__new__(type(optimizer))
+    memo = {id(old): new for old, new in counterparts.items()} | {id(optimizer): twin}
+    kept = {name: value for name, value in optimizer.__dict__.items() if name not in (*_ITS_OWN, *_hooks_of(optimizer))}
+    twin.__dict__.update({name: _deep_copy(value, memo) for name, value in kept.items()})
+    twin.param_groups = [
+        {name: value if name == "params" else _deep_copy(value, memo) for name, value in group.items()}
+        for group in groups
+    ]
+    twin.state = state
+    for name in _hooks_of(optimizer):
+        twin.__dict__[name] = OrderedDict()
+    return twin
+
+
+_ITS_OWN = ("param_groups", "state", "step", "zero_grad")  # the last two: a scheduler's wrappers around the methods
+
+
+def _hooks_of(optimizer: Optimizer) -> list[str]:
+    return [name for name in optimizer.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]
+
+
+def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # of anybody's class: a lock, a file, a tensor with a graph
+        return value
+
+
+@contextmanager
+def silent(optimizer: Optimizer) -> Iterator[None]:
+    """Fire no step hooks in the block, neither the optimizer's nor those of all optimizers."""
+    hooks = [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizer_module._global_optimizer_pre_hooks,
+        optimizer_module._global_optimizer_post_hooks,
+    ]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, known in zip(hooks, kept, strict=True):
+            each.update(known)
 
 
 def replace_params(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -90,17 +154,10 @@ def replace_params(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter
 
 
 def slice_of(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Optimizer:
-    """`optimizer` restricted to some of its parameters; state is shared with it."""
+    """`optimizer` restricted to some of its parameters; state is shared with it, and settings are lent (`settings.py`)."""
     wanted = set(params)
     groups = [{**g, "params": [p for p in g["params"] if p in wanted]} for g in optimizer.param_groups]
     return over(optimizer, groups, optimizer.state)
-
-
-def sync_settings(part: Optimizer, whole: Optimizer) -> None:
-    """Take over the settings of each group (learning rates move between steps), and the state (loading exchanges it)."""
-    part.state = whole.state
-    for mine, theirs in zip(part.param_groups, whole.param_groups, strict=True):
-        mine.update((name, value) for name, value in theirs.items() if name != "params")
 
 
 def scale_rate(part: Optimizer, factor: float) -> None:
@@ -108,6 +165,19 @@ def scale_rate(part: Optimizer, factor: float) -> None:
     if factor != 1.0:
         for group in part.param_groups:
             group["lr"] = group["lr"] * factor
+
+
+def update_part(part: Optimizer, whole: Optimizer, rate: float = 1.0) -> Changes:
+    """Let a part of an optimizer update its parameters, at `rate` times the learning rate.
+
+    Returns what it made of the settings; `settle` them when all parts of the step have had their turn.
+    """
+    lend(whole, part)
+    scale_rate(part, rate)
+    given = settings_of(part)
+    part.step()
+    changes = changes_of(part, given)
+    return changes if rate == 1.0 else {place: value for place, value in changes.items() if place[1] != "lr"}
 
 
 def fire_hooks(hooks: Mapping[int, Callable[..., Any]], optimizer: Optimizer) -> None:
@@ -128,9 +198,9 @@ def check_blockwise(optimizer: Optimizer) -> None:
         _fill_grads(_params(whole), step)
         _fill_grads(_params(blocks), step)
         try:
-            whole.step()
-            for part in parts:
-                part.step()
+            with silent(optimizer):
+                whole.step()
+                settle(blocks, {place: value for part in parts for place, value in update_part(part, blocks).items()})
         except Exception as error:
             raise ValueError(f"{_name(optimizer)} cannot run block by block: its step() raised {error!r}") from error
     if not all(torch.equal(a, b) for a, b in zip(_params(whole), _params(blocks), strict=True)):
@@ -153,7 +223,7 @@ def _toy(optimizer: Optimizer) -> Optimizer:
     twin = over(optimizer, groups, defaultdict(dict))
     for name, value in list(twin.__dict__.items()):
         if name not in ("param_groups", "state", "defaults") and isinstance(value, dict | list | torch.Tensor):
-            twin.__dict__[name] = copy.copy(value)
+            twin.__dict__[name] = copy.copy(value)  # what is no plain value, and so not its own yet
     return twin
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 
 def accumulate(
@@ -24,7 +25,8 @@ def accumulate(
 
     Args:
         model: the model, in the mode in which it shall run.
-        micro_batches: K parts of the batch.
+        micro_batches: K parts of the batch. The model gets copies: what it writes into its inputs stays in them, and a
+            slice does not begin where an allocation would, by which some kernels choose how they round.
         objective: gives the scalar loss of one micro-batch.
         divisors: each loss is divided by its own before backward; K for even micro-batches.
         seeds: seed of the random stream of each micro-batch.
@@ -33,7 +35,8 @@ def accumulate(
     for micro_batch, divisor, seed in zip(micro_batches, divisors, seeds, strict=True):
         torch.manual_seed(seed)
         random.seed(seed)
-        loss = objective(model, micro_batch) / divisor
+        own = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), micro_batch)
+        loss = objective(model, own) / divisor
         if loss.requires_grad:
             loss.backward()
         losses.append(loss.detach().clone())

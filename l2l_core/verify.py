@@ -1,9 +1,14 @@
-"""Relay against in-core accumulation, from the same state: the proof, in one call."""
+"""Relay against in-core accumulation, from the same state: the proof, in one call.
+
+The judge shares nothing with what it judges: the in-core side is a deep copy of the model with an optimizer of its own,
+made of copies of state, groups, defaults and attributes. `Relay.verify` sees to it that the step leaves no trace.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +17,30 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from l2l_core.reference import train_step
+from l2l_core.sample import same_random_numbers
+from l2l_core.settings import Settings, is_same, settings_of
 from l2l_core.store import LayerStore
 from l2l_core.units import Unit
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyRow:
-    """One unit after a step: largest difference of weights, and parameters that several visits contribute to."""
+    """One unit after a step.
+
+    Attributes:
+        key, name: of the unit.
+        equal: its weights and buffers have the same bits.
+        max_abs_diff: largest difference of any weight or buffer.
+        several_visits: parameters that several visits contribute to.
+        different: parameters and buffers that differ.
+    """
 
     key: str
     name: str
     equal: bool
     max_abs_diff: float
     several_visits: tuple[str, ...]
+    different: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +48,11 @@ class VerifyReport:
     """Relay and in-core training of one step, compared.
 
     Attributes:
-        equal: losses and all updated weights are bitwise equal.
-        max_abs_diff: largest difference of any weight.
+        equal: losses, all updated weights, all buffers and what the optimizer keeps are bitwise equal.
+        max_abs_diff: largest difference of any weight or buffer.
         loss, reference_loss: of the step.
         rows: one per unit.
+        optimizer: what differs of the optimizer: names in its state, and its settings and counters.
     """
 
     equal: bool
@@ -43,11 +60,18 @@ class VerifyReport:
     loss: float
     reference_loss: float
     rows: tuple[VerifyRow, ...]
+    optimizer: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         verdict = "bitwise equal" if self.equal else f"different by up to {self.max_abs_diff:.3g}"
         lines = [f"relay and in-core training are {verdict}; loss {self.loss:.8g} and {self.reference_loss:.8g}"]
-        lines += [f"  {row.key} {row.name}: {row.max_abs_diff:.3g}" for row in self.rows if not row.equal]
+        lines += [
+            f"  {row.key} {row.name}: {row.max_abs_diff:.3g} ({_listed(row.different)})"
+            for row in self.rows
+            if not row.equal
+        ]
+        if self.optimizer:
+            lines.append(f"  the optimizer keeps other values of {_listed(self.optimizer)}")
         shared = sorted({name for row in self.rows for name in row.several_visits})
         return "\n".join(lines + ([f"  parameters of several visits: {', '.join(shared)}"] if shared else []))
 
@@ -65,28 +89,55 @@ def compare_step(
     max_grad_norm: float | None,
     torch_device: torch.device,
 ) -> VerifyReport:
-    """Run the step on a copy in core, on `torch_device`, then by relay, and compare losses and weights."""
-    twin = copy.deepcopy(model)
-    optimizer = store.plain_optimizer(list(twin.parameters()), model)
+    """Run the step on a copy in core, on `torch_device`, then by relay, and compare losses, weights, buffers, optimizer."""
+    twin = _twin_of(model)
+    optimizer = store.plain_optimizer(twin, model)
     parts = micro_batches
-    counterpart = dict(zip(model.parameters(), twin.parameters(), strict=True))
     if torch_device.type != "cpu":
         twin.to(torch_device)
         optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
         parts = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch_device), list(micro_batches))
-    losses = train_step(twin, optimizer, parts, objective, divisors, seeds, max_grad_norm)
+    with same_random_numbers():  # NumPy's too: both sides begin with the same ones
+        losses = train_step(twin, optimizer, parts, objective, divisors, seeds, max_grad_norm)
     reference_loss = float(sum(losses))
+    del losses, parts
     twin.cpu()  # before the relay needs the room
-    del optimizer, losses, parts
+    expected = {
+        param: pytree.tree_map_only(torch.Tensor, _on_host, dict(optimizer.state.get(own, {})))
+        for param, own in zip(model.parameters(), twin.parameters(), strict=True)
+    }
+    settings = settings_of(optimizer)
+    del optimizer
     result = relay_step()
-    rows = tuple(_row(unit, counterpart, _visits(result.trace)) for unit in units)
+    weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
+    buffers, visits = _buffers(model, twin), _visits(result.trace)
+    rows = tuple(_row(unit, weights, buffers, visits) for unit in units)
+    kept = _differing_state(expected, store.states())
+    if len(settings) == len(
+        found := settings_of(store.optimizer)
+    ):  # a layer that warms up has a group of its own in core
+        kept += _differing_settings(settings, found)
     return VerifyReport(
-        equal=result.loss == reference_loss and all(row.equal for row in rows),
+        equal=result.loss == reference_loss and all(row.equal for row in rows) and not kept,
         max_abs_diff=max((row.max_abs_diff for row in rows), default=0.0),
         loss=result.loss,
         reference_loss=reference_loss,
         rows=rows,
+        optimizer=tuple(kept),
     )
+
+
+def _twin_of(model: nn.Module) -> nn.Module:
+    """A deep copy; a tensor with a graph, which a forward has left on a module, is copied without it."""
+    held = [value for module in model.modules() for value in vars(module).values()]
+    graphs = {
+        id(value): value.detach().clone() for value in held if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(model, graphs)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
 
 
 def _visits(trace: Any) -> dict[str, int]:
@@ -97,10 +148,81 @@ def _visits(trace: Any) -> dict[str, int]:
     return {key: len(indices) for key, indices in visits.items()}
 
 
-def _row(unit: Unit, counterpart: dict[nn.Parameter, nn.Parameter], visits: dict[str, int]) -> VerifyRow:
-    worst = max(
-        (float((p.detach() - counterpart[p].detach()).abs().max()) for p in unit.params if p.numel()), default=0.0
-    )
-    equal = all(torch.equal(p, counterpart[p]) for p in unit.params)
+Pair = tuple[str, torch.Tensor | None, torch.Tensor | None]  # name, the relay's tensor, the one in core
+
+
+def _row(
+    unit: Unit,
+    weights: Mapping[nn.Parameter, nn.Parameter],
+    buffers: Mapping[int, Pair],
+    visits: Mapping[str, int],
+) -> VerifyRow:
+    params = [(name, param) for block in unit.blocks for name, param in zip(block.names, block.params, strict=True)]
+    pairs: list[Pair] = [(name, param.detach(), weights[param].detach()) for name, param in params]
+    pairs += [buffers[id(buffer)] for buffer in unit.buffers.now() if buffer is not None]
+    differing = {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
     several = tuple(n for b in unit.blocks if b.shared or visits.get(unit.key, 0) > 1 for n in b.names)
-    return VerifyRow(unit.key, unit.name, equal, worst, several)
+    worst = max(differing.values(), default=0.0)
+    return VerifyRow(unit.key, unit.name, not differing, worst, several, tuple(differing))
+
+
+def _buffers(model: nn.Module, twin: nn.Module) -> dict[int, Pair]:
+    """The model's buffers by identity, beside those of its copy at the same place."""
+    modules = zip(model.named_modules(), twin.modules(), strict=True)
+    return {
+        id(buffer): (f"{prefix}.{name}" if prefix else name, buffer, own._buffers.get(name))
+        for (prefix, module), own in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+
+def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    """The largest difference of two tensors that differ; infinite if they cannot be subtracted."""
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
+    differ = one != other
+    off = (one[differ].double() - other[differ].double()).abs()
+    return float(off.nan_to_num(math.inf).max()) if off.numel() else 0.0
+
+
+def _differing_state(
+    expected: Mapping[nn.Parameter, Mapping[str, Any]], found: Mapping[nn.Parameter, Mapping[str, Any]]
+) -> list[str]:
+    """Names in the optimizer's state that differ for some parameter."""
+    names = (
+        name
+        for param, theirs in expected.items()
+        for ours in [found.get(param, {})]
+        for name in {**theirs, **ours}
+        if name not in ours or name not in theirs or not _alike(ours[name], theirs[name])
+    )
+    return list(dict.fromkeys(f"state {name!r}" for name in names))
+
+
+def _differing_settings(expected: Settings, found: Settings) -> list[str]:
+    """Names of settings and counters that differ."""
+    names = (
+        name
+        for theirs, ours in zip(expected, found, strict=True)
+        for name in {**theirs, **ours}
+        if name not in ours or name not in theirs or not is_same(ours[name], theirs[name])
+    )
+    return list(dict.fromkeys(f"setting {name!r}" for name in names if name not in _MARKS))
+
+
+_MARKS = ("_opt_called", "_warned_capturable_if_run_uncaptured")  # PyTorch's own notes about calls
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """The same for values in an optimizer's state: what is no plain value is compared by what it says of itself."""
+    ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    if len(ones) != len(others):
+        return False
+    pairs = zip(ones, others, strict=True)
+    return all(is_same(a, b) if isinstance(a, torch.Tensor) else is_same(a, b) or repr(a) == repr(b) for a, b in pairs)
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +142,80 @@ def test_step_hooks_fire_once_per_step() -> None:
         relay.step(batch())
         relay.step(batch())
     assert fired == ["before", "after"] * 2
+
+
+class CountsSteps(torch.optim.SGD):
+    """Divides by the count of its steps, which it keeps in its groups, among its defaults, and on itself."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        self.defaults["steps"] = self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        self.defaults["steps"] += 1
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            assert group["steps"] == self.defaults["steps"] == self.steps
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= p.grad / group["steps"]
+
+    @property
+    def counts(self) -> list[int]:
+        return [self.steps, self.defaults["steps"], *(group.get("steps", 0) for group in self.param_groups)]
+
+
+@pytest.mark.parametrize("update", ["eager", "deferred"])
+def test_a_step_counts_once_and_a_trial_not_at_all(update: str) -> None:
+    config = RelayConfig(micro_batches=2, update=update)  # type: ignore[arg-type]
+    with Relay(model(), CountsSteps, loss=squared_error, config=config) as relay:
+        optimizer = relay.optimizer
+        assert optimizer.counts == [0, 0, 0]
+        relay.forecast(batch())
+        assert optimizer.counts == [0, 0, 0]
+        for steps in (1, 2):
+            relay.step(batch())
+            relay.forecast(batch(), RelayConfig(micro_batches=1))
+            assert optimizer.counts == [steps] * 3
+    optimizer.step()
+    assert optimizer.counts == [3, 3, 3], "it goes on as an ordinary one"
+
+
+def test_a_step_that_is_undone_has_not_counted() -> None:
+    config = RelayConfig(micro_batches=2, rollback=True)
+    with Relay(model(), CountsSteps, loss=squared_error, config=config) as relay:
+        relay.step(batch())
+        weights = [p.detach().clone() for p in relay.model.parameters()]
+
+        def fail(*_: Any) -> None:
+            raise OSError("no room for the log")
+
+        handle = relay.optimizer.register_step_post_hook(fail)
+        with pytest.raises(OSError):
+            relay.step(batch(1))
+        handle.remove()
+        assert relay.optimizer.counts == [1, 1, 1]
+        assert all(torch.equal(a, b) for a, b in zip(weights, relay.model.parameters(), strict=True))
+
+
+def test_counts_in_groups_are_saved(tmp_path: Path) -> None:
+    class Counts(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["steps"] = group.get("steps", 0) + 1
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p -= p.grad / group["steps"]
+
+    with Relay(model(), Counts, loss=squared_error) as relay:
+        for step in range(2):
+            relay.step(batch(step))
+        relay.save(tmp_path / "saved")
+        with Relay.load(tmp_path / "saved", model(), Counts, loss=squared_error) as again:
+            for one in (relay, again):
+                one.step(batch(2))
+            for a, b in zip(relay.model.parameters(), again.model.parameters(), strict=True):
+                assert torch.equal(a, b)
