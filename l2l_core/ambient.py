@@ -112,6 +112,10 @@ class Ambient:
             function_modes=tuple(m for m in self.function_modes if m not in modes),
         )
 
+    def within(self, mode: Any) -> Ambient:
+        """The same state inside a function mode, which is the first to be entered: the user's own come before it."""
+        return replace(self, function_modes=(mode, *self.function_modes))
+
     def reseeded(self, random_state: RandomState) -> Ambient:
         """The same state with other random generators."""
         return replace(self, random=random_state)

@@ -1,52 +1,184 @@
-"""Plain attributes of the shell's modules, handed from micro-batch to micro-batch.
+"""Plain attributes of modules, which micro-batches share while they take turns.
 
-Paused forwards share their modules. A model that notes something on itself (`self.rows = len(x)`) and reads it after a
-layer call would find what another micro-batch has noted meanwhile. So what a micro-batch has set is set again before it
-goes on. A number that the shell sets on a layer anew for every micro-batch is refused: the layer would run with another's.
+A model that notes something on itself (`self.rows = len(x)`) and reads it after a layer call would find what another
+micro-batch has noted meanwhile. So what a micro-batch has set is set again before it goes on. What one leaves for the
+next (a memory of the last forward) can only be had in the order of plain training; where turns change that order, it is
+refused. So is a number that the shell sets on a layer anew for every micro-batch: the layer would run with another's.
+
+Reads and writes are seen by descriptors on the classes of the shell's own modules, for the length of a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from l2l_core.units import Unit
 
 Place = tuple[nn.Module, str]
 
+_MISSING = object()
+_OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
+
 
 class Attributes:
-    """Finds out which attributes a micro-batch has set.
+    """Sees which micro-batch reads and sets which attribute. Use as a context manager around a pass.
+
+    Invariant: after the block every class is as it was before.
 
     Args:
-        modules: of the shell.
-        places: where an earlier pass has seen changes; None looks everywhere, which costs time, and learns.
+        shell: modules of the shell; those of torch's own classes set nothing in their forward.
+        layers: the layers.
+        keep: told what a layer keeps on itself, and for which micro-batch it ran.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], places: Collection[Place] | None) -> None:
-        self._modules, self._places = list(modules), places
-        self.seen: set[Place] = set(places or ())
+    def __init__(self, shell: Iterable[nn.Module], layers: Sequence[Unit], keep: Callable[[Any, int], object]) -> None:
+        self._keep = keep
+        self._shell = {module for module in shell if not type(module).__module__.startswith("torch.")}
+        self._unit_of = {module: unit for unit in layers for module in unit.module.modules()}
+        self._k = -1  # whose turn it is
+        self._own: dict[Place, Any] = {}  # what that micro-batch has set so far
+        self._in_layer = False
+        self._read: dict[Place, int] = {}  # the last micro-batch that has read what others left
+        self._set: dict[Place, int] = {}
+        self._on_layers: dict[Unit, set[Place]] = {}  # what the shell has set there
+        self._undo = ExitStack()
 
-    def now(self) -> dict[Place, Any]:
-        """The attributes as they stand."""
-        if self._places is not None:
-            return {(module, name): vars(module)[name] for module, name in self._places if name in vars(module)}
-        return {(module, name): value for module in self._modules for name, value in vars(module).items()}
+    def __enter__(self) -> Attributes:
+        names = {(type(m), name) for m in self._shell for name in vars(m) if name not in _OF_MODULES}
+        for cls, name in names:
+            self._spy(cls, name)
+        self._undo.enter_context(_told_of_sets(self.was_set))
+        return self
 
-    def since(self, before: dict[Place, Any]) -> dict[Place, Any]:
-        """Those that hold another object than `before`, or are new."""
-        now = self.now()
-        changed = {place: value for place, value in now.items() if place not in before or before[place] is not value}
-        self.seen.update(changed)
-        return changed
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+    def _spy(self, cls: type, name: str) -> None:
+        found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
+        if hasattr(type(found), "__set__"):
+            return  # a property: instances hold nothing under this name
+        own = vars(cls).get(name, _MISSING)
+        setattr(cls, name, _Spy(self, name, found))
+        if own is _MISSING:
+            self._undo.callback(delattr, cls, name)
+        else:
+            self._undo.callback(setattr, cls, name, own)
+
+    @contextmanager
+    def turn(self, k: int, own: dict[Place, Any]) -> Iterator[None]:
+        """Micro-batch `k` is at work in the block; `own` is what it has set so far, and gets what it sets."""
+        for (module, name), value in own.items():
+            vars(module)[name] = value  # another micro-batch has left its own there
+        self._k, self._own = k, own
+        try:
+            yield
+        finally:
+            self._k, self._own = -1, {}
+
+    @contextmanager
+    def in_layer(self) -> Iterator[None]:
+        """A layer is at work in the block: what it sets on itself is its own affair."""
+        before, self._in_layer = self._in_layer, True
+        try:
+            yield
+        finally:
+            self._in_layer = before
+
+    def was_read(self, module: nn.Module, name: str) -> None:
+        """Somebody has read an attribute.
+
+        Raises:
+            RuntimeError: a later micro-batch has set it already.
+        """
+        place = module, name
+        if self._k < 0 or module not in self._shell or place in self._own:
+            return
+        if self._set.get(place, -1) > self._k:
+            self._refuse(place)
+        self._read[place] = max(self._k, self._read.get(place, -1))
+
+    def was_set(self, module: nn.Module, name: str) -> None:
+        """Somebody has set an attribute.
+
+        Raises:
+            RuntimeError: a later micro-batch has read the value before.
+        """
+        if self._k < 0:
+            return
+        if module in self._shell:
+            place = module, name
+            if self._read.get(place, -1) > self._k:
+                self._refuse(place)
+            self._set[place] = max(self._k, self._set.get(place, -1))
+            if name in vars(module):
+                self._own[place] = vars(module)[name]
+                if not isinstance(vars(type(module)).get(name), _Spy):
+                    self._spy(type(module), name)
+        elif module in self._unit_of and self._in_layer:
+            self._keep(vars(module).get(name), self._k)
+        elif module in self._unit_of:
+            self._on_layers.setdefault(self._unit_of[module], set()).add((module, name))
+
+    def _refuse(self, place: Place) -> None:
+        module, name = place
+        raise RuntimeError(
+            f"attribute {name!r} of {type(module).__name__} goes from one micro-batch's forward to the next one's, and "
+            "micro-batches take turns at the layers: it would come too late or too early. Keep such a memory between steps, "
+            "pass it in the batch, or use RelayConfig(micro_batches=1)"
+        )
+
+    def set_on(self, unit: Unit) -> dict[Place, Any]:
+        """What the shell has set on a layer's modules in this pass, with the values as they stand."""
+        return {(m, name): vars(m).get(name) for m, name in self._on_layers.get(unit, ())}
 
 
-def put(values: dict[Place, Any]) -> None:
-    """Set attributes to `values`."""
-    for (module, name), value in values.items():
-        vars(module)[name] = value
+class _Spy:
+    """Stands on a class in place of an attribute of its instances, and tells of reads and writes."""
+
+    def __init__(self, attributes: Attributes, name: str, default: Any) -> None:
+        self._attributes, self._name, self._default = attributes, name, default
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        held = {} if instance is None else vars(instance)
+        if self._name in held:
+            self._attributes.was_read(instance, self._name)
+            return held[self._name]
+        if self._default is _MISSING:
+            raise AttributeError(f"{owner.__name__ if owner else instance!r} has no attribute {self._name!r}")
+        get = getattr(type(self._default), "__get__", None)
+        return self._default if get is None else get(self._default, instance, owner)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = value
+        self._attributes.was_set(instance, self._name)
+
+    def __delete__(self, instance: Any) -> None:
+        if vars(instance).pop(self._name, _MISSING) is _MISSING:
+            raise AttributeError(self._name)
+
+
+@contextmanager
+def _told_of_sets(listener: Any) -> Iterator[None]:
+    """Call `listener` with every module and name that is assigned to, in the block, where no spy stands yet."""
+    before = nn.Module.__setattr__
+
+    def setting(self: nn.Module, name: str, value: Any) -> None:
+        before(self, name, value)
+        if not isinstance(vars(type(self)).get(name), _Spy):
+            listener(self, name)
+
+    nn.Module.__setattr__ = setting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = before  # type: ignore[method-assign]
 
 
 def of_layer(unit: Unit) -> dict[Place, Any]:
@@ -57,10 +189,46 @@ def of_layer(unit: Unit) -> dict[Place, Any]:
 
 def check_layer(unit: Unit, before: dict[Place, Any]) -> None:
     """Raise RuntimeError if an attribute of the layer is not what it was when the micro-batch came to it."""
-    now = of_layer(unit)
-    changed = sorted({name for (module, name), value in before.items() if now.get((module, name)) != value})
-    if changed:
-        raise RuntimeError(
-            f"attribute {changed[0]!r} of layer {unit.name} is set anew for every micro-batch, and micro-batches take turns: the "
-            "layer would see another micro-batch's value. Pass it as an argument of the layer"
+    for (module, name), value in before.items():
+        now = vars(module).get(name)
+        if now is not value and not (isinstance(value, int | float | str) and now == value):
+            raise RuntimeError(
+                f"attribute {name!r} of layer {unit.name} is set anew for every micro-batch, and micro-batches take turns: the "
+                "layer would see another micro-batch's value. Pass it as an argument of the layer"
+            )
+
+
+class Traces:
+    """What a layer's modules keep as attributes, and NumPy's random state, to see whether a run has changed any of it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._modules = list(layer.modules())
+        self._before, self._random = self._now(), _numpy_state()
+
+    def differ(self) -> bool:
+        """Whether something is not as it was."""
+        now = self._now()
+        return (
+            now.keys() != self._before.keys()
+            or any(now[at][0] is not held or now[at][1] != count for at, (held, count) in self._before.items())
+            or _numpy_state() != self._random
         )
+
+    def _now(self) -> dict[Place, tuple[Any, int]]:
+        kept = ((m, name, value) for m in self._modules for name, value in vars(m).items() if name not in _OF_MODULES)
+        return {(module, name): (value, _count(value)) for module, name, value in kept}
+
+
+def _count(value: Any) -> int:
+    """Changes when the value is changed in place: the length of a container, the version of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return value._version
+    return len(value) if isinstance(value, list | dict | set | deque) else 0
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, position, *rest = numpy.random.get_state()
+    return name, keys.tobytes(), position, *rest

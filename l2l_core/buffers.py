@@ -15,6 +15,8 @@ from torch import nn
 
 from l2l_core.device import Device
 
+Place = tuple[nn.Module, str]
+
 _CPU = torch.device("cpu")
 
 
@@ -25,15 +27,15 @@ class Buffers:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._places = [(module, name) for module in modules for name in module._buffers]
+        self.places: list[Place] = [(module, name) for module in modules for name in module._buffers]
         self._at = _CPU  # where the tensors stand now
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self.places)
 
     def now(self) -> list[torch.Tensor | None]:
         """The tensors as they stand."""
-        return [module._buffers[name] for module, name in self._places]
+        return [module._buffers[name] for module, name in self.places]
 
     def copy(self) -> list[torch.Tensor | None]:
         """Copies of the values, on the host."""
@@ -48,7 +50,7 @@ class Buffers:
 
     def restore(self, values: Sequence[torch.Tensor | None]) -> None:
         """Put values back, into the same tensors where they still fit."""
-        for (module, name), buffer, value in zip(self._places, self.now(), values, strict=True):
+        for (module, name), buffer, value in zip(self.places, self.now(), values, strict=True):
             if buffer is None or value is None or not _fits(buffer, value):
                 module._buffers[name] = None if value is None else value.to(self._at, copy=True)
             else:
@@ -64,7 +66,7 @@ class Buffers:
         Raises:
             DeviceOutOfMemory: the device's budget does not allow for the copies.
         """
-        if device.in_host_memory or not self._places:
+        if device.in_host_memory or not self.places:
             yield []
             return
         homes = self.now()
@@ -84,12 +86,12 @@ class Buffers:
             self._bring_home(homes, after)
 
     def _put(self, tensors: Sequence[torch.Tensor | None], at: torch.device) -> None:
-        for (module, name), tensor in zip(self._places, tensors, strict=True):
+        for (module, name), tensor in zip(self.places, tensors, strict=True):
             module._buffers[name] = tensor
         self._at = at
 
     def _bring_home(self, homes: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor | None]) -> None:
-        for (module, name), home, buffer in zip(self._places, homes, after, strict=True):
+        for (module, name), home, buffer in zip(self.places, homes, after, strict=True):
             if buffer is None:
                 module._buffers[name] = None
                 continue

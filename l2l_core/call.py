@@ -1,16 +1,18 @@
 """One layer on one micro-batch: run with its graph cut on both sides, recomputed later, and back-propagated.
 
-Both the first run and the recompute see their differentiable inputs through `enter` nodes, so that the same code gives
-the same graph. The first run's graph is dropped at once unless this is the last layer, which is not run twice.
+Both the first run and the recompute see their differentiable inputs through entries, so that the same code gives the
+same graph. The first run's graph is dropped at once unless this is the last layer, which is not run twice.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections import Counter
+import copy
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +20,37 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from l2l_core.ambient import Ambient
-from l2l_core.attributes import Attributes, Place, check_layer, of_layer
+from l2l_core.aside import Asides
+from l2l_core.attributes import Attributes, Place, Traces, check_layer, of_layer
+from l2l_core.buffer_order import BufferOrder
 from l2l_core.clock import Clock
-from l2l_core.cut import Segment, Sink, cut, enter, is_entry, run_backward, sink_of, trace_segments
+from l2l_core.crossing import Crossing
+from l2l_core.cut import (
+    Root,
+    Segment,
+    Sink,
+    enter,
+    is_cast,
+    is_entry,
+    is_leaf,
+    is_nested,
+    nested,
+    run_backward,
+    sequence_number,
+    taken,
+    uses_of,
+    walk,
+)
 from l2l_core.device import Device
 from l2l_core.hidden import is_cache, refuse_hidden
 from l2l_core.hooks import Locator, SideOutputs, UserHooks, alive
 from l2l_core.influence import Influence
 from l2l_core.meter import Meter
+from l2l_core.recomputes import Recomputes, Sum, differs
+from l2l_core.sample import same_random_numbers
 from l2l_core.stash import Stash
 from l2l_core.trace import Trace
-from l2l_core.units import Unit
+from l2l_core.units import Unit, check_stamps, stamps_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +59,18 @@ class Pass:
 
     device: Device
     stash: Stash
+    asides: Asides
     trace: Trace
     sides: SideOutputs
     user_hooks: UserHooks
     meter: Meter
     clock: Clock
     attributes: Attributes
+    order: BufferOrder
     runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
     influence: Influence = field(default_factory=Influence)
+    recomputes: Recomputes = field(default_factory=Recomputes)
+    nesting: set[Unit] = field(default_factory=set)  # layers that run a backward of their own in theirs
     buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
 
     def buffers_of(self, unit: Unit) -> list[torch.Tensor | None]:
@@ -54,18 +80,30 @@ class Pass:
             self.buffer_values[unit] = unit.buffers.copy()
         return self.buffer_values[unit]
 
+    def note(self, call: Call, outputs: Any) -> None:
+        """A layer has run for the first time: what it did to its buffers and to the hidden state."""
+        if call.buffers:
+            self.order.layer_ran(call.k, call.unit.buffers, call.buffers, self.buffers_of(call.unit))
+        self.influence.note(call.unit, call.tensors, outputs)
+
     def expect_unchanged(self, unit: Unit) -> Callable[[], None]:
-        """In metered passes: a check that nobody sets a layer's attributes while a micro-batch waits for it to run first."""
-        if not self.stash.metering:
-            return lambda: None
-        runs, found = self.runs[unit], of_layer(unit)
-        return lambda: check_layer(unit, found) if self.runs[unit] == runs else None
+        """A check that nobody sets a layer's attributes while a micro-batch waits for it to run first."""
+        runs, found = self.runs[unit], self._noted_on(unit)
+        return lambda: self._check_noted(unit, found) if self.runs[unit] == runs else None
+
+    def _noted_on(self, unit: Unit) -> dict[Place, Any]:
+        return {**(of_layer(unit) if self.stash.metering else {}), **self.attributes.set_on(unit)}
+
+    def _check_noted(self, unit: Unit, found: dict[Place, Any]) -> None:
+        if new := self.attributes.set_on(unit).keys() - found.keys():
+            found = {**found, **dict.fromkeys(new)}  # it was not there when the micro-batch came
+        check_layer(unit, found)
 
     @contextmanager
     def watched(self, in_layer: bool = False) -> Iterator[None]:
         """Run a block of backward under the stash's watch, where it needs one."""
         if self.stash.metering or self.stash.guards_layers or (self.stash.guards and not in_layer):
-            with self.stash.watch:
+            with self.stash.in_backward(), self.stash.watch:
                 yield
         else:
             yield
@@ -92,12 +130,25 @@ class _Graph:
 
 
 @dataclass(slots=True)
+class _Given:
+    """What a run of the layer gave out."""
+
+    flat: list[Any]
+    spec: Any
+    own: dict[int, torch.Tensor]  # arguments by the id of their entry
+    new: dict[int, torch.Tensor]  # tensors that are no argument, by id
+    flowing: list[torch.Tensor]  # those of them that receive a gradient
+
+
+@dataclass(slots=True)
 class _Input:
-    """A differentiable argument, where its gradient gathers, and the edge behind it if it entered a layer first here."""
+    """A differentiable argument, and where its gradient gathers."""
 
     tensor: torch.Tensor
     sink: Sink
-    edge: GradientEdge | None
+
+
+Priors = Callable[[int, Callable[[], Counter[torch.Tensor]]], list[Root]]  # what a run of a micro-batch has to add to
 
 
 @dataclass(eq=False)
@@ -113,22 +164,29 @@ class Call:
     leaves: list[Any]
     spec: Any
     inputs: list[_Input]
-    behind: list[tuple[GradientEdge, Sink]]  # what entered a layer first here: segments to run after this call
-    mark: int = 0  # autograd's sequence number at the call: what is older was made before it
     visit: int = -1
     outputs: list[Sink] = field(default_factory=list)
     side_sinks: dict[Locator, Sink] = field(default_factory=dict)
-    segment: Segment | None = None
+    segment: Segment | None = None  # of shell code before the call, back-propagated after it
     kept: _Graph | None = None
     ambient: Ambient | None = None
     context: contextvars.Context | None = None
     buffers: list[torch.Tensor | None] | None = None  # the unit's buffers as the forward saw them
     versions: list[int] = field(default_factory=list)
     attributes: dict[Place, torch.Tensor] = field(default_factory=dict)  # side outputs left there
-    sums: list[tuple[float, float]] = field(default_factory=list)  # of the outputs, in metered steps; with their slack
+    nests: bool = False
+    left_traces: bool = False  # something else than buffers is not as it was, so that the recompute may differ
+    sums: list[Sum] = field(default_factory=list)  # of the outputs, to compare the recompute with
 
     @staticmethod
-    def of(unit: Unit, real: Callable[..., Any], k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(
+        unit: Unit,
+        real: Callable[..., Any],
+        k: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        crossing: Crossing,
+    ) -> Call:
         """Take a call's arguments and cut their graph.
 
         Raises:
@@ -136,17 +194,13 @@ class Call:
         """
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
         inputs: dict[int, _Input] = {}
-        behind = []
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 refuse_hidden(leaf, f"argument {index} of layer {unit.name}")
             elif leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
-                sink, edge = cut(leaf)
-                inputs[id(leaf)] = _Input(leaf, sink, edge)
-                if edge is not None:
-                    behind.append((edge, sink))
-        call = Call(unit, real, k, leaves, spec, list(inputs.values()), behind)
-        call.context, call.mark = contextvars.copy_context(), torch._C._autograd._get_sequence_nr()
+                inputs[id(leaf)] = _Input(leaf, crossing.sink_of(leaf))
+        call = Call(unit, real, k, leaves, spec, list(inputs.values()))
+        call.context = contextvars.copy_context()
         return call
 
     @property
@@ -157,144 +211,170 @@ class Call:
     @property
     def awaited(self) -> list[torch.Tensor]:
         """What the call needs on the device: its arguments and, in backward, the gradients that have come so far."""
-        sinks = [*self.outputs, *self.side_sinks.values(), *(s for item in self.inputs for s in self._gathering(item))]
+        sinks = [*self.outputs, *self.side_sinks.values(), *(item.sink for item in self.inputs)]
         return self.tensors + [sink.grad for sink in sinks if sink.grad is not None]
 
     @property
     def needs_backward(self) -> bool:
-        """Whether the layer gave out anything that can receive a gradient, or what entered it here still has to pass one on.
-
-        The second alone: a layer that hands on what it is given, or gives out nothing that learns.
-        """
-        return bool(self.outputs or self.side_sinks or self.behind)
+        """Whether the layer gave out anything that can receive a gradient; handing on what it is given is not enough."""
+        return bool(self.outputs or self.side_sinks)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def first(self, run: Pass, keep: bool) -> Any:
+    def first(self, run: Pass, keep: bool, crossing: Crossing) -> Any:
         """Run the layer inside its micro-batch's coroutine; return its outputs as the shell shall see them."""
         self.versions = [tensor._version for tensor in self.tensors]
+        began, stamps = sequence_number(), stamps_of(self.unit.params)
+        traces = Traces(self.unit.module) if run.stash.metering else None
+        run.user_hooks.adopt(self.unit.module)
         stop = run.timed("forward", self.unit.key, self.k, self.visit)
         with run.sides.watching(self.unit.module) as seen:
-            outputs, graph = self._run(run, seen=None)
+            given, graph = self._run(run)
+        crossing.ran(self.unit.name, began)
+        outputs = self._leave(run, given, crossing)
         stop()
+        check_stamps(self.unit.params, stamps, f"layer {self.unit.name}")
         self._check_versions("the layer itself changed it in place")
-        if run.stash.metering:
-            self._check_graph(graph)
+        cast = self._check_graph(graph, began)
+        if crossing.autocasts:
+            crossing.casts(cast)
+        if self.nests:
+            run.nesting.add(self.unit)
+            if any(block.shared for block in self.unit.blocks):
+                raise RuntimeError(nested(f"layer {self.unit.name}"))
+        self.left_traces = traces is not None and traces.differ()
+        self.sums = run.recomputes.sums_of(given.flowing)
         self.kept = graph if keep else None
-        del graph  # with it goes what only the layer's own graph kept alive
+        left = {id(tensor): at for at, tensor in enumerate(given.flowing)}
+        del given, graph  # with it goes what only the layer's own graph kept alive
         sides = {**alive(seen), **run.sides.attributes(self.unit.module)}
+        seen.clear()
         if sides:
             self.kept = None  # what a graph has saved cannot be cut
-        self._cut_sides(run, sides)
+        self._cut_sides(run, sides, left, crossing)
         return outputs
 
-    def _check_graph(self, graph: _Graph) -> None:
-        """Refuse a layer that reads differentiable tensors which it was not given."""
-        (reached,) = trace_segments([graph.outputs])
+    def prove(self, run: Pass) -> None:
+        """Recompute at once, before anything is trained, to see whether it gives what the first run gave.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        if self.needs_backward and self.kept is None:
+            with run.stash.working(self.k, "shell"), self._buffers_as_seen(run), same_random_numbers():
+                with _attributes_kept(self.unit):
+                    self._recompute(run)
+
+    def _check_graph(self, graph: _Graph, began: int) -> set[torch.Tensor]:
+        """Refuse a layer that reads differentiable tensors which it was not given; which weights it reads in another type."""
         own, params = {id(i.sink) for i in self.inputs}, set(self.unit.params)
-        foreign = [n for n in reached.nodes if is_entry(n) and id(n.sink) not in own]
-        foreign += [t for t in reached.leaves if sink_of(t) or (isinstance(t, torch.nn.Parameter) and t not in params)]
+        foreign, cast = 0, set()
+        for reader, node in walk(graph.outputs):
+            self.nests |= is_nested(node)
+            if is_leaf(node):
+                foreign += isinstance(node.variable, torch.nn.Parameter) and node.variable not in params
+                if is_cast(reader):
+                    cast.add(node.variable)
+            elif is_entry(node):
+                foreign += id(node.sink) not in own
+            else:
+                foreign += node._sequence_nr() < began
         if foreign:
             raise RuntimeError(
-                f"layer {self.unit.name} reads {len(foreign)} differentiable tensor(s) that it was not given as arguments (taken "
+                f"layer {self.unit.name} reads {foreign} differentiable tensor(s) that it was not given as arguments (taken "
                 "from an attribute, a closure or another layer): their gradients would miss the relay. Pass them as "
                 "arguments of the layer"
             )
+        return cast
 
-    def _run(self, run: Pass, seen: dict[Locator, Any] | None) -> tuple[Any, _Graph]:
-        """The layer itself. In the first run (`seen` is None) its outputs are made ready for the shell."""
+    def _run(self, run: Pass) -> tuple[_Given, _Graph]:
+        """The layer itself, on entries."""
         buffers = [buffer for buffer in self.unit.buffers.now() if buffer is not None]
-        with run.stash.working(self.k, self.unit.key, [*self.tensors, *buffers]):
-            return self._run_cut(run, seen)
-
-    def _run_cut(self, run: Pass, seen: dict[Locator, Any] | None) -> tuple[Any, _Graph]:
-        entered = {id(i.tensor): enter(i.tensor, i.sink) for i in self.inputs}
-        args, kwargs = pytree.tree_unflatten([entered.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
-        flat, spec = pytree.tree_flatten(self.real(*args, **kwargs), is_leaf=is_cache)
-        graph = _Graph([get_gradient_edge(entered[id(i.tensor)]) for i in self.inputs], [], {})
+        with run.stash.working(self.k, self.unit.key, [*self.tensors, *buffers]), run.attributes.in_layer():
+            run.asides.release(self.tensors)
+            entered = {id(i.tensor): enter(i.tensor, i.sink) for i in self.inputs}
+            args, kwargs = pytree.tree_unflatten([entered.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
+            flat, spec = pytree.tree_flatten(self.real(*args, **kwargs), is_leaf=is_cache)
         own = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
         passed = {id(leaf) for leaf in self.leaves} | set(own)
-        flowing = list(
-            {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad and id(t) not in passed}.values()
-        )
+        new = {id(t): t for t in flat if isinstance(t, torch.Tensor) and id(t) not in passed}
+        flowing = [t for t in new.values() if t.requires_grad and torch.is_grad_enabled()]
+        graph = _Graph([get_gradient_edge(entered[id(i.tensor)]) for i in self.inputs], [], {})
         graph.outputs = [get_gradient_edge(t) for t in flowing]
-        sums = [_sum_of(t.detach(), run.device.in_host_memory) for t in flowing] if run.stash.metering else []
-        if seen is not None:
-            self._check_sums(sums)
-            return None, graph
-        self.sums = sums
-        shown = {**own, **{id(t): self._leave(run, t) for t in flowing}}
-        for index, item in enumerate(flat):
+        return _Given(flat, spec, own, new, flowing), graph
+
+    def _leave(self, run: Pass, given: _Given, crossing: Crossing) -> Any:
+        """The outputs as the shell shall see them: entries, what the layer was given, and copies of weights."""
+        if given.flowing:
+            self.segment = crossing.turn()
+        run.asides.note(list(given.new.values()), self.k)  # should the layer keep them
+        shown = dict(given.own)
+        for tensor in given.flowing:
+            self.outputs.append(sink := Sink())
+            shown[id(tensor)] = shown_tensor = crossing.leave(self._apart(run, tensor), sink)
+            run.stash.hold(shown_tensor, self.k, "stash", "", fresh=True)
+        for index, item in enumerate(given.flat):
             if not isinstance(item, torch.Tensor):
                 refuse_hidden(item, f"output {index} of layer {self.unit.name}")
-            elif id(item) not in shown and id(item) not in passed:
-                run.stash.hold(item, self.k, "activations", "", fresh=True)
-        return pytree.tree_unflatten([shown.get(id(item), item) for item in flat], spec), graph
+            elif id(item) in given.new and id(item) not in shown:
+                shown[id(item)] = constant = self._apart(run, item)
+                run.stash.hold(run.asides.note(constant, self.k), self.k, "activations", "", fresh=True)
+        return pytree.tree_unflatten([shown.get(id(item), item) for item in given.flat], given.spec)
 
-    def _check_sums(self, sums: list[tuple[float, float]]) -> None:
-        """In metered steps, the recompute must give what the forward gave."""
-        pairs = zip(sums, self.sums, strict=False)
-        if len(sums) != len(self.sums) or not all(
-            abs(a - b) <= slack or repr(a) == repr(b) for (a, slack), (b, _) in pairs
-        ):
-            raise RuntimeError(
-                f"layer {self.unit.name} gave other outputs when it was recomputed: it depends on something besides its "
-                "arguments, weights and buffers (an attribute that changes between calls, NumPy's random numbers, a counter). "
-                "Pass it as an argument of the layer, or use torch's random numbers"
-            )
+    def _apart(self, run: Pass, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it if it lies in a weight, whose slot will hold another layer's soon, or in a buffer."""
+        return tensor.detach().clone() if run.stash.is_exempt(tensor) else tensor
 
-    def _leave(self, run: Pass, tensor: torch.Tensor) -> torch.Tensor:
-        if run.stash.is_exempt(tensor):  # a weight, or a view of one: the slot will hold another layer's soon
-            tensor = tensor.detach().clone()
-        self.outputs.append(sink := Sink())
-        shown = enter(tensor, sink)
-        run.stash.hold(shown, self.k, "stash", "", fresh=True)
-        return shown
-
-    def _cut_sides(self, run: Pass, tensors: dict[Locator, torch.Tensor]) -> None:
+    def _cut_sides(
+        self, run: Pass, tensors: dict[Locator, torch.Tensor], left: dict[int, int], crossing: Crossing
+    ) -> None:
+        """Make entries of what the layer gave out on the side; of an output that somebody keeps too, by its place in `left`."""
+        if tensors and not self.outputs:
+            self.segment = crossing.turn()
         for locator, tensor in tensors.items():
-            sink, edge = cut(tensor)
-            if edge is None:
+            if tensor.grad_fn is None or is_entry(tensor.grad_fn):
                 continue  # the same tensor under a second name
-            if sink_of(tensor) is None:
+            is_output = id(tensor) in left
+            sink = self.outputs[left[id(tensor)]] if is_output else Sink()
+            try:
+                crossing.leave_in_place(tensor, sink)
+            except RuntimeError as error:
                 raise RuntimeError(
-                    f"{'.'.join(locator[1:])} of layer {self.unit.name} is kept by the model and has been used already, or is "
-                    "the base of a view, so that its graph cannot be cut. Keep a copy: x.clone()"
-                )
-            self.side_sinks[locator] = sink
+                    f"{'.'.join(locator[1:])} of layer {self.unit.name} is kept by the model and is a view, so that its graph "
+                    f"cannot be cut ({error}). Keep a copy: x.clone()"
+                ) from error
+            if not is_output:
+                self.side_sinks[locator] = sink
             if locator[0] == "attribute":
                 self.attributes[self.unit.module.get_submodule(locator[1]), locator[2]] = tensor
             run.stash.hold(tensor, self.k, "activations", "", fresh=True)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def backward(self, run: Pass) -> None:
-        """[2] Recompute, back-propagate through the layer, then through the shell code before it."""
-        if any(sink.grad is not None for sink in [*self.outputs, *self.side_sinks.values()]):
-            run.stash.fetch(self.awaited, self.k, self.unit.key)
-            stop = run.timed("backward", self.unit.key, self.k, self.visit)
-            with run.stash.working(self.k, "shell"), self._buffers_as_seen(run):
-                graph = self.kept or self._recompute(run)
-                roots = [
-                    (e, g) for e, s in zip(graph.outputs, self.outputs, strict=True) if (g := s.take()) is not None
-                ]
-                roots += [(graph.sides[at], g) for at, s in self.side_sinks.items() if (g := s.take()) is not None]
-                roots += [
-                    (edge, grad)
-                    for edge, item in zip(graph.inputs, self.inputs, strict=True)
-                    for sink in self._gathering(item)
-                    if (grad := sink.take()) is not None
-                ]
-                self.kept = None
-                with run.stash.working(self.k, self.unit.key, None), run.watched(in_layer=True):
-                    run_backward(roots)
-            stop()
-        self._run_segment(run)
-
-    def _gathering(self, item: _Input) -> list[Sink]:
-        """Where the gradient of an input has gathered so far: its sink, or the gate of its node if it is still attached."""
-        at_gate = self.segment.waiting_at(item.edge) if self.segment is not None and item.edge is not None else None
-        return [item.sink] if at_gate is None else [at_gate, item.sink]
+    def backward(self, run: Pass, priors: Priors, shell_priors: Priors) -> None:
+        """[2] Recompute, and back-propagate through the layer."""
+        if all(sink.grad is None for sink in [*self.outputs, *self.side_sinks.values()]):
+            return
+        run.stash.fetch(self.awaited, self.k, self.unit.key)
+        stop = run.timed("backward", self.unit.key, self.k, self.visit)
+        with run.stash.working(self.k, "shell"), self._buffers_as_seen(run):
+            graph = self.kept or self._recompute(run)
+            roots = taken(zip(graph.outputs, self.outputs, strict=True))
+            roots += taken((graph.sides[at], sink) for at, sink in self.side_sinks.items())
+            weights = {
+                i.tensor: (e, i.sink) for e, i in zip(graph.inputs, self.inputs, strict=True) if i.tensor.is_leaf
+            }
+            entered = {edge.node: tensor for tensor, (edge, _) in weights.items()}
+            uses = partial(uses_of, [edge for edge, _ in roots], entered)
+            if weights:  # of the shell, given as arguments: their sums go on here
+                given = shell_priors(self.k, lambda: Counter({t: n for t, n in uses().items() if t in weights}))
+                for edge, grad in given:
+                    weights[edge.node.variable][1].add(grad)  # type: ignore[attr-defined]
+            roots += taken((edge, item.sink) for edge, item in zip(graph.inputs, self.inputs, strict=True))
+            self.kept = None
+            with run.stash.working(self.k, self.unit.key, None), run.watched(in_layer=True):
+                run_backward(roots + priors(self.k, uses))
+        stop()
 
     def _recompute(self, run: Pass) -> _Graph:
         assert self.context is not None and self.ambient is not None
@@ -319,8 +399,9 @@ class Call:
             self.ambient.active(),
             run.sides.watching(self.unit.module, strong=True) as seen,
         ):  # type: ignore[union-attr]
-            _, graph = self._run(run, seen)
-            if self.side_sinks:
+            given, graph = self._run(run)
+            run.recomputes.compare(self.unit.name, self.sums, given.flowing)
+            if self.side_sinks or self.attributes:
                 graph.sides = self._find_sides(run, seen)
             if self.ambient.autocasts:  # type: ignore[union-attr]
                 torch.clear_autocast_cache()
@@ -333,6 +414,8 @@ class Call:
             setattr(
                 module, rest[0], tensors["attribute", path, rest[0]].detach()
             )  # as backward leaves it: without a graph
+        if any(at not in tensors or tensors[at].grad_fn is None for at in self.side_sinks):
+            raise RuntimeError(differs(self.unit.name))
         return {at: get_gradient_edge(tensors[at]) for at in self.side_sinks}
 
     @contextmanager
@@ -346,21 +429,15 @@ class Call:
         yield
         self.unit.buffers.restore(now)
 
-    def _run_segment(self, run: Pass) -> None:
-        """Back-propagate through the shell code that made the inputs which entered a layer here for the first time."""
-        roots = [(edge, grad) for edge, sink in self.behind if (grad := sink.take()) is not None]
-        self.behind = []
-        if roots or (self.segment is not None and self.segment.is_awaited):
+    def backward_before(self, run: Pass, priors: Priors) -> None:
+        """Back-propagate through the shell code before the call."""
+        assert self.segment is not None, f"{self.unit.key} k={self.k} has no segment"
+        if self.segment.is_awaited:
             stop = run.timed("shell", "shell", self.k, self.visit)
             with run.stash.working(self.k, "shell", None), run.watched():
-                run_backward(roots, self.segment)
+                run_backward(self.segment.take() + priors(self.k, lambda: self.segment.uses))  # type: ignore[union-attr]
             stop()
-        self.hold_gradients(run)
-
-    def hold_gradients(self, run: Pass) -> None:
-        """Gradients that wait for an earlier call are part of the image."""
-        waiting = [sink.grad for _, sink in self.segment.waiting()] if self.segment else []
-        for grad in [*waiting, *(i.sink.grad for i in self.inputs)]:
+        for grad in [*self.segment.gradients(), *(i.sink.grad for i in self.inputs)]:
             if grad is not None:
                 run.stash.hold(grad, self.k, "stash", "", fresh=True)
 
@@ -370,7 +447,19 @@ class Call:
         self.context = self.ambient = self.kept = None
 
 
-def _sum_of(tensor: torch.Tensor, exact: bool) -> tuple[float, float]:
-    """The sum of all elements, and by how much that of the same values may differ where a device adds up in any order."""
-    total = float(torch.sum(tensor, dtype=torch.float64))
-    return total, 0.0 if exact else 1e-5 * float(torch.sum(tensor.abs(), dtype=torch.float64))
+@contextmanager
+def _attributes_kept(unit: Unit) -> Iterator[None]:
+    """What the layer's modules set on themselves in the block, or put into their lists and dicts, is forgotten."""
+    before = [(module, dict(vars(module))) for module in unit.module.modules()]
+    held = [v for _, attributes in before for v in attributes.values() if isinstance(v, list | dict | set | deque)]
+    contents = [(container, copy.copy(container)) for container in held]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for container, content in contents:
+            if len(container) != len(content):
+                container.clear()
+                container.extend(content) if isinstance(container, list | deque) else container.update(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
 from l2l_core.units import Unit
@@ -40,6 +41,45 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                     raise RuntimeError(
                         f"parameter {name} has a gradient from outside: call model.zero_grad() before a step"
                     )
+
+
+def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Unit]) -> None:
+    """Refuse before a training step what could only be refused in the middle of it, or not at all.
+
+    Raises:
+        ValueError: hooks that run in the middle of backward, sparse gradients, code that looks for function modes.
+    """
+    for unit in units:
+        for block in unit.blocks:
+            for param, name in zip(block.params, block.names, strict=True):
+                if getattr(param, "_post_accumulate_grad_hooks", None):
+                    raise ValueError(
+                        f"parameter {name} has a hook for when its gradient is accumulated (an update in backward?): in a relay "
+                        "the EPS accumulates and updates. Remove the hook; the relay updates each layer as its gradient arrives"
+                    )
+                if block.shared and param._backward_hooks:
+                    raise ValueError(hooked(name))
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"a {type(module).__name__} gives sparse gradients, and the EPS keeps dense ones: sparse=False"
+            )
+    fast = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+    for module in shell if torch.backends.mha.get_fastpath_enabled() else ():
+        if isinstance(module, fast) and not module.training and not any(p.requires_grad for p in module.parameters()):
+            raise ValueError(
+                f"a frozen {type(module).__name__} in evaluation mode outside of the layers takes PyTorch's fast path in plain "
+                "training, and another one with other bits here. Call torch.backends.mha.set_fastpath_enabled(False) for both, "
+                "or name it among layers="
+            )
+
+
+def hooked(name: str) -> str:
+    """The message about a parameter's hook that would see parts of the gradient one by one."""
+    return (
+        f"parameter {name} has a gradient hook and is used in several places: a relay adds their gradients one by one, so the "
+        "hook would see each alone. Remove the hook, and clip or scale between backward and update (max_grad_norm), or untie it"
+    )
 
 
 def check_keys(keys: Iterable[object]) -> list[str]:

@@ -1,28 +1,31 @@
-"""Where the autograd graph of a micro-batch is cut: at the tensors that enter and leave a layer.
+"""Where the autograd graph of a micro-batch is cut: at tensors that one stretch of the forward makes and a later one reads.
 
-A tensor that *leaves* a layer comes out of an `enter` node, whose backward hands the gradient to a `Sink` and stops. A
-tensor that *enters* a layer is cut in place: the edge to its history is kept, the tensor itself becomes a leaf, so that
-everything that reads it later (a residual connection, the far side of a U-Net) meets the leaf and not its history.
+A tensor that crosses a cut is read through an *entry*: the same storage, at the start of a new graph. Backward through
+what reads it ends there and hands the gradient to a `Sink`; when everything that was made later has run, the sink's
+gradient goes on into the graph behind. So each layer, and each *segment* of shell code between two layer calls, runs
+backward by itself, and nothing of an earlier one runs with it: neither its nodes nor the user's hooks on its tensors.
 
-Between two cuts lies a *segment* of shell code. Each segment runs backward once, from the edges of the tensors that
-entered a layer, when that layer has added its part to their gradients. `trace_segments` walks the graph beforehand: what
-a segment meets decides which waiting gradients must take part in its run, so that sums come out in the order of plain
-training, and where it must stop because a node belongs to an earlier segment.
+Sums come out in the order of plain training: a gradient that waits in a sink takes part in the next run as a root at the
+entry, where autograd adds to it what that run brings, one contribution after the other.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
+
+from l2l_core.aside import back
+
+Root = tuple[GradientEdge, torch.Tensor]
 
 
 class Sink:
-    """Holds the gradient of one boundary tensor of one micro-batch until its layer or segment runs backward.
+    """Holds the gradient of one tensor of one micro-batch until the graph behind it runs backward.
 
     Invariant: contributions are added in the order in which backward produces them.
     """
@@ -33,177 +36,164 @@ class Sink:
         self.grad: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add one contribution; same shape as the boundary tensor."""
+        """Add one contribution; same shape as the tensor."""
         self.grad = grad if self.grad is None else self.grad + grad
 
     def take(self) -> torch.Tensor | None:
         """The gradient so far; the sink is empty afterwards."""
         grad, self.grad = self.grad, None
-        return grad
+        return grad if grad is None else back(grad)
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor, sink: Sink) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor, sink: Sink, in_place: bool) -> torch.Tensor:  # type: ignore[override]
         ctx.sink = sink
         ctx.set_materialize_grads(False)
+        if in_place:
+            ctx.mark_dirty(x)
+            return x
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
         if grad is not None:
             ctx.sink.add(grad)
-        return None, None, None
+        return None, None, None, None
 
 
 def enter(x: torch.Tensor, sink: Sink) -> torch.Tensor:
     """`x` as the start of a new graph: same storage, no leaf (in-place use is allowed), its gradient goes to `sink`."""
     with torch.enable_grad():
-        phony = torch.empty(0, requires_grad=True)  # makes autograd record the node
-        return _Enter.apply(phony, x.detach(), sink)
+        return _Enter.apply(_phony(), x.detach(), sink, False)
 
 
-def cut(tensor: torch.Tensor) -> tuple[Sink, GradientEdge | None]:
-    """Where the gradient of a tensor that enters a layer gathers, and the edge to the graph behind it.
+def enter_in_place(x: torch.Tensor, sink: Sink) -> None:
+    """Let the tensor object itself be the start of a new graph; whoever holds it holds an entry from now on.
 
-    The tensor becomes a leaf in place, unless something else holds on to it (autograd has saved it, it is the base of a
-    view, it is a parameter): then its graph stays attached, and what later code adds to its gradient waits at the gate of
-    its node. The edge is None if the tensor was cut before: whoever cut it first runs what lies behind.
+    Raises:
+        RuntimeError: `x` is a view to which somebody holds a weak reference, so that it cannot be exchanged.
     """
-    if (sink := sink_of(tensor)) is not None:
-        return sink, None
-    sink, edge = Sink(), get_gradient_edge(tensor)
-    if not tensor.is_leaf and tensor._use_count() == 1:
-        _make_leaf(tensor)
-        tensor._backward_hooks = None  # the user's stay with the history, where they see the whole gradient, once
-        tensor.register_hook(sink.add)  # not .grad, which would re-stride it
-        tensor.register_post_accumulate_grad_hook(_drop_grad)
-        tensor._relay_sink = sink  # type: ignore[attr-defined]
-    return sink, edge
+    hooks, x._backward_hooks = (
+        x._backward_hooks,
+        None,
+    )  # the user's stay with the history, which sees the whole gradient
+    try:
+        if x._is_view():  # cannot be detached in place; the Python object gets another tensor of the same storage
+            torch.utils.swap_tensors(x, enter(x, sink))
+        else:
+            x.detach_()
+            with torch.enable_grad():
+                _Enter.apply(_phony(), x, sink, True)
+    except BaseException:
+        x._backward_hooks = hooks
+        raise
 
 
-def sink_of(tensor: torch.Tensor) -> Sink | None:
-    """The sink of a tensor that has been cut, None for any other."""
-    return getattr(tensor, "_relay_sink", None)
-
-
-def _drop_grad(tensor: torch.Tensor) -> None:
-    tensor.grad = None
-
-
-def _make_leaf(tensor: torch.Tensor) -> None:
-    if tensor._is_view():  # cannot be detached in place; the Python object gets another tensor of the same storage
-        torch.utils.swap_tensors(tensor, tensor.detach().requires_grad_())
-    else:
-        tensor.detach_().requires_grad_()
-
-
-class Gate:
-    """Where one segment's graph runs into nodes of an earlier one, which runs later: gradients wait here for it."""
-
-    __slots__ = ("pending",)
-
-    def __init__(self) -> None:
-        self.pending: dict[int, Sink] = {}  # by output of the node
-
-    def catch(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:
-        """A hook before the node: keep what arrives and let nothing pass (autograd skips undefined gradients)."""
-        for output, grad in enumerate(grads):
-            if grad is not None:
-                self.pending.setdefault(output, Sink()).add(grad)
-        return (None,) * len(grads)
-
-
-@dataclass(slots=True)
-class Segment:
-    """The part of a micro-batch's graph that one run of backward is responsible for: from its edges to the cuts.
-
-    A node belongs to the segment in which it was made; for later segments that reach it, it is a gate.
-    """
-
-    nodes: set[Any] = field(default_factory=set)
-    leaves: list[torch.Tensor] = field(default_factory=list)  # parameters and cut tensors
-    gates: dict[Any, Gate] = field(default_factory=dict)  # of earlier segments, on this one's border
-    own_gates: dict[Any, Gate] = field(default_factory=dict)  # of this segment, on the border of later ones
-
-    def waiting(self) -> list[tuple[GradientEdge, Sink]]:
-        """Sinks in reach that already hold a gradient, with the edge at which it can rejoin a run."""
-        entered = [(GradientEdge(node, 0), node.sink) for node in self.nodes if is_entry(node)]
-        cuts = [(get_gradient_edge(leaf), sink) for leaf in self.leaves if (sink := sink_of(leaf)) is not None]
-        gates = [
-            (GradientEdge(node, output), sink)
-            for node, gate in self.own_gates.items()
-            for output, sink in gate.pending.items()
-        ]
-        return [(edge, sink) for edge, sink in entered + cuts + gates if sink.grad is not None]
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether later segments have left gradients at this one's border."""
-        return any(sink.grad is not None for gate in self.own_gates.values() for sink in gate.pending.values())
-
-    def waiting_at(self, edge: GradientEdge) -> Sink | None:
-        """Where gradients of later segments wait for the tensor behind `edge`, if it is still attached."""
-        gate = self.own_gates.get(edge.node) or self.gates.get(edge.node)
-        return gate.pending.get(edge.output_nr) if gate is not None else None
-
-
-def trace_segments(starts: Sequence[Sequence[GradientEdge]], marks: Sequence[int] = ()) -> list[Segment]:
-    """Walk the graph behind each list of edges up to the cuts, and share out its nodes by the time of their making.
-
-    Segment i owns what was made between `marks[i - 1]` and `marks[i]` (autograd's sequence numbers at the layer calls), and
-    runs when all later segments have: autograd takes the youngest node first, so sums come out in its own order.
-    """
-    segments = [Segment() for _ in starts]
-    todo = [(edge.node, index) for index, edges in enumerate(starts) for edge in edges]
-    while todo:
-        node, reader = todo.pop()
-        if node is None:
-            continue
-        is_leaf = type(node).__name__ == "AccumulateGrad"
-        if is_leaf or is_entry(node):  # ends may be reached from several segments
-            if is_leaf and node not in segments[reader].nodes:
-                segments[reader].leaves.append(node.variable)
-            segments[reader].nodes.add(node)
-            continue
-        at = min(reader, bisect_right(marks, node._sequence_nr()))
-        if at < reader:
-            segments[reader].gates[node] = segments[at].own_gates.setdefault(node, Gate())
-        if node not in segments[at].nodes:
-            segments[at].nodes.add(node)
-            todo.extend((parent, at) for parent, _ in node.next_functions)
-    return segments
+def _phony() -> torch.Tensor:
+    return torch.empty(0, requires_grad=True)  # makes autograd record the node
 
 
 def is_entry(node: Any) -> bool:
-    """Whether a graph node is the start of a tensor that left a layer."""
+    """Whether a graph node is the start of an entry."""
     return isinstance(node, _Enter._backward_cls)
 
 
-def run_backward(roots: Sequence[tuple[GradientEdge, torch.Tensor]], segment: Segment | None = None) -> None:
-    """Back-propagate from `roots`; gradients that wait at a sink in reach take part as roots of their own.
+def sequence_number() -> int:
+    """Autograd's clock: nodes made from now on have this number or a higher one."""
+    return torch._C._autograd._get_sequence_nr()
 
-    Joining the run puts a waiting gradient first in autograd's own sum, as in a backward that was never cut.
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """Shell code of one micro-batch between two layer calls.
+
+    Attributes:
+        roots: of tensors that were made here and are read later: where backward starts.
+        entries: through which it reads what was made earlier, and the outputs of the layer before it.
+        uses: how often the graph reads each parameter; known once the forward is over.
+        is_hooked: whether somebody wants to see the gradient of an entry.
     """
-    if segment is None:
-        _backward(roots)
-        return
-    pairs = []
-    for edge, grad in roots:
-        if (gate := segment.gates.get(edge.node)) is not None:
-            gate.pending.setdefault(edge.output_nr, Sink()).add(grad)  # made earlier: it waits for that segment
-        else:
-            pairs.append((edge, grad))
-    pairs += [(edge, grad) for edge, sink in segment.waiting() if (grad := sink.take()) is not None]
-    handles = [node.register_prehook(gate.catch) for node, gate in segment.gates.items()]
-    try:
-        _backward(pairs, keep=bool(handles))  # what lies behind a gate will run again, for good
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    roots: list[tuple[GradientEdge, Sink]] = field(default_factory=list)
+    entries: list[tuple[GradientEdge, Sink]] = field(default_factory=list)
+    uses: Counter[torch.Tensor] = field(default_factory=Counter)
+    is_hooked: bool = False
+    is_nested: bool = False  # a reentrant checkpoint is in it
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether later code has left gradients for what was made here, or for a hook."""
+        places = [*self.roots, *self.entries] if self.is_hooked else self.roots
+        return any(sink.grad is not None for _, sink in places)
+
+    def take(self) -> list[Root]:
+        """Every gradient that takes part in the run of this segment."""
+        return taken([*self.roots, *self.entries])
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Gradients that wait at the segment's borders."""
+        return [sink.grad for _, sink in (*self.roots, *self.entries) if sink.grad is not None]
 
 
-def _backward(pairs: Sequence[tuple[GradientEdge, torch.Tensor]], keep: bool = False) -> None:
-    if pairs:
-        edges, grads = zip(*pairs, strict=True)
-        torch.autograd.backward(edges, grads, retain_graph=keep)
+def taken(places: Iterable[tuple[GradientEdge, Sink]]) -> list[Root]:
+    """What waits in the sinks, each with the edge where it goes on; they are empty afterwards."""
+    return [(edge, grad) for edge, sink in places if (grad := sink.take()) is not None]
+
+
+def run_backward(roots: Sequence[Root]) -> None:
+    """Back-propagate from `roots` to the entries and parameters in reach."""
+    if roots:
+        edges, grads = zip(*roots, strict=True)
+        torch.autograd.backward(edges, grads)
+
+
+def uses_of(starts: Iterable[GradientEdge], entered: Mapping[Any, torch.Tensor]) -> Counter[torch.Tensor]:
+    """How often the graph behind some edges reads each parameter, by itself or through an entry (by the entry's node)."""
+    uses: Counter[torch.Tensor] = Counter()
+    for _, node in walk(starts):
+        if is_leaf(node):
+            uses[node.variable] += 1
+        elif node in entered:
+            uses[entered[node]] += 1
+    return uses
+
+
+def walk(starts: Iterable[GradientEdge]) -> Iterator[tuple[Any, Any]]:
+    """Every node behind some edges, with the one that leads to it, up to the entries.
+
+    Leaves and entries come once for every edge that leads to them.
+    """
+    todo = [(None, edge.node) for edge in starts]
+    seen = set()
+    while todo:
+        reader, node = todo.pop()
+        if node is None or node in seen:
+            continue
+        yield reader, node
+        if not is_leaf(node) and not is_entry(node):
+            seen.add(node)
+            todo.extend((node, parent) for parent, _ in node.next_functions)
+
+
+def is_cast(node: Any) -> bool:
+    """Whether a graph node is a change of type, as autocast makes them."""
+    return type(node).__name__ == "ToCopyBackward0"
+
+
+def is_nested(node: Any) -> bool:
+    """Whether a graph node runs a backward of its own, which adds to parameters at once (a reentrant checkpoint)."""
+    return type(node).__name__ == "CheckpointFunctionBackward"
+
+
+def nested(who: str) -> str:
+    """The message about such a node outside of a layer that is by itself: nobody sees which weights it reads."""
+    return (
+        f"{who} uses a reentrant checkpoint: it adds to gradients of weights, which may be used elsewhere too, in a backward of "
+        "its own, out of the order in which a relay adds them up. Use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether a graph node stands for a leaf: a parameter, or a tensor that asks for a gradient itself."""
+    return type(node).__name__ == "AccumulateGrad"

@@ -6,12 +6,15 @@ as it is ready, so that at most one parameter's gradient exists besides the slot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from l2l_core.clock import Clock
+from l2l_core.cut import Root
 from l2l_core.device import Device, Ticket
 from l2l_core.link import Link
 from l2l_core.store import LayerStore
@@ -33,6 +36,52 @@ class _Buffer:
             self.leaving.clear()
 
 
+class Takers:
+    """Who takes the gradients that autograd accumulates into parameters: one hook on each, for the length of a pass.
+
+    Invariant: every gradient is taken by the unit whose backward has made it, or the step ends.
+
+    Args:
+        units: the shell and the layers.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._names = {
+            param: name for unit in units for b in unit.blocks for param, name in zip(b.params, b.names, strict=True)
+        }
+        self._routes: dict[torch.Tensor, Callable[[torch.Tensor], None]] = {}
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._collect) for param in self._names if param.requires_grad
+        ]
+
+    def _collect(self, param: torch.Tensor) -> None:
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        if param not in self._routes:
+            raise RuntimeError(
+                f"parameter {self._names[param]} gets a gradient from code that is not in its layer (a closure, an attribute, "
+                "another layer): it would miss the relay. Pass it as an argument of the layer that uses it"
+            )
+        if grad.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {self._names[param]} has a {grad.layout} gradient; use Embedding(sparse=False)"
+            )
+        self._routes[param](grad)
+
+    def route(self, param: torch.Tensor, take: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+        """Let `take` have the gradients of a parameter, unless somebody has them; the result ends that."""
+        if self._routes.setdefault(param, take) is not take:
+            return lambda: None
+        return lambda: self._routes.pop(param)  # type: ignore[func-returns-value]
+
+    def close(self) -> None:
+        """Take no more gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._routes.clear()
+
+
 class Gradient:
     """The gradient of one unit during one visit.
 
@@ -40,28 +89,19 @@ class Gradient:
     micro-batch touched get no update, as in plain training.
     """
 
-    def __init__(self, unit: Unit, buffer: _Buffer, apart: Callable[[Block], bool]) -> None:
+    def __init__(self, unit: Unit, buffer: _Buffer, takers: Takers, apart: Callable[[Block], bool]) -> None:
         self.unit, self._buffer, self.apart = unit, buffer, apart
         self.flat = buffer.flat[: unit.numel]
         self._views = unit.views(self.flat)
         self.touched = [False] * len(self._views)
-        self._handles = [
-            param.register_post_accumulate_grad_hook(self._collector(index))
-            for index, param in enumerate(unit.params)
-            if param.requires_grad
+        self._ends = [
+            takers.route(param, self._taker(index)) for index, param in enumerate(unit.params) if param.requires_grad
         ]
 
-    def _collector(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _taker(self, index: int) -> Callable[[torch.Tensor], None]:
         view = self._views[index]
 
-        def collect(param: torch.Tensor) -> None:
-            grad, param.grad = param.grad, None
-            if grad is None:
-                return  # another unit that shares the parameter has taken it
-            if grad.layout is not torch.strided:
-                raise ValueError(
-                    f"a parameter of {self.unit.name} has a {grad.layout} gradient; use Embedding(sparse=False)"
-                )
+        def take(grad: torch.Tensor) -> None:
             self._buffer.settle()
             if self.touched[index]:
                 view.add_(grad)
@@ -69,18 +109,48 @@ class Gradient:
                 view.copy_(grad)
                 self.touched[index] = True
 
-        return collect
+        return take
 
     @property
     def is_open(self) -> bool:
         """Whether gradients are still being taken."""
-        return bool(self._handles)
+        return bool(self._ends)
 
     def stop(self) -> None:
         """Take no more gradients."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for end in self._ends:
+            end()
+        self._ends = []
+
+    def priors(self, store: LayerStore, k: int, uses: Callable[[], Counter[torch.Tensor]]) -> list[Root]:
+        """What micro-batch `k` has brought before to parameters that the next run reads more than once.
+
+        As a root of that run it is the first summand, as in plain training; added afterwards, the sum would be another. A
+        parameter that is read once makes no difference: there the EPS adds.
+        """
+        blocks = [block for block in self.unit.blocks if self.apart(block) and store.has_part(block, k)]
+        if not blocks:
+            return []
+        counts, roots = uses(), []
+        for block in blocks:
+            several = [i for i, param in enumerate(block.params) if counts[param] > 1]
+            if several:
+                with self._buffer.clock.stalled():
+                    lent = store.lend_part(block, k, several)
+                pairs = [(block.params[i], host.to(self.flat.device)) for i, host in lent.items()]
+                roots += [(get_gradient_edge(param), grad) for param, grad in pairs]
+        return roots
+
+    def holds_part_of(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether there is a gradient, not pushed yet, of one of these parameters whose micro-batches are kept apart."""
+        held = {
+            param
+            for block, _, covers, _ in self._parts()
+            if any(covers) and self.apart(block)
+            for param, has in zip(block.params, covers, strict=True)
+            if has
+        }
+        return bool(held) and any(param in held for param in params)
 
     def flush(self, k: int, visit: int, store: LayerStore, push: Link) -> None:
         """Push what micro-batch `k` has just added, in `visit`, to blocks whose micro-batches are kept apart."""
@@ -117,8 +187,8 @@ class Gradient:
 class GradientSlots:
     """Device buffers for gradients: one fills while another is being pushed."""
 
-    def __init__(self, device: Device, clock: Clock, numel: int, count: int, name: str) -> None:
-        self._device, self._owner, self._nbytes = device, name, 4 * numel * count
+    def __init__(self, device: Device, clock: Clock, takers: Takers, numel: int, count: int, name: str) -> None:
+        self._device, self._takers, self._owner, self._nbytes = device, takers, name, 4 * numel * count
         device.ledger.book("gradients", name, self._nbytes)
         self._buffers = [_Buffer(device.empty(numel), clock) for _ in range(count)]
         self._live: list[Gradient] = []
@@ -133,7 +203,9 @@ class GradientSlots:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         buffer.settle()
-        self._live = [gradient for gradient in self._live if gradient.is_open] + [Gradient(unit, buffer, apart)]
+        self._live = [gradient for gradient in self._live if gradient.is_open] + [
+            Gradient(unit, buffer, self._takers, apart)
+        ]
         return self._live[-1]
 
     def close(self) -> None:

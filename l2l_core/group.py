@@ -35,10 +35,11 @@ class Group:
 
 @contextmanager
 def all_or_nothing(editor: Editor) -> Iterator[Group]:
-    """A group to which the block adds changes; if the block fails, they are taken back."""
+    """A group to which the block adds changes; if the block fails, or they let shared weights go, they are taken back."""
     group = Group(editor)
     try:
         yield group
+        editor.check_shared()
     except BaseException:
         for change in group.inverse:
             editor.take_back(change)

@@ -63,7 +63,7 @@ class SideOutputs:
         found: dict[Locator, torch.Tensor] = {}
         for module, path in [(layer, ""), *self._known[layer].items()]:
             for name, value in vars(module).items():
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None and not is_entry(value.grad_fn):
                     found["attribute", path, name] = value
         return found
 
@@ -123,29 +123,31 @@ class UserHooks:
     """
 
     def __init__(self, layers: Mapping[Any, nn.Module]) -> None:
-        self._dicts = [
-            hooks
-            for layer in layers.values()
-            for module in layer.modules()
-            if module is not layer
-            for name in _HOOK_DICTS
-            if (hooks := getattr(module, name))
-        ]
-        self._originals: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        self._layers = list(layers.values())
+        self._wrapped: list[tuple[dict[int, Any], int, Any]] = []  # where, under which key, what was there
+        self._known: set[tuple[int, int]] = set()
         self._silent = False
 
     def __enter__(self) -> UserHooks:
-        for hooks in self._dicts:
-            self._originals.append((hooks, dict(hooks)))
-            for key, hook in list(hooks.items()):
-                hooks[key] = self._wrap(hook)
+        for layer in self._layers:
+            self.adopt(layer)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for hooks, original in self._originals:
-            for key, hook in original.items():
-                if key in hooks:
-                    hooks[key] = hook
+        for hooks, key, hook in self._wrapped:
+            if key in hooks:
+                hooks[key] = hook
+
+    def adopt(self, layer: nn.Module) -> None:
+        """Keep the hooks on a layer's submodules in check too that were put there since."""
+        for module in layer.modules():
+            for name in _HOOK_DICTS:
+                hooks = getattr(module, name)
+                for key in [key for key in hooks if (id(hooks), key) not in self._known] if hooks else ():
+                    if module is not layer:
+                        self._known.add((id(hooks), key))
+                        self._wrapped.append((hooks, key, hooks[key]))
+                        hooks[key] = self._wrap(hooks[key])
 
     @contextmanager
     def silenced(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from l2l_core.meter import Metered
@@ -24,6 +25,15 @@ class Known:
     def learn(self, shape: Any, layers: Layers, metered: Metered) -> None:
         """A step is over that was metered, or went as it was foretold."""
         self.shape, self.layers, self._metered = shape, layers, metered
+
+    def snapshot(self) -> Callable[[], None]:
+        """Keep what is known; the result forgets what was learned since."""
+        shape, layers, metered = self.shape, self.layers, self._metered
+
+        def put_back() -> None:
+            self.shape, self.layers, self._metered = shape, layers, metered
+
+        return put_back
 
     def any_of(self, shape: Any, layers: Layers) -> Metered | None:
         """What there is about all of these layers, and maybe about more."""

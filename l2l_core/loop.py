@@ -19,20 +19,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, zip_longest
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from l2l_core.call import Call, Pass
-from l2l_core.cut import run_backward
+from l2l_core.checks import hooked
+from l2l_core.cut import Segment, nested, run_backward
 from l2l_core.gradient import Gradient, GradientSlots
 from l2l_core.link import Link
 from l2l_core.pause import Forward
 from l2l_core.prefetch import Prefetch
-from l2l_core.segments import survey
 from l2l_core.store import LayerStore, NonFiniteError
-from l2l_core.units import Block, Unit
+from l2l_core.units import Block, Unit, check_stamps, stamps_of
 
 
 @dataclass(eq=False, slots=True)
@@ -166,6 +167,7 @@ class TrainLoop(Loop):
         self._visits_of: Counter[str] = Counter()
         self._parted: set[str] = set()
         shell.apart = self._is_apart
+        self._stamps = stamps_of(shell.unit.params)
 
         self.prefetch.begin([*self._predicted, *reversed(self._predicted[:-1])])
         self._start()
@@ -178,6 +180,8 @@ class TrainLoop(Loop):
                     self._advance(forward, visit, after)
                     visit.calls += [last for last in forward.calls[-1:] if last is call]
                     self._lose_in_order(visit, forward)
+                    for last in visit.calls[-1:]:
+                        last.kept = None  # what its graph has saved is parked with the rest
                     self.run.stash.park(forward.k, visit.index)
                 self._close(visit)
 
@@ -197,6 +201,10 @@ class TrainLoop(Loop):
 
     def _open(self, unit: Unit) -> Visit:
         self._visits_of[unit.key] += 1
+        if self._visits_of[unit.key] > 1:
+            self._refuse_hooks(unit, unit.params)
+            if unit in self.run.nesting:
+                raise RuntimeError(nested(f"layer {unit.name}"))
         return super()._open(unit)
 
     def _turn(self) -> list[Visit]:
@@ -260,16 +268,22 @@ class TrainLoop(Loop):
                 raise NonFiniteError(self._explain_loss(loss, forward))
             for call in forward.calls:
                 call.check_unchanged()
+            check_stamps(self._shell.unit.params, self._stamps, "the model's own code")
             tail = get_gradient_edge(loss) if loss.requires_grad else None
-            reached, several = survey(forward.calls, tail, self._inside, k)
-            self._shell_apart |= self._is_irregular() or not several.isdisjoint(self._shell.unit.params)
+            forward.crossing.check(tail, self._inside)
+            segments = forward.crossing.segments
+            several = _read_in_several(segments, self._shell.unit.params)
+            self._shell_apart |= self._is_irregular() or bool(several)
+            self._refuse_hooks(self._shell.unit, several)
+            if any(segment.is_nested for segment in segments):
+                raise RuntimeError(nested("the model's own code"))
             self._learns |= tail is not None
             if tail is not None:
-                run_backward([(tail, torch.ones_like(loss))], reached)
-        for _, sink in reached.waiting():
-            self.run.stash.hold(sink.grad, k, "stash", "", fresh=True)  # type: ignore[arg-type]
+                run_backward([(tail, torch.ones_like(loss))])
+        for grad in segments[-1].gradients():
+            self.run.stash.hold(grad, k, "stash", "", fresh=True)
         self._losses.append(loss.detach().clone())
-        del loss, tail, reached
+        del loss, tail, segments
         stop()
         self._flush(k, visit.index if visit is not None else -1, None)
         last = forward.calls[-1] if forward.calls else None
@@ -280,6 +294,12 @@ class TrainLoop(Loop):
         """Whether micro-batches take different ways, so that their gradients reach the shell out of order."""
         ways = [[c.unit for c in f.calls] + ([f.waiting.unit] if f.waiting else []) for f in self.forwards]
         return any(way != ways[0] for way in ways)
+
+    def _refuse_hooks(self, unit: Unit, params: Sequence[torch.Tensor]) -> None:
+        names = {param: name for block in unit.blocks for param, name in zip(block.params, block.names, strict=True)}
+        for param in params:
+            if param._backward_hooks:
+                raise RuntimeError(hooked(names[param]))
 
     def _explain_loss(self, loss: torch.Tensor, forward: Forward) -> str:
         producer = "the batch or the code before the first layer"
@@ -300,7 +320,12 @@ class TrainLoop(Loop):
         if visit.gradient is None:
             visit.gradient = self._slots.take(visit.unit, self._is_apart)
         call.visit = self._number_of_backward(visit)
-        call.backward(self.run)
+        shell_priors = partial(self._shell.priors, self._store)
+        call.backward(self.run, partial(visit.gradient.priors, self._store), shell_priors)
+        assert call.segment is not None, f"{call.unit.key} k={call.k} has no segment"
+        if self._shell.holds_part_of(call.segment.uses):  # each run's contribution is added by itself
+            self._flush(call.k, call.visit, visit.gradient)
+        call.backward_before(self.run, shell_priors)
         call.release()
         visit.calls.remove(call)
         self._flush(call.k, call.visit, visit.gradient)
@@ -327,3 +352,9 @@ class TrainLoop(Loop):
             for block in visit.unit.blocks:
                 if not block.shared and self._is_apart(block):
                     self._store.complete(block)
+
+
+def _read_in_several(segments: Sequence[Segment], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Which of these parameters get gradients from several segments."""
+    reads = Counter(leaf for segment in segments for leaf in segment.uses)
+    return [param for param in params if reads[param] > 1]

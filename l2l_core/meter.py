@@ -8,7 +8,6 @@ what it says: each event's highest activation bytes while it runs, and what was 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from l2l_core.memory import Ledger
 from l2l_core.trace import Trace
@@ -21,14 +20,12 @@ class Metered:
     """What a metered pass has learned: activation bytes per compute event (highest during, left after), in order."""
 
     events: list[tuple[str, int, int]] = field(default_factory=list)
-    undeclared: bool = False  # layers read tensors that are not among their arguments
-    places: frozenset[Any] = frozenset()  # attributes that the shell sets in its forward
     worst: dict[str, int] = field(default_factory=dict)  # by event label without k, for events out of order
 
     def joined(self, other: Metered) -> Metered:
         """What this pass and another one have learned; the order of events is that of this one."""
         worst = {label: max(m.worst.get(label, 0) for m in (self, other)) for label in {**self.worst, **other.worst}}
-        return Metered(self.events, self.undeclared or other.undeclared, self.places | other.places, worst)
+        return Metered(self.events, worst)
 
 
 class Meter:

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from l2l_core.ambient import Ambient
-from l2l_core.attributes import Place, put
+from l2l_core.attributes import Place
 from l2l_core.call import Call, Pass
+from l2l_core.crossing import Crossing
 from l2l_core.units import SHELL, Unit
-
-_LEAF_CHANGED = "a leaf Variable that requires grad is being used in an in-place operation"
 
 
 class _Coroutine(greenlet.greenlet):
@@ -34,9 +33,16 @@ class Forward:
     """
 
     def __init__(
-        self, k: int, bring: Callable[[], Any], task: Callable[[Any], Any], ambient: Ambient, run: Pass
+        self,
+        k: int,
+        bring: Callable[[], Any],
+        task: Callable[[Any], Any],
+        ambient: Ambient,
+        run: Pass,
+        crossing: Crossing,
     ) -> None:
         self.k = k
+        self.crossing = crossing
         self.calls: list[Call] = []  # those that take part in backward, in order
         self.waiting: Call | None = None
         self.result: Any = None
@@ -47,19 +53,18 @@ class Forward:
         self._greenlet.forward = self
         self._greenlet.gr_context = contextvars.copy_context()
         self._stop_shell: Callable[[], None] = lambda: None
-        self._attributes: dict[Place, Any] = {}  # what this micro-batch, and layers for it, have left on modules
+        self._attributes: dict[Place, Any] = {}  # what this micro-batch, and layers for it, have set on modules
 
     def advance(self) -> None:
         """Run the waiting layer and the shell after it, up to the next layer call or the end."""
-        put(self._attributes)  # another micro-batch has left its own there
-        before = self._run.attributes.now()
+        self._run.order.begin_turn()
         engine = Ambient.take()
         try:
-            with self._run.stash.working(self.k, SHELL):
+            with self._run.stash.working(self.k, SHELL), self._run.attributes.turn(self.k, self._attributes):
                 self._greenlet.switch()
         finally:
             engine.put()
-        self._attributes.update(self._run.attributes.since(before))
+        self._run.order.end_turn(self.k)
 
     def cancel(self) -> None:
         """Unwind a forward that has not finished.
@@ -89,14 +94,8 @@ class Forward:
             self._stop_shell = self._run.timed("shell", SHELL, self.k)
             self.result = self._task(rows)
             self._stop_shell()
+            self._run.asides.guard()
             self.done = True
-        except RuntimeError as error:
-            if _LEAF_CHANGED not in str(error) or not self.calls:
-                raise
-            raise RuntimeError(
-                f"a tensor that entered layer {self.calls[-1].unit.name} (or an earlier one) is changed in place by the model; "
-                "the recompute would start from the wrong values. Change a copy instead (x = x + y rather than x += y)"
-            ) from error
         finally:
             self._ambient = Ambient.take()
 
@@ -104,7 +103,7 @@ class Forward:
         """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         for last in self.calls[-1:]:
             last.kept = None  # it was not the last layer after all
-        self.waiting = call = Call.of(unit, real, self.k, args, kwargs)
+        self.waiting = call = Call.of(unit, real, self.k, args, kwargs, self.crossing)
         for item in call.inputs:
             self._run.stash.hold(item.tensor, self.k, "stash", "")
         check = self._run.expect_unchanged(unit)
@@ -118,6 +117,7 @@ class Forward:
     def _give_way(self) -> Ambient:
         """Hand control to the engine until it resumes this micro-batch; returns the state that the shell stood in."""
         self._stop_shell()
+        self._run.asides.guard()
         self._ambient = shell = Ambient.take()
         parent = self._greenlet.parent
         assert parent is not None
@@ -130,14 +130,18 @@ class Forward:
 
     def _run_layer(self, call: Call, shell: Ambient) -> Any:
         stash = self._run.stash
-        call.ambient = shell if stash.metering or stash.guards_layers else shell.without(stash.watch)
+        self.crossing.autocasts |= shell.autocasts and shell.autocast_cache
+        inner = shell.without(self.crossing)
+        call.ambient = inner if stash.metering or stash.guards_layers else inner.without(stash.watch)
         call.ambient.put()
         try:
             try:
-                outputs = call.first(self._run, self.keep)
+                outputs = call.first(self._run, self.keep, self.crossing)
             finally:
                 after = Ambient.take()
-            self._run.influence.note(call.unit, call.tensors, outputs)  # no mode is on: nobody sees it
+            self._run.note(call, outputs)  # no mode is on: nobody sees it
+            if call.left_traces:
+                call.prove(self._run)
         finally:
             shell.reseeded(after.random).put()
         self._run.runs[call.unit] += 1

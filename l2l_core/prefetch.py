@@ -88,7 +88,8 @@ class Prefetch:
         assert slot is not None and slot.ticket is not None, f"{unit.key} is in no slot"
         with self._clock.stalled():
             slot.ticket.wait()
-        unit.point(unit.views(slot.flat[: unit.numel]))
+        views = unit.views(slot.flat[: unit.numel])  # what the shell has too is read there: its code may keep a view
+        unit.point([self._resident.get(param, view) for param, view in zip(unit.params, views, strict=True)])
         try:
             with self._visiting(unit):
                 yield

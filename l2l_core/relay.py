@@ -22,7 +22,7 @@ from l2l_core.ambient import RandomState
 from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, first_rows, join, rows_of, shares, split
 from l2l_core.branches import Branch, Branches
 from l2l_core.branches import State as BranchState
-from l2l_core.checks import check_keys, check_model, refuse_checkpointing
+from l2l_core.checks import check_keys, check_model, check_step, refuse_checkpointing
 from l2l_core.config import RelayConfig
 from l2l_core.cuda import CudaDevice
 from l2l_core.device import Device
@@ -37,11 +37,14 @@ from l2l_core.journal import Entry, History
 from l2l_core.known import Known, KnownInPart, Layers
 from l2l_core.layers import resolve_layers
 from l2l_core.loop import Loop, TrainLoop
+from l2l_core.memento import keep_attributes
 from l2l_core.memory import Ledger
 from l2l_core.meter import Metered
-from l2l_core.optimizers import OptimizerFactory, make_optimizer
+from l2l_core.optimizers import OptimizerFactory, make_optimizer, silent
 from l2l_core.past import Restorer, parts_of
 from l2l_core.rehearsal import Rehearsal
+from l2l_core.resume import Resumption, keep
+from l2l_core.sample import same_random_numbers
 from l2l_core.stacks import Where
 from l2l_core.stage import Parts, Stage, Task
 from l2l_core.store import LayerStore, TornStep
@@ -220,7 +223,7 @@ class Relay:
 
     # -- what a relay does ---------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, skip: Iterable[Where] = ()) -> StepResult:
+    def step(self, batch: Batch, skip: Iterable[Where] = (), trust: bool = False) -> StepResult:
         """Train on one batch.
 
         Args:
@@ -228,6 +231,7 @@ class Relay:
             skip: layers that sit this one step out, as edits name layers. The model runs as if they had been dropped; they
                 are neither loaded nor updated. LayerDrop (Fan et al., arXiv 1909.11556), stochastic depth (Huang et al.,
                 arXiv 1603.09382).
+            trust: let layers sit out even where that is refused on evidence alone; see `apply`.
 
         Raises:
             ValueError, TypeError: `skip` names no layer, or all of a stack; nothing has changed.
@@ -236,7 +240,7 @@ class Relay:
             DeviceOutOfMemory: the device's byte budget does not suffice; says what fills it and what would help.
             KeyboardInterrupt: after the step has finished; a second interrupt ends it at once.
         """
-        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._sitting_out(skip):
+        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._sitting_out(skip, trust):
             return self._step(batch)
 
     def forward(self, batch: Batch) -> Any:
@@ -256,6 +260,12 @@ class Relay:
 
     def verify(self, batch: Batch) -> VerifyReport:
         """Train one step by relay and in core from the same state, compare, and put everything back as it was.
+
+        Compared are the loss, weights, buffers, and what the optimizer keeps. Nothing of either step stays: weights,
+        buffers, versions, the optimizer's state, settings and counters, random generators, statistics, plain attributes of
+        modules, what is known for metering. Step hooks of the optimizer are not fired on either side, so what they count
+        goes on as if `verify` had not been called, and what they would change is not judged. Hooks on modules do run, on
+        both sides, and `objective` and `loss` are called: what those keep outside of the model is theirs.
 
         The in-core side runs on the device's kind of hardware: on a GPU, which must have room for the whole model, equal
         bits are not to be expected, but losses and weights that agree to float32 rounding are. It is float32 in any case,
@@ -289,7 +299,8 @@ class Relay:
         device: Device | Mapping[str, Any] | None = None,
         host_bytes: int | None = None,
     ) -> Forecast:
-        """What a step on this batch would need and how long it would take. Trains nothing and changes nothing.
+        """What a step on this batch would need and how long it would take. Trains nothing and changes nothing; a relay that
+        does not know yet in which order its layers are called knows it then.
 
         If the last step was of the same kind (micro-batches of the same shapes, same precision, place of the stash, updates;
         not metered, as the first of a shape is), its costs are replayed, which takes milliseconds. Otherwise at most four
@@ -310,7 +321,8 @@ class Relay:
         with interrupts_wait(), self._exclusive(), torch.enable_grad():
             check_model(self.model, self._parts.units)
             share = partial(shares, weight=self._weight)
-            rehearsal = Rehearsal(self._parts, self._store, self._predicted, self._call.objective, share)
+            learn = partial(setattr, self, "_predicted")  # what the first step would find out the slow way
+            rehearsal = Rehearsal(self._parts, self._store, self._predicted, self._call.objective, share, learn)
             last = LastStep(self._trace, self._steps - 1, self._stepped, (*self._shape_of(()), self._key_of_layers()))
             asked = self.config if config is None else config
             return forecast_step(rehearsal, batch, asked, self.device if device is None else device, host_bytes, last)
@@ -426,23 +438,28 @@ class Relay:
         Raises:
             ValueError: the folder is damaged, incomplete or of another model; names the file.
         """
-        state = files.load(Path(folder))
-        options.setdefault("config", RelayConfig(**state.config))
-        edited = Edited.of(state.manifest.get("edits", {}))
-        options.setdefault("layers", state.layers)
+        saved = files.load(Path(folder))
+        options.setdefault("config", RelayConfig(**saved.config))
+        edited, parts = Edited.of(saved.manifest.get("edits", {})), saved.past
+        resumption = Resumption(saved, edited, parts, modules)
         with ExitStack() as back:  # what fails leaves the caller's model and optimizer as they were
-            spare = edited.fit(model, optimizer, state.manifest, modules, back)
+            keep(model, optimizer, back)
+            options.setdefault("layers", resumption.prepare(model, optimizer, back))
             relay = cls(model, optimizer, **options)
             back.callback(relay.close)
-            edited.restore_into(relay._editor, relay._history)
             with relay.device.current():
+                with relay._editing():
+                    resumption.restack(relay._editor, back)
+                edited.restore_into(relay._editor, relay._history)
                 present = relay._saved_state()
-                state.check(present)
-                past = Restorer(relay._editor, relay._history, relay._branches, spare, relay.device.host_empty)
-                past.restore(state.past)
-                state.restore_into(present)  # last: it changes the caller's model, and cannot fail
+                saved.check(present)
+                past = Restorer(relay._editor, relay._history, relay._branches, resumption, relay.device.host_empty)
+                fill = past.restore(parts)
+                saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail
+                fill()
             back.pop_all()
-        relay._steps = state.steps
+        relay._history.forget()  # layers of the model that the save has no more
+        relay._steps = saved.steps
         return relay
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -450,6 +467,7 @@ class Relay:
     def _step(self, batch: Batch) -> StepResult:
         began_s = time.perf_counter()
         check_model(self.model, self._parts.units)
+        check_step(self.model, self._parts.shell_modules(), self._parts.units)
         micro_batches = self._split(batch)
         divisors = shares(micro_batches, self._weight)
         shape = self._shape_of(micro_batches)
@@ -462,6 +480,7 @@ class Relay:
                 forwards = stage.forwards(micro_batches, self._call.objective, self._seeds(len(micro_batches)))
                 loop = TrainLoop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch)
                 losses = loop.train(self._store, *stage.gradients(), stage.pushes, divisors, self._parts.inside())
+                stage.run.recomputes.settle()
                 self._store.finish()
                 assert not any(visit.calls for visit in loop.visits), "a call was not back-propagated"
                 stage.stash.drain()
@@ -549,13 +568,13 @@ class Relay:
             self._inferred.clear()
 
     @contextmanager
-    def _sitting_out(self, skip: Iterable[Where]) -> Iterator[None]:
+    def _sitting_out(self, skip: Iterable[Where], trust: bool) -> Iterator[None]:
         """Run a step without some layers; what is known of steps with all of them stays known."""
         if not (units := self._editor.units_at(skip)):
             yield
             return
         parts, predicted, known = self._parts, self._predicted, self._known
-        with self._editor.without(units):
+        with self._editor.without(units, trust):
             self._parts = replace(parts, layers=list(self._editor.layers))
             self._predicted = [unit for unit in predicted if unit not in units]
             self._known = self._known_in_part
@@ -604,26 +623,37 @@ class Relay:
 
     @contextmanager
     def _preserved(self) -> Iterator[None]:
-        """Whatever the block trains is undone."""
-        put_weights_back, random_state, put_buffers_back = (
+        """Whatever the block trains is undone, and no step hook of the optimizer is fired."""
+        back = [
+            keep_attributes(self.model.modules()),
             self._store.snapshot(),
-            RandomState.take(),
             self._parts.copy_buffers(),
-        )
-        stats, steps = [dict(unit.stats) for unit in self._parts.units], self._steps
-        put_journal_back, trace = self._history.snapshot(), self._trace
-        put_branches_back = self._branches.snapshot()
-        try:
-            yield
-        finally:
-            put_weights_back()
-            put_buffers_back()
-            for unit, old in zip(self._parts.units, stats, strict=True):
+            self._keep_own(),
+            self._history.snapshot(),
+            self._branches.snapshot(),
+        ]
+        with same_random_numbers(), silent(self.optimizer):
+            try:
+                yield
+            finally:
+                for put_back in back:
+                    put_back()
+
+    def _keep_own(self) -> Callable[[], None]:
+        """Count of steps, trace, statistics of layers, and what steps have taught; the result puts them back."""
+        names = ("_steps", "_trace", "_stepped", "_predicted", "_known", "_known_in_part")
+        kept = {name: getattr(self, name) for name in names}
+        stats = {unit: dict(unit.stats) for unit in self._parts.units}
+        put_knowledge_back, call = self._known.snapshot(), self._editor.call
+
+        def put_back() -> None:
+            vars(self).update(kept)
+            for unit, old in stats.items():
                 unit.stats = old
-            random_state.put()
-            put_journal_back()
-            put_branches_back()
-            self._steps, self._trace = steps, trace
+            put_knowledge_back()
+            self._editor.call = call
+
+        return put_back
 
     def _branch_state(self) -> BranchState:
         return self._branches.take(self.config, self._steps, self._history)

@@ -18,12 +18,15 @@ from torch.utils import _pytree as pytree
 
 from l2l_core.advice import advise
 from l2l_core.ambient import Ambient, RandomState
+from l2l_core.aside import Asides
 from l2l_core.attributes import Attributes
+from l2l_core.buffer_order import BufferOrder
 from l2l_core.call import Pass
 from l2l_core.clock import Clock
 from l2l_core.config import RelayConfig
+from l2l_core.crossing import Crossing, functions_seen
 from l2l_core.device import Copy, Device
-from l2l_core.gradient import Gradient, GradientSlots
+from l2l_core.gradient import Gradient, GradientSlots, Takers
 from l2l_core.hooks import SideOutputs, UserHooks
 from l2l_core.link import Lane, Link
 from l2l_core.memory import Ledger
@@ -33,7 +36,7 @@ from l2l_core.prefetch import Prefetch
 from l2l_core.readers import before_reads
 from l2l_core.stash import Stash
 from l2l_core.trace import Trace
-from l2l_core.units import Unit
+from l2l_core.units import Unit, outside
 from l2l_core.wire import Wires
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -64,13 +67,12 @@ class Parts:
 
     def shell_modules(self) -> list[nn.Module]:
         """Modules that are in no layer."""
-        inside = {module for unit in self.layers for module in unit.module.modules()}
-        return [module for module in self.model.modules() if module not in inside]
+        return outside(self.model, {unit.module for unit in self.layers})
 
     def inside(self) -> dict[torch.Tensor, str]:
-        """Parameters that only one layer uses, and the layer's name."""
-        blocks = [(unit.name, block) for unit in self.layers for block in unit.blocks if not block.shared]
-        return {param: name for name, block in blocks for param in block.params}
+        """Parameters that only layers use, and a layer's name."""
+        own = set(self.shell.params)
+        return {param: unit.name for unit in self.layers for param in unit.params if param not in own}
 
     def copy_buffers(self) -> Callable[[], None]:
         """Copy the values of all buffers; the result puts them back."""
@@ -155,9 +157,13 @@ class Stage:
             clock=self.clock,
             exempt=exempt,
         )
-        self.stash.watch_shell_buffers(buffer for buffer in parts.shell.buffers.now() if buffer is not None)
-        self.stash.guards_layers = on_host and self._replay is not None and self._replay.undeclared
+        attributes = [v for m in parts.model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+        order = self.stash.order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], attributes)
+        later(order.close)
+        self.stash.guards_layers = on_host and not torch.is_grad_enabled()
+        self._asides = Asides(self.stash.asked, active=torch.is_grad_enabled())
         later(self.stash.clear)
+        later(self._asides.close)
         if on_host:
             enter(before_reads(self.stash.touch))
         self.meter = Meter(ledger, parts.host, self.trace, self._replay)
@@ -175,12 +181,15 @@ class Stage:
             self._visiting,
         )
         later(self.prefetch.close)
-        self.stash.exempt(slot.flat for slot in self.prefetch.slots)
+        self.stash.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
+        enter(functions_seen())
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
         sides = enter(SideOutputs())
         self.shadows = enter(Shadows({unit.module: unit for unit in parts.layers}))
-        attributes = Attributes(parts.shell_modules(), self._replay.places if self._replay is not None else None)
-        self.run = Pass(parts.device, self.stash, self.trace, sides, hooks, self.meter, self.clock, attributes)
+        attributes = enter(Attributes(parts.shell_modules(), parts.layers, self._asides.note))
+        self.run = Pass(
+            parts.device, self.stash, self._asides, self.trace, sides, hooks, self.meter, self.clock, attributes, order
+        )
         later(self.shadows.cancel)
 
     def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
@@ -190,7 +199,8 @@ class Stage:
         self._stack.callback(device.recycle, flat)
         device.ledger.book("weights", "shell", flat.nbytes)
         self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
-        self.stash.exempt([flat])
+        self.stash.exempt([flat], weights=True)
+        self.stash.exempt([b.master for unit in self.parts.units for b in unit.blocks], weights=True)
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         with self.clock.stalled():
             self.loads(shell.key, [(part, self.parts.wires.source(block)) for part, block in pairs]).wait()
@@ -207,17 +217,17 @@ class Stage:
 
     def learned(self) -> Metered:
         """What later passes of the same shape need not find out again."""
-        learned = self.meter.latest
-        learned.undeclared |= self.stash.undeclared
-        learned.places = frozenset(self.run.attributes.seen)
-        return learned
+        return self.meter.latest
 
     def gradients(self) -> tuple[GradientSlots, Gradient]:
         """Device buffers for the gradients of layers, and the gradient of the shell."""
         parts = self.parts
-        slots = GradientSlots(parts.device, self.clock, parts.slot_numel, 2 if self.config.ahead else 1, "slots")
+        takers = Takers(parts.units)
+        self._stack.callback(takers.close)
+        count = 2 if self.config.ahead else 1
+        slots = GradientSlots(parts.device, self.clock, takers, parts.slot_numel, count, "slots")
         self._stack.callback(slots.close)
-        shell = GradientSlots(parts.device, self.clock, parts.shell.numel, 1, "shell")
+        shell = GradientSlots(parts.device, self.clock, takers, parts.shell.numel, 1, "shell")
         self._stack.callback(shell.close)
         self.stash.exempt([*slots.flats, *shell.flats])
         return slots, shell.take(parts.shell, lambda block: block.shared)
@@ -228,14 +238,21 @@ class Stage:
         base.put()
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
             base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
-        if self.stash.guards:
+        if self.stash.guards_forward:
             base = replace(
                 base,
                 dispatch_modes=(*base.dispatch_modes, self.stash.watch),
             )
         for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
-            bring, run = partial(self._bring, k, micro_batch), partial(task, self.parts.model)
-            self.shadows.forwards.append(Forward(k, bring, run, base.reseeded(RandomState.seeded(seed)), self.run))
+            bring, run, crossing = (
+                partial(self._bring, k, micro_batch),
+                partial(task, self.parts.model),
+                Crossing(k, self._asides),
+            )
+            ambient = base.reseeded(RandomState.seeded(seed))
+            if torch.is_grad_enabled():
+                ambient = ambient.within(crossing)
+            self.shadows.forwards.append(Forward(k, bring, run, ambient, self.run, crossing))
         return self.shadows.forwards
 
     def _bring(self, k: int, micro_batch: Any) -> Any:
@@ -245,7 +262,7 @@ class Stage:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaves[index] = target = torch.empty_like(leaf, device=self.parts.device.torch_device)
-                self.stash.hold(target, k, "other", "", fresh=True)
+                self.stash.hold(self._asides.note(target, k), k, "other", "", fresh=True)
                 copies.append((target, leaf.detach()))
         if copies:
             with self.clock.stalled():

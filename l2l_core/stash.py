@@ -14,8 +14,8 @@ that computes, the one that leaves, and the one that arrives.
 The images that leave and arrive are covered by the *ring*, bytes reserved for the largest image that has moved so far,
 whether or not there is anything to move: the peak is the same with one micro-batch and with many.
 
-An emptied storage must not be read unguarded. The `Watch` mode guards shell segments and backward; layers get their
-inputs fetched beforehand, and metered steps verify that layers read nothing else of an image.
+An emptied storage must not be read unguarded. The `Watch` mode guards shell code and backward through it; layers get
+their inputs fetched beforehand, run without a mode, and meet guarded tensors where they read anything else (`aside.py`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2l_core.buffer_order import BufferOrder, written_by
 from l2l_core.clock import Clock
 from l2l_core.device import Copy, Device, Ticket
 from l2l_core.link import Lane
 from l2l_core.memory import Ledger
+from l2l_core.units import weights_changed
 
 NOBODY = -1
 
@@ -74,7 +76,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = {t.untyped_storage()._cdata: t for t in _tensors((args, kwargs))}
-        self.stash.before(func, reads)
+        self.stash.before(func, reads, args)
         out = func(*args, **(kwargs or {}))
         self.stash.after(reads, out)
         return out
@@ -114,19 +116,24 @@ class Stash:
         self._ring_bytes = 0  # what may leave, and as much that may arrive
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._exempt = {tensor.untyped_storage()._cdata for tensor in exempt}
+        self._weights: set[int] = set()
         self._k = NOBODY  # whose image new storages join
         self._owner = ""
         self._layer_inputs: set[int] | None = None  # set while a layer runs
         self.watch = Watch(self)
-        self.undeclared = False  # whether a layer read what was not among its arguments
-        self.guards_layers = False  # layers are watched, because in an earlier pass they did that
-        self._shell_buffers: set[int] = set()
-        self._written: dict[int, int] = {}  # buffers of the shell that were changed, and the last micro-batch to do so
+        self._in_forward = True
+        self.guards_layers = False  # layers are watched: in inference, where nobody else is on guard
+        self.order: BufferOrder | None = None  # told of what shell code does
 
     @property
     def guards(self) -> bool:
-        """Whether shell segments and backward must run under `watch`."""
+        """Whether backward through shell segments must run under `watch`."""
         return self._on_host or self.metering
+
+    @property
+    def guards_forward(self) -> bool:
+        """Whether shell code must run under `watch`."""
+        return self.guards or bool(self.order)
 
     # -- what belongs to whom ------------------------------------------------------------------------------------------
 
@@ -140,6 +147,15 @@ class Stash:
             yield
         finally:
             self._k, self._owner, self._layer_inputs = before
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """What is read in the block is not read by the model's own code."""
+        before, self._in_forward = self._in_forward, False
+        try:
+            yield
+        finally:
+            self._in_forward = before
 
     def hold(self, tensor: torch.Tensor, k: int, category: str, owner: str, fresh: bool = False) -> None:
         """Make `tensor`'s storage part of image `k` and book it exactly.
@@ -158,9 +174,11 @@ class Stash:
             self._images.setdefault(k, {})[storage._cdata] = held
         self._recategorise(held, category, owner)
 
-    def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Storages of these are part of no image either."""
-        self._exempt.update(tensor.untyped_storage()._cdata for tensor in tensors)
+    def exempt(self, tensors: Iterable[torch.Tensor], weights: bool = False) -> None:
+        """Storages of these are part of no image either; in those of `weights` a forward may change nothing."""
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._exempt |= keys
+        self._weights |= keys if weights else set()
 
     @contextmanager
     def exempting(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -171,10 +189,6 @@ class Stash:
             yield
         finally:
             self._exempt -= keys
-
-    def watch_shell_buffers(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Buffers of the shell, which micro-batches may only change one after another."""
-        self._shell_buffers = {buffer.untyped_storage()._cdata for buffer in buffers}
 
     def is_exempt(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a storage of the model or of the engine."""
@@ -274,6 +288,23 @@ class Stash:
         self._bring(away, k, layer, visit)
         self._h2d.turn()
 
+    def asked(self, tensor: torch.Tensor, maker: int) -> None:
+        """Somebody is about to do something with a tensor that micro-batch `maker` has made and left.
+
+        Raises:
+            RuntimeError: another micro-batch, or a layer that was not given it.
+        """
+        key = tensor.untyped_storage()._cdata
+        if self._k != NOBODY and not self._is_for(key, maker):
+            if maker > 0:
+                raise RuntimeError(self._not_for(tensor, maker))
+            if key in self._held:
+                self._keep(self._held[key])
+        self.touch(tensor)
+
+    def _is_for(self, key: int, maker: int) -> bool:
+        return maker == self._k and (self._layer_inputs is None or key in self._layer_inputs)
+
     def touch(self, tensor: torch.Tensor) -> None:
         """Somebody is about to read `tensor` past the dispatcher."""
         self._restore(self._find([tensor]), self._k, self._owner)
@@ -368,14 +399,17 @@ class Stash:
 
     # -- what the watch sees -------------------------------------------------------------------------------------------
 
-    def before(self, func: Any, reads: dict[int, torch.Tensor]) -> None:
+    def before(self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
         """An operation is about to read these storages."""
-        if self.metering and self._shell_buffers and self._layer_inputs is None:
-            self._check_writes(func, reads)
+        if self._in_forward and self._layer_inputs is None and self.order:
+            self.order.shell_does(self._k, func, reads, args)
+        if self.metering and self._in_forward and (changed := written_by(func, args) & self._weights):
+            who = f"layer {self._owner}" if self._layer_inputs is not None else "the model's own code"
+            raise RuntimeError(weights_changed(who, reads[changed.pop()]))
         known = [key for key in reads if key in self._held]
         if not known:
             return
-        if self.metering and self._k != NOBODY:
+        if self.metering and self._k != NOBODY and self._in_forward:
             self._check_reads(known, reads)
         moved = [h for key in known if not (h := self._held[key]).resident or h.covered]
         if moved:
@@ -388,24 +422,14 @@ class Stash:
 
     def after(self, reads: dict[int, torch.Tensor], out: Any) -> None:
         """An operation has made `out`."""
-        k = NOBODY if self._layer_inputs is not None else self._k
+        if not self._on_host and not self.metering:
+            return
+        k = self._k if self._layer_inputs is None and self._in_forward else NOBODY
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in reads and key not in self._held and tensor.device.type == self._device.torch_device.type:
                 self._note(storage, k, "activations", self._owner, exact=self.metering)
-
-    def _check_writes(self, func: Any, reads: dict[int, torch.Tensor]) -> None:
-        """A buffer of the shell that every micro-batch changes must not be read after a pause."""
-        for key in (key for key in reads if key in self._shell_buffers):
-            if self._written.get(key, NOBODY) > self._k:
-                raise RuntimeError(
-                    f"the model's own code reads a buffer of shape {tuple(reads[key].shape)} that micro-batch "
-                    f"{self._written[key]} has already changed. Micro-batches take turns at the layers: read it before the "
-                    "first layer, or keep it in a layer"
-                )
-            if func._schema.is_mutable:
-                self._written[key] = self._k
 
     def _check_reads(self, known: list[int], reads: dict[int, torch.Tensor]) -> None:
         """Micro-batches take turns: what one has made and left somewhere is not what another expects to find there."""
@@ -417,17 +441,19 @@ class Stash:
             if mine or held.maker == NOBODY:
                 continue
             if held.maker > 0:
-                reader = f"layer {self._owner}" if self._layer_inputs is not None else "the model's own code"
-                raise RuntimeError(
-                    f"{reader} reads a tensor of shape {tuple(tensor.shape)} that was made for micro-batch {held.maker} and not "
-                    "passed as an argument (left on an attribute or in a shared container?). Micro-batches take turns, so it "
-                    "may be another micro-batch's value. Pass it as an argument of the layer, or return it"
-                )
-            self.undeclared |= self._layer_inputs is not None
-            self._keep(held)  # made once, at the first micro-batch, and kept by the model: a table, say
+                raise RuntimeError(self._not_for(tensor, held.maker))
+            self._keep(held)
+
+    def _not_for(self, tensor: torch.Tensor, maker: int) -> str:
+        reader = f"layer {self._owner}" if self._layer_inputs is not None else "the model's own code"
+        return (
+            f"{reader} reads a tensor of shape {tuple(tensor.shape)} that was made for micro-batch {maker} and not "
+            "passed as an argument (left on an attribute or in a shared container?). Micro-batches take turns, so it "
+            "may be another micro-batch's value. Pass it as an argument of the layer, or return it"
+        )
 
     def _keep(self, held: _Held) -> None:
-        """Let a storage stay on the device for good."""
+        """Let a storage stay on the device: made once, at the first micro-batch, and kept by the model (a table, say)."""
         for key, other in list(self._images.get(held.k, {}).items()):
             if other is held:
                 del self._images[held.k][key]

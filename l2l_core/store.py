@@ -28,8 +28,10 @@ from torch.utils import _pytree as pytree
 from l2l_core.config import RelayConfig
 from l2l_core.device import Ticket
 from l2l_core.emulated import serial_thread
+from l2l_core.memento import keep, keep_without
 from l2l_core.memory import Ledger
-from l2l_core.optimizers import fire_hooks, over, replace_params, scale_rate, slice_of, sync_settings
+from l2l_core.optimizers import copy_over, fire_hooks, over, replace_params, slice_of, update_part
+from l2l_core.settings import Changes, settle
 from l2l_core.trace import Event, Trace
 from l2l_core.units import Block, Unit, shared_key
 
@@ -142,8 +144,10 @@ class LayerStore:
             unit.stats.clear()  # what this step does not tell is not known
         self._whole: dict[Block, GradientPiece] = {}
         self._apart: dict[Block, dict[int, GradientPiece]] = {}
+        self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches there are such pieces
         self._jobs: list[Future[None]] = []
         self._undo: list[Callable[[], None]] = []
+        self._settings: Changes = {}  # what parts of the optimizer have made of settings in this step
         self._failed = False
         self.updated: list[Block] = []
 
@@ -196,7 +200,26 @@ class LayerStore:
             parts[k] = self._add(block, parts.get(k), (grad, touched))
             self._record("reduce", block, start_s, k)
 
+        self._came.add((block, k))
         self._submit(work)
+
+    def has_part(self, block: Block, k: int) -> bool:
+        """Whether a visit has brought a gradient of micro-batch `k` that is kept apart."""
+        return (block, k) in self._came
+
+    def lend_part(self, block: Block, k: int, wanted: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Give out what has come for some of the block's parameters, by index; the next part brings it back, and more."""
+        lent: dict[int, torch.Tensor] = {}
+
+        def work() -> None:
+            grad, covers = self._apart[block][k]
+            views = block.layout.views(grad)
+            lent.update({i: views[i].clone() for i in wanted if covers[i]})
+            self._apart[block][k] = grad, tuple(has and i not in lent for i, has in enumerate(covers))
+
+        self._submit(work)
+        self._jobs[-1].exception()
+        return lent
 
     def complete(self, block: Block) -> None:
         """Say that no more parts of `block` will come; eager updates do not wait any longer."""
@@ -218,6 +241,9 @@ class LayerStore:
         for block in list(self._whole):
             self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
         self.wait()
+        if self._undo:  # a hook may still fail
+            self._undo.append(keep_without(vars(self.optimizer), {"state"}))
+        settle(self.optimizer, self._settings)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
         fire_hooks(self.optimizer._optimizer_step_post_hooks, self.optimizer)
         self._undo.clear()
@@ -244,6 +270,8 @@ class LayerStore:
             undo()
         if self._undo:
             self.updated.clear()
+        if self.updated:  # for them the step has counted
+            settle(self.optimizer, self._settings)
         for master in self._model_params:
             master.grad = None  # clipping may have set it; the next step's norm must not see it
         self._pool.clear()  # gradients under way are lost with the step, and their buffers with them
@@ -326,15 +354,13 @@ class LayerStore:
         master = self._masters[block]
         if self._config.rollback or self._config.update == "deferred":
             self._undo.append(self._snapshot(block))
-        sync_settings(master.part, self.optimizer)
-        scale_rate(master.part, warmth_of(block))
         for param, view, has in zip(master.params, block.layout.views(grad), touched, strict=True):
             param.grad = view if has else None
         before = _sample(block.master).clone()
         self.before_write(block)
         try:
             self.updated.append(block)  # from here on the block may hold new weights
-            master.part.step()
+            self._settings.update(update_part(master.part, self.optimizer, warmth_of(block)))
         finally:
             for param in master.params:
                 param.grad = None
@@ -410,6 +436,7 @@ class LayerStore:
     def admit(self, unit: Unit, sides: Mapping[Block, Side]) -> None:
         """Take a layer in, between two steps; `arrange` puts its parameters where they belong."""
         self.units.append(unit)
+        self._order = {}
         for block, side in sides.items():
             self._blocks.append(block)
             self._owner[block] = unit
@@ -429,6 +456,7 @@ class LayerStore:
 
         Blocks that they share with others stay.
         """
+        self._order = {}
         kept = {unit: {block: self.side_of(block) for block in unit.blocks if not block.shared} for unit in units}
         sides = {block: side for one in kept.values() for block, side in one.items()}
         masters = {master for side in sides.values() for master in side.masters}
@@ -446,65 +474,69 @@ class LayerStore:
         return kept
 
     def rename(self, block: Block, names: list[str]) -> None:
-        """Say what a shared block's parameters are called now; its key follows."""
-        key = shared_key(names[0])
+        """Say what a block's parameters are called now; the key of a shared one follows."""
+        key = shared_key(names[0]) if block.shared else block.key
         self.host.release("weights", block.key, block.nbytes)
         self.host.book("weights", key, block.nbytes)
         block.key, block.names = key, names
 
-    def arrange(self, stack: Sequence[Unit]) -> None:
-        """Let the optimizer's groups hold the parameters of a stack in its order, side by side.
+    @property
+    def groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters in every group of the optimizer."""
+        return [[self._model_params[master] for master in group["params"]] for group in self.optimizer.param_groups]
 
-        That is the order in which a plain optimizer over the model would hold them, so that states can be exchanged.
-        """
-        masters = (
-            p for unit in stack for block in unit.blocks if not block.shared for p in self._masters[block].params
-        )
-        rank = {id(master): index for index, master in enumerate(masters)}  # a tensor's own hash takes long
+    def arrange(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Let the optimizer's groups hold what they hold in another order, which is given by the model's parameters."""
+        masters = {param: master for master, param in self._model_params.items()}
         names: dict[nn.Parameter, str] = {}
-        for group in self.optimizer.param_groups:
-            first = next((i for i, param in enumerate(group["params"]) if id(param) in rank), None)
-            if first is not None:
-                before, after = group["params"][:first], [p for p in group["params"][first:] if id(p) not in rank]
-                inside = sorted((p for p in group["params"] if id(p) in rank), key=lambda p: rank[id(p)])
-                group["params"] = [*before, *inside, *after]
+        for group, params in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = [masters[param] for param in params]
             if "param_names" in group:
                 names = names or self._names()
-                group["param_names"] = [names[param] for param in group["params"]]
+                group["param_names"] = [names[master] for master in group["params"]]
         self._order = {}
+
+    def regroup(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Let the optimizer's groups hold other parameters, between two steps: one list of the model's for each."""
+        self.arrange(groups)
+        for master in self._masters.values():
+            master.part = slice_of(self.optimizer, master.params)
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {p: name for b in self._blocks for p, name in zip(self._masters[b].params, b.names, strict=True)}
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy all weights, optimizer state and versions; the returned function puts them back bit by bit."""
-        undos = [self._snapshot(block) for block in self._blocks]
+        """Copy all weights, versions and all that the optimizer keeps; the result puts them back bit by bit."""
+        masters = [(block, block.master.clone(), block.version) for block in self._blocks]
+        put_optimizer_back = keep(vars(self.optimizer))
 
         def undo() -> None:
-            for each in undos:
-                each()
+            for block, master, version in masters:
+                block.master.copy_(master)
+                block.version = version
+            put_optimizer_back()
             self.book_optimizer()
 
         return undo
 
-    def plain_optimizer(self, params: Sequence[nn.Parameter], model: nn.Module) -> Optimizer:
-        """A copy of the optimizer over `params`, given in the order of `model`'s own, with copies of the state."""
-        counterpart = dict(zip(model.parameters(), params, strict=True))
+    def plain_optimizer(self, twin: nn.Module, model: nn.Module) -> Optimizer:
+        """A copy of the optimizer over the parameters of `twin`, a copy of `model`; the two optimizers share nothing."""
+        counterpart = dict(zip(model.parameters(), twin.parameters(), strict=True))
+        stands_for = {
+            master: counterpart[param] for master, param in self._model_params.items() if param in counterpart
+        }
         warmth = {p: warmth_of(block) for block in self._blocks if block.warmup for p in self._masters[block].params}
-        groups, state = [], {}
+        groups = []
         for group in self.optimizer.param_groups:
-            mine = [counterpart[self._model_params[p]] for p in group["params"]]
             for factor in sorted({1.0, *(warmth.get(p, 1.0) for p in group["params"])}):
-                alike = [m for m, p in zip(mine, group["params"], strict=True) if warmth.get(p, 1.0) == factor]
+                alike = [stands_for[p] for p in group["params"] if warmth.get(p, 1.0) == factor]
                 groups.append({**group, "params": alike, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
-            state.update(
-                {
-                    m: clone_state(self.optimizer.state[p])
-                    for m, p in zip(mine, group["params"], strict=True)
-                    if p in self.optimizer.state
-                }
-            )
-        return over(self.optimizer, groups, defaultdict(dict, state))
+        state = {stands_for[p]: clone_state(known) for p, known in self.optimizer.state.items() if p in stands_for}
+        return copy_over(self.optimizer, groups, defaultdict(dict, state), {**stands_for, **counterpart, model: twin})
+
+    def states(self) -> dict[nn.Parameter, Mapping[str, Any]]:
+        """What the optimizer knows of each of the model's parameters."""
+        return {self._model_params[p]: known for p, known in self.optimizer.state.items() if p in self._model_params}
 
     def close(self) -> None:
         """Join the thread and give the optimizer the model's own parameters back."""

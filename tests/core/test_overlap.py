@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal, assert_state, both, copy_state
+from patience import HANG_S, wait_until
 from test_memory import Chain, Recurring, chain_batch, gpt2, padded_batch, squared_error
 from torch import nn
 from zoo import BY_NAME, Kind
@@ -81,15 +82,35 @@ def test_a_missing_wait_would_be_noticed(hasty: str) -> None:
 # -- at the same time ------------------------------------------------------------------------------------------------
 
 
+class Draining(EmulatedDevice):
+    """Remembers what was issued, so that a layer can take exactly as long as the copies that run beside it."""
+
+    def __init__(self) -> None:
+        super().__init__(latency_s=1e-3)
+        self._issued: list[Ticket] = []
+
+    def issue(self, lane: str, *args: Any, **options: Any) -> Ticket:
+        self._issued.append(ticket := super().issue(lane, *args, **options))
+        return ticket
+
+    def drain(self) -> None:
+        """Wait for all that was issued until now."""
+        while self._issued:
+            self._issued.pop().join()
+
+
 class Slow(nn.Module):
-    """A layer that takes its time, so that order does not depend on the machine."""
+    """A layer that computes until all copies that were issued are there, so that order does not depend on the machine."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.up = nn.Linear(width, width)
+        self.calls = [0]
+        self.meanwhile: Callable[[int], None] = lambda call: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(4e-3)
+        self.calls[0] += 1
+        self.meanwhile(self.calls[0])
         return torch.tanh(self.up(x))
 
 
@@ -105,10 +126,19 @@ class SlowChain(nn.Module):
         return x
 
 
-def trace_of(**settings: Any) -> Trace:
-    batch = torch.randn(12, 64), torch.randn(12, 64)
+def trace_of(until_updated: str = "", **settings: Any) -> Trace:
+    """A step's trace. The last recompute of layer 1 waits until the layer `until_updated` is being updated."""
+    batch, device, model = (torch.randn(12, 64), torch.randn(12, 64)), Draining(), SlowChain()
     config = RelayConfig(**({"micro_batches": 3} | settings))
-    with Relay(SlowChain(), ADAMW, loss=squared_error, config=config, device=EmulatedDevice(latency_s=1e-3)) as relay:
+    with Relay(model, ADAMW, loss=squared_error, config=config, device=device) as relay:
+
+        def meanwhile(layer: int, call: int) -> None:
+            device.drain()
+            if until_updated and layer == 1 and call % (2 * config.micro_batches) == 0:
+                wait_until(lambda: until_updated in {block.key for block in relay.store.updated})
+
+        for number, layer in enumerate(model.layers):
+            layer.meanwhile = partial(meanwhile, number)
         relay.step(batch)
         return relay.step(batch).trace
 
@@ -128,7 +158,7 @@ def test_the_next_layer_loads_while_one_computes(stash: str) -> None:
 
 @stashes
 def test_gradients_leave_and_layers_are_updated_while_the_next_one_computes(stash: str) -> None:
-    trace = trace_of(stash=stash)
+    trace = trace_of(until_updated="L003", stash=stash)
     for here, there in pairwise(("L003", "L002", "L001", "L000")):
         assert events_of(trace, "push", here)[0].start_s < events_of(trace, "backward", there)[-1].stop_s
     assert events_of(trace, "update", "L003")[0].start_s < events_of(trace, "backward", "L000")[0].start_s
@@ -140,7 +170,8 @@ def test_stash_leaves_and_arrives_while_another_micro_batch_computes() -> None:
     backward = {event.k: event for event in events_of(trace, "backward", "L001")}
     fetched = [event for event in trace.events if event.kind == "fetch" and event.layer == "L001"]
     assert any(event.k == 1 and event.start_s < forward[0].stop_s for event in fetched)
-    assert any(event.k == 1 and backward[0].start_s < event.stop_s < backward[1].start_s for event in fetched)
+    turned = events_of(trace, "backward", "L002")[-1].stop_s
+    assert any(event.k == 1 and turned <= event.start_s < backward[0].stop_s for event in fetched)
     left = [event for event in trace.lanes["d2h"] if event.kind == "stash" and event.k == 0]
     assert any(forward[0].stop_s <= event.start_s < forward[1].stop_s for event in left)
 
@@ -441,7 +472,7 @@ def test_another_thread_waits_for_the_last_piece(recorder: Recorder) -> None:
     thread.join(0.05)
     assert thread.is_alive() and len(recorder.issued) == 1
     lane.flush()
-    thread.join(5)
+    thread.join(HANG_S)
     assert not thread.is_alive() and not errors
     assert torch.equal(*copies[0])
 
@@ -451,7 +482,7 @@ def test_a_trickle_that_is_given_up_frees_who_waits_for_it(recorder: Recorder) -
     ticket = lane.trickle("push", "L000", flat(100_000))
     thread, errors = in_thread(ticket.join)
     ticket.abandon()
-    thread.join(5)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     assert "given up" in str(errors[0])
     lane.flush()
@@ -471,6 +502,6 @@ def test_a_piece_that_cannot_be_sent_is_missed(recorder: Recorder, monkeypatch: 
     with pytest.raises(OSError, match="no"):
         lane.flush()
     ticket.abandon()
-    thread.join(5)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     assert "given up" in str(errors)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_equal, assert_state, both, copy_state, micro_batches_of, run_both
+from patience import HANG_S, wait_until
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import prune
@@ -311,13 +312,17 @@ def test_every_micro_batch_its_own_order(stash: str) -> None:
 
 
 class Fuse:
-    """Burns through at the `left`-th call from now."""
+    """Burns through at the `left`-th call from now, when what it waits for is so."""
 
     left, error = -1, ValueError("boom")
+
+    def __init__(self) -> None:
+        self.until: Callable[[], Any] = lambda: True
 
     def __call__(self) -> None:
         self.left -= 1
         if self.left == 0:
+            wait_until(self.until)
             raise self.error
 
 
@@ -422,6 +427,8 @@ def test_exception_in_the_recompute() -> None:
             assert_equal([pair.step(kind.make_batch(6, 0))])
             before = copy_state(pair.relay.model)
             pair.relay.model.layers[0].fuse.left = 4
+            if torn:  # only after an update, however late the EPS is
+                pair.relay.model.layers[0].fuse.until = lambda store=pair.relay.store: store.updated
             with pytest.raises(TornStep if torn else ValueError) as caught:
                 pair.relay.step(kind.make_batch(6, 1))
             if torn:
@@ -1007,7 +1014,9 @@ assert all(step.equal for step in run_both(kind, 3, config))
 def test_parked_attribute_is_not_read() -> None:
     """R19: an unguarded read of an emptied storage would end the process, so it has one of its own."""
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
-    done = subprocess.run([sys.executable, "-c", PARKED], capture_output=True, text=True, env=environment, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", PARKED], capture_output=True, text=True, env=environment, timeout=HANG_S
+    )
     assert done.returncode == 0, f"{done.returncode}\n{done.stderr}"
 
 

@@ -1,0 +1,131 @@
+"""Tensors of micro-batches that are not at work: whoever touches one is seen, at no cost to anybody else.
+
+While a micro-batch waits, the bytes of its tensors may be elsewhere, and what another one would read there is not its own.
+Layers run without any mode, for speed. So the tensor objects themselves are on guard: for as long as their micro-batch
+waits they belong to a subclass of `torch.Tensor`, and whatever is done with one asks first. Then its bytes come back, or,
+if it is not for the one who asks, the step is refused.
+
+What autograd has saved is not reached in this way; backward through shell code runs under the stash's watch instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+Ask = Callable[[torch.Tensor, int], None]  # a tensor, and the micro-batch that made it
+
+_TELLING = frozenset(  # methods that say something of a tensor and read none of its bytes
+    "untyped_storage size dim stride numel nelement ndimension element_size storage_offset is_contiguous is_floating_point "
+    "is_complex is_signed get_device register_hook retain_grad _is_view _use_count __len__ __hash__".split()
+)
+
+
+class Aside(torch.Tensor):
+    """A tensor on guard; never made, only entered and left by assigning `__class__`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _TELLING or (name in ("__get__", "__set__") and not _is_view_property(func)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if type(leaf) is Aside:
+                leaf._relay_aside.ask(leaf)
+        return func(*args, **kwargs)
+
+
+def _is_view_property(func: Any) -> bool:
+    return getattr(getattr(func, "__self__", None), "__name__", "") in ("T", "mT", "H", "mH", "real", "imag", "data")
+
+
+def back(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, guarded no longer; for the engine, which has brought its bytes."""
+    if type(tensor) is Aside:
+        tensor.__class__ = torch.Tensor
+    return tensor
+
+
+class Asides:
+    """The tensors of one pass that are on guard while their micro-batch waits.
+
+    Invariant: after `close` none is.
+
+    Args:
+        ask: called before anything is done with a guarded tensor; raises if that must not be.
+        active: whether there is anything to guard.
+    """
+
+    def __init__(self, ask: Ask, active: bool) -> None:
+        self._ask, self._active = ask, active
+        self._free: list[weakref.ref[torch.Tensor]] = []  # of the micro-batch at work
+        self._guarded: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def note(self, tree: Any, k: int) -> Any:
+        """Micro-batch `k` has made these tensors; returns them."""
+        if not self._active:
+            return tree
+        for tensor in (tree,) if isinstance(tree, torch.Tensor) else tree if isinstance(tree, tuple | list) else ():
+            if type(tensor) is torch.Tensor:
+                if not hasattr(tensor, "_relay_aside"):
+                    tensor._relay_aside = _Mark(self, k)  # type: ignore[attr-defined]
+                self._free.append(weakref.ref(tensor))
+        return tree
+
+    def guard(self) -> None:
+        """The micro-batch at work gives way."""
+        for ref in self._free:
+            tensor = ref()
+            if tensor is not None and type(tensor) is torch.Tensor:
+                tensor.__class__ = Aside
+                self._guarded[id(tensor)] = ref
+        self._free.clear()
+
+    def asked(self, tensor: torch.Tensor, k: int) -> None:
+        """Somebody is about to do something with a guarded tensor."""
+        self._ask(tensor, k)
+        self._release(tensor)
+
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are for the one at work: code that looks for subclasses, to take another path, shall find none."""
+        for tensor in tensors:
+            if type(tensor) is Aside:
+                self._release(tensor)
+
+    def _release(self, tensor: torch.Tensor) -> None:
+        back(tensor)
+        ref = self._guarded.pop(id(tensor), None)
+        self._free.append(ref if ref is not None else weakref.ref(tensor))
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Hold no reference to a tensor object, which is about to be exchanged."""
+        back(tensor)
+        self._guarded.pop(id(tensor), None)
+        self._free = [ref for ref in self._free if ref() is not tensor]
+
+    def close(self) -> None:
+        """The pass is over: every tensor is an ordinary one."""
+        for ref in [*self._free, *self._guarded.values()]:
+            if (tensor := ref()) is not None:
+                back(tensor)
+                vars(tensor).pop("_relay_aside", None)
+        self._free.clear()
+        self._guarded.clear()
+
+
+class _Mark:
+    """On a tensor: which micro-batch made it, and whom to ask."""
+
+    __slots__ = ("_asides", "_k")
+
+    def __init__(self, asides: Asides, k: int) -> None:
+        self._asides, self._k = asides, k
+
+    def ask(self, tensor: torch.Tensor) -> None:
+        self._asides.asked(tensor, self._k)

@@ -1,0 +1,300 @@
+"""The shell code of one micro-batch: its segments, and the tensors that cross from one into a later one.
+
+While shell code runs, a function mode shows every operation of it. A tensor that was made before the last layer call is
+handed to the operation as an entry, so that graphs of different segments never touch. What the mode does not see (scripted
+code, functions of C++ extensions) is found by a walk over the graph at the end of the forward, before anything is
+trained, and refused; so is a loss that reads the inside of a layer, which the relay would get wrong without a word.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+
+from l2l_core.aside import Asides
+from l2l_core.cut import (
+    Segment,
+    Sink,
+    enter,
+    enter_in_place,
+    is_cast,
+    is_entry,
+    is_leaf,
+    is_nested,
+    sequence_number,
+    walk,
+)
+
+# Functions that mean the tensor itself, not what flows through it.
+_HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
+_OF_THE_OBJECT = _HOOKS | frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("register_post_accumulate_grad_hook", "requires_grad_", "detach_", "__hash__", "__repr__")
+)
+_VIEWING = ("T", "mT", "H", "mH", "real", "imag")  # properties that make a differentiable view
+_IN_PLACE = frozenset(
+    f"__i{name}__" for name in "add and floordiv lshift mod mul or pow rshift sub truediv xor".split()
+)
+
+
+class Crossing(TorchFunctionMode):
+    """Cuts the graph of one micro-batch's shell code into segments.
+
+    Invariant: no graph node of a segment leads to a node of another one; `check` proves it for every forward.
+    """
+
+    def __init__(self, k: int, asides: Asides) -> None:
+        super().__init__()
+        self._k, self.asides = k, asides
+        self.segments = [Segment()]
+        self._begins = [0]  # autograd's sequence number at the begin of each segment
+        self._layers: list[tuple[int, int, str]] = []  # sequence numbers of every run of a layer, and its name
+        self._sinks: dict[tuple[Any, int], Sink] = {}  # of what was cut, by node and output
+        self._entries: dict[tuple[Any, int], torch.Tensor] = {}  # of the present segment
+        self.autocasts = False  # some layer was called under an autocast that keeps its casts
+        self._casts: Counter[torch.Tensor] = Counter()
+        self._changed: dict[int, int] = {}  # storages that were changed through a view, and when
+
+    # -- the engine's side ---------------------------------------------------------------------------------------------
+
+    def sink_of(self, tensor: torch.Tensor) -> Sink:
+        """Where the gradient of a differentiable tensor gathers that is about to be read by a layer, or later."""
+        edge = get_gradient_edge(tensor)
+        self._check_unchanged(tensor, edge.node)
+        if is_entry(edge.node):
+            return edge.node.sink  # type: ignore[attr-defined]
+        if is_leaf(edge.node):  # nothing is behind it that could run too early: every reader has a sink of its own
+            sink = Sink()
+            self.segments[-1].roots.append((edge, sink))
+            return sink
+        key = edge.node, edge.output_nr
+        if key not in self._sinks:
+            self._refuse_inside(edge.node)
+            self._sinks[key] = Sink()
+            self._segment_of(edge.node).roots.append((edge, self._sinks[key]))
+        return self._sinks[key]
+
+    def _segment_of(self, node: Any) -> Segment:
+        return self.segments[bisect_right(self._begins, node._sequence_nr()) - 1]
+
+    def ran(self, layer: str, began: int) -> None:
+        """A layer has run since sequence number `began`: shell code goes on."""
+        self._layers.append((began, sequence_number(), layer))
+
+    def turn(self) -> Segment:
+        """The shell code that follows is a segment of its own; returns the one that has ended."""
+        self._entries.clear()
+        self._begins.append(self._layers[-1][1])
+        self.segments.append(Segment())
+        return self.segments[-2]
+
+    def leave(self, tensor: torch.Tensor, sink: Sink) -> torch.Tensor:
+        """`tensor`, which a layer gives out, as the following segment shall see it."""
+        shown = enter(tensor, sink)
+        self._entered(shown, sink)
+        return self.asides.note(shown, self._k)
+
+    def leave_in_place(self, tensor: torch.Tensor, sink: Sink) -> None:
+        """The same for a tensor that somebody holds already."""
+        enter_in_place(tensor, sink)
+        self._entered(tensor, sink)
+
+    def _entered(self, tensor: torch.Tensor, sink: Sink) -> None:
+        self.segments[-1].entries.append((get_gradient_edge(tensor), sink))
+
+    def check(self, tail: GradientEdge | None, inside: Mapping[torch.Tensor, str]) -> None:
+        """The forward is over: walk the graph of every segment, and count how often it reads each parameter.
+
+        Args:
+            tail: the loss, or None if it does not depend on any parameter.
+            inside: parameter -> layer name, for parameters that only layers use.
+
+        Raises:
+            RuntimeError: a segment reads the inside of a layer, or an earlier segment past the function mode.
+        """
+        ends = [*self._begins[1:], sequence_number() + 1]
+        for segment, begin, end in zip(self.segments, self._begins, ends, strict=True):
+            starts = [edge for edge, _ in segment.roots]
+            if segment is self.segments[-1] and tail is not None:
+                starts.append(tail)
+            cast = set()
+            for reader, node in walk(starts):
+                segment.is_nested |= is_nested(node)
+                if is_leaf(node):
+                    segment.uses[node.variable] += 1
+                    if self.autocasts and is_cast(reader):
+                        cast.add(node.variable)
+                    if node.variable in inside:
+                        raise RuntimeError(self._reads_inside(inside[node.variable]))
+                elif not begin <= node._sequence_nr() < end:
+                    self._refuse_inside(node)
+                    raise RuntimeError(
+                        f"micro-batch {self._k}: {node.name()} in the model's own code reads a tensor from before a layer call "
+                        "in a way that PyTorch's function modes do not show (scripted code, an operation of an extension), so "
+                        "its gradient would miss the relay. Hand it a copy that was made after the layer call: x.clone()"
+                    )
+
+            self.casts(cast)
+
+    def casts(self, params: Iterable[torch.Tensor]) -> None:
+        """A segment, or a visit of a layer, has read these parameters in another type, under an autocast that keeps casts.
+
+        Raises:
+            RuntimeError: not for the first time.
+        """
+        self._casts.update(params)
+        if several := [param for param in params if self._casts[param] > 1]:
+            raise RuntimeError(
+                f"micro-batch {self._k}: a weight of shape {tuple(several[0].shape)} is used in several places under autocast, "
+                "which casts it once and adds their gradients up in the lower precision; a relay would cast it for each. Use "
+                "torch.autocast(..., cache_enabled=False), or RelayConfig(precision='bf16') instead of autocast"
+            )
+
+    def _refuse_inside(self, node: Any) -> None:
+        number = node._sequence_nr()
+        at = bisect_right(self._layers, number, key=lambda ran: ran[0]) - 1
+        if at >= 0 and number < self._layers[at][1]:
+            raise RuntimeError(self._reads_inside(self._layers[at][2]))
+
+    def _reads_inside(self, layer: str) -> str:
+        return (
+            f"micro-batch {self._k}: the model reads a tensor from inside layer {layer} that the layer does not return, so its "
+            "gradient would miss the relay. Return it from the layer's forward, or keep it on an attribute of a module of the "
+            "layer"
+        )
+
+    # -- the model's side ----------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _HOOKS and (node := args[0].grad_fn) is not None and is_entry(node):
+            self._segment_of(node).is_hooked = True
+        if not torch.is_grad_enabled() or func in _OF_THE_OBJECT or _is_plain_property(func):
+            return self.asides.note(func(*args, **kwargs), self._k)
+        if func is torch.autograd.grad or func is torch.Tensor.backward or func is torch.autograd.backward:
+            self._check_differentiable(func, (args, kwargs))
+        if _is_in_place(func) and args and isinstance(args[0], torch.Tensor) and self._is_older(args[0]):
+            self._enter_in_place(args[0])
+        if "out" in kwargs:
+            for target in pytree.tree_leaves(kwargs["out"]):
+                if isinstance(target, torch.Tensor) and self._is_older(target):
+                    self._enter_in_place(target)
+        given: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        out = func(*self.hand(args, given), **self.hand(kwargs, given))
+        if not given:
+            return self.asides.note(out, self._k)
+        for tensor, entry, version in given.values():
+            if entry._version != version:
+                raise RuntimeError(
+                    f"{getattr(func, '__name__', func)} of the model's own code changes a tensor of shape {tuple(tensor.shape)} "
+                    "in place that was made before a layer call. Change a copy instead (inplace=False, x = x + y, not x += y)"
+                )
+        if isinstance(out, torch.Tensor) and id(out) in (kept := {id(e): t for t, e, _ in given.values()}):
+            return kept[id(out)]  # `x.contiguous()` of what is contiguous is x
+        return self.asides.note(out, self._k)
+
+    def applied(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A custom autograd function in the model's own code."""
+        if torch.is_grad_enabled():
+            args = self.hand(args, {})
+        return self.asides.note(function(*args, **kwargs), self._k)
+
+    def hand(self, tree: Any, given: dict[int, tuple[torch.Tensor, torch.Tensor, int]]) -> Any:
+        """Arguments, with entries in place of tensors that were made before the last layer call."""
+        kind = type(tree)
+        if isinstance(tree, torch.Tensor):
+            if not self._is_older(tree):
+                return tree
+            entry = self._entry(tree)
+            given.setdefault(id(entry), (tree, entry, entry._version))
+            return entry
+        if kind is tuple or kind is list:
+            new = [self.hand(item, given) for item in tree]
+            return kind(new) if any(a is not b for a, b in zip(new, tree, strict=True)) else tree
+        if kind is dict:
+            return {name: self.hand(item, given) for name, item in tree.items()}
+        return tree
+
+    def _is_older(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has a history that ends before the present segment, or in a layer."""
+        return tensor.requires_grad and (node := tensor.grad_fn) is not None and node._sequence_nr() < self._begins[-1]
+
+    def _entry(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = tensor.grad_fn, tensor.output_nr
+        self._check_unchanged(tensor, tensor.grad_fn)
+        if key not in self._entries:
+            sink = self.sink_of(tensor)
+            self._entries[key] = entry = enter(tensor, sink)
+            self._entered(entry, sink)
+            self.asides.note(entry, self._k)
+        return self._entries[key]
+
+    def _enter_in_place(self, tensor: torch.Tensor) -> None:
+        """`tensor` is about to be changed in place: from now on it belongs to the present segment."""
+        sink = self.sink_of(tensor)
+        self.asides.forget(tensor)
+        if tensor._is_view():
+            self._changed[tensor.untyped_storage()._cdata] = sequence_number()
+        try:
+            enter_in_place(tensor, sink)
+        except RuntimeError as error:
+            raise RuntimeError(_changes_view(tensor)) from error
+        self._entered(tensor, sink)
+        self.asides.note(tensor, self._k)
+
+    def _check_unchanged(self, tensor: torch.Tensor, node: Any) -> None:
+        """Refuse a tensor that was changed through a view after a layer call: its own graph does not know it."""
+        if self._changed and node._sequence_nr() < self._changed.get(tensor.untyped_storage()._cdata, 0):
+            raise RuntimeError(_changes_view(tensor))
+
+    def _check_differentiable(self, func: Any, tree: Any) -> None:
+        if len(self.segments) > 1:
+            raise RuntimeError(
+                f"the model calls {func.__name__}() in its own code after a layer call: the graph before it is not there, layers "
+                "run backward one at a time. Do it before the first layer, or within one layer"
+            )
+
+
+def _is_plain_property(func: Any) -> bool:
+    """Whether `func` reads or sets an attribute of a tensor that is no view of it."""
+    name = getattr(func, "__name__", "")
+    return name == "__set__" or (name == "__get__" and getattr(func.__self__, "__name__", "") not in _VIEWING)
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _changes_view(tensor: torch.Tensor) -> str:
+    return (
+        f"the model's own code changes a view in place, after a layer call, of a tensor that others see (shape "
+        f"{tuple(tensor.shape)}). Change a copy instead (x = x + y rather than x += y)"
+    )
+
+
+@contextmanager
+def functions_seen() -> Iterator[None]:
+    """Show the crossing in force custom autograd functions too, which PyTorch's function modes do not see."""
+    before = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        crossing = next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Crossing)), None)
+        if crossing is None:
+            return before.__func__(cls, *args, **kwargs)
+        return crossing.applied(partial(before.__func__, cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]

@@ -1,0 +1,69 @@
+"""Whether every recompute gives what its forward gave: compared by the sum of each output, in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Sum = (
+    complex | torch.Tensor
+)  # of all elements; where sums are made in any order, with that of their sizes, (2,) on the GPU
+
+
+class Recomputes:
+    """Compares sums of outputs: at once where tensors are in host memory; on a GPU when the step is over, in one go.
+
+    Invariant: it holds a few numbers per call, and no tensor of the model.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, torch.Tensor]] = []  # layer, whether it differed
+
+    @torch.no_grad()
+    def sums_of(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
+        """What to compare the recompute of these with."""
+        return [_sum(tensor.detach()) for tensor in outputs]
+
+    def compare(self, layer: str, before: Sequence[Sum], outputs: Sequence[torch.Tensor]) -> None:
+        """A layer was recomputed.
+
+        Raises:
+            RuntimeError: it gave something else.
+        """
+        if len(before) != len(outputs):
+            raise RuntimeError(differs(layer))
+        for old, new in zip(before, self.sums_of(outputs), strict=True):
+            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+                known = torch.isfinite(old[0]) & torch.isfinite(new[0])
+                self._open.append((layer, known & ((old[0] - new[0]).abs() > 1e-5 * new[1])))
+            elif not (old == new or (old != old and new != new)):  # NaN is found elsewhere
+                raise RuntimeError(differs(layer))
+
+    def settle(self) -> None:
+        """The step is over: read what was compared on a GPU. Waits for it once.
+
+        Raises:
+            RuntimeError: names the first layer that gave something else.
+        """
+        if self._open:
+            found = torch.stack([differs for _, differs in self._open]).tolist()
+            for (layer, _), differs in zip(self._open, found, strict=True):
+                if differs:
+                    raise RuntimeError(differs(layer))
+            self._open.clear()
+
+
+def _sum(tensor: torch.Tensor) -> Sum:
+    if not tensor.is_cuda:
+        return torch.sum(tensor).item()
+    return torch.stack([torch.sum(tensor, dtype=torch.float64), torch.sum(tensor.abs(), dtype=torch.float64)])
+
+
+def differs(layer: str) -> str:
+    """The message about a layer whose recompute gave something else."""
+    return (
+        f"layer {layer} gave other outputs when it was recomputed: it depends on something besides its arguments, weights and "
+        "buffers (an attribute that changes between calls, NumPy's random numbers, a counter). Pass it as an argument of the "
+        "layer, or use torch's random numbers"
+    )
