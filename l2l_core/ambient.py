@@ -87,6 +87,15 @@ class Ambient:
             _pop_dispatch_mode()
         return state
 
+    @staticmethod
+    def clear() -> None:
+        """Empty the thread's mode and hook stacks."""
+        for _ in _get_current_function_mode_stack():
+            _pop_function_mode()
+        for _ in _get_current_dispatch_mode_stack():
+            _pop_dispatch_mode()
+        _pop_saved_tensor_hooks()
+
     def put(self) -> None:
         """Make this the thread's state; its mode and hook stacks must be empty (`take` leaves them so)."""
         self.random.put()
@@ -133,7 +142,7 @@ class Ambient:
         try:
             yield
         finally:
-            Ambient.take()
+            Ambient.clear()
             outside.put()
 
 

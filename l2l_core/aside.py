@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 Ask = Callable[[torch.Tensor, int], None]  # a tensor, and the micro-batch that made it
+unasked = torch._C.DisableTorchFunctionSubclass  # in such a block the engine looks at guarded tensors itself
 
 _TELLING = frozenset(  # methods that say something of a tensor and read none of its bytes
     "untyped_storage size dim stride numel nelement ndimension element_size storage_offset is_contiguous is_floating_point "
@@ -33,7 +34,7 @@ class Aside(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _TELLING or (name in ("__get__", "__set__") and not _is_view_property(func)):
-            with torch._C.DisableTorchFunctionSubclass():
+            with unasked():
                 return func(*args, **kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if type(leaf) is Aside:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import copy
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,26 +20,24 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from l2l_core.ambient import Ambient
-from l2l_core.aside import Asides
+from l2l_core.aside import Asides, unasked
 from l2l_core.attributes import Attributes, Place, Traces, check_layer, of_layer
 from l2l_core.buffer_order import BufferOrder
 from l2l_core.clock import Clock
 from l2l_core.crossing import Crossing
 from l2l_core.cut import (
+    Reach,
     Root,
     Segment,
     Sink,
     enter,
-    is_cast,
     is_entry,
-    is_leaf,
-    is_nested,
     nested,
+    reach,
     run_backward,
     sequence_number,
     taken,
     uses_of,
-    walk,
 )
 from l2l_core.device import Device
 from l2l_core.hidden import is_cache, refuse_hidden
@@ -174,7 +172,6 @@ class Call:
     buffers: list[torch.Tensor | None] | None = None  # the unit's buffers as the forward saw them
     versions: list[int] = field(default_factory=list)
     attributes: dict[Place, torch.Tensor] = field(default_factory=dict)  # side outputs left there
-    nests: bool = False
     left_traces: bool = False  # something else than buffers is not as it was, so that the recompute may differ
     sums: list[Sum] = field(default_factory=list)  # of the outputs, to compare the recompute with
 
@@ -223,7 +220,8 @@ class Call:
 
     def first(self, run: Pass, keep: bool, crossing: Crossing) -> Any:
         """Run the layer inside its micro-batch's coroutine; return its outputs as the shell shall see them."""
-        self.versions = [tensor._version for tensor in self.tensors]
+        with unasked():
+            self.versions = [tensor._version for tensor in self.tensors]
         began, stamps = sequence_number(), stamps_of(self.unit.params)
         traces = Traces(self.unit.module) if run.stash.metering else None
         run.user_hooks.adopt(self.unit.module)
@@ -235,10 +233,10 @@ class Call:
         stop()
         check_stamps(self.unit.params, stamps, f"layer {self.unit.name}")
         self._check_versions("the layer itself changed it in place")
-        cast = self._check_graph(graph, began)
+        found = self._check_graph(graph.outputs, began)
         if crossing.autocasts:
-            crossing.casts(cast)
-        if self.nests:
+            crossing.casts(found.cast)
+        if found.is_nested:
             run.nesting.add(self.unit)
             if any(block.shared for block in self.unit.blocks):
                 raise RuntimeError(nested(f"layer {self.unit.name}"))
@@ -246,11 +244,13 @@ class Call:
         self.sums = run.recomputes.sums_of(given.flowing)
         self.kept = graph if keep else None
         left = {id(tensor): at for at, tensor in enumerate(given.flowing)}
-        del given, graph  # with it goes what only the layer's own graph kept alive
+        del given, graph, found  # with it goes what only the layer's own graph kept alive
         sides = {**alive(seen), **run.sides.attributes(self.unit.module)}
         seen.clear()
         if sides:
             self.kept = None  # what a graph has saved cannot be cut
+            edges = [get_gradient_edge(tensor) for tensor in sides.values()]
+            self._check_graph([edge for edge in edges if edge.node._sequence_nr() >= began], began)
         self._cut_sides(run, sides, left, crossing)
         return outputs
 
@@ -265,27 +265,21 @@ class Call:
                 with _attributes_kept(self.unit):
                     self._recompute(run)
 
-    def _check_graph(self, graph: _Graph, began: int) -> set[torch.Tensor]:
-        """Refuse a layer that reads differentiable tensors which it was not given; which weights it reads in another type."""
-        own, params = {id(i.sink) for i in self.inputs}, set(self.unit.params)
-        foreign, cast = 0, set()
-        for reader, node in walk(graph.outputs):
-            self.nests |= is_nested(node)
-            if is_leaf(node):
-                foreign += isinstance(node.variable, torch.nn.Parameter) and node.variable not in params
-                if is_cast(reader):
-                    cast.add(node.variable)
-            elif is_entry(node):
-                foreign += id(node.sink) not in own
-            else:
-                foreign += node._sequence_nr() < began
+    def _check_graph(self, outputs: Iterable[GradientEdge], began: int) -> Reach:
+        """Refuse a layer that reads differentiable tensors which it was not given; what its graph consists of."""
+        found = reach(outputs)
+        own, params = {id(i.sink) for i in self.inputs}, {id(param) for param in self.unit.params}
+        foreign = sum(id(leaf) not in params and isinstance(leaf, torch.nn.Parameter) for leaf in found.leaves)
+        foreign += sum(id(node.sink) not in own for node in found.entries)
+        if found.first < began:
+            foreign += sum(node._sequence_nr() < began for node in found.nodes)
         if foreign:
             raise RuntimeError(
                 f"layer {self.unit.name} reads {foreign} differentiable tensor(s) that it was not given as arguments (taken "
                 "from an attribute, a closure or another layer): their gradients would miss the relay. Pass them as "
                 "arguments of the layer"
             )
-        return cast
+        return found
 
     def _run(self, run: Pass) -> tuple[_Given, _Graph]:
         """The layer itself, on entries."""
@@ -386,12 +380,14 @@ class Call:
         self._check_versions("the model changed it in place after the call")
 
     def _check_versions(self, cause: str) -> None:
-        for index, (tensor, version) in enumerate(zip(self.tensors, self.versions, strict=True)):
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"tensor argument {index} of layer {self.unit.name} (shape {tuple(tensor.shape)}) cannot be recomputed "
-                    f"from: {cause}. Change a copy instead (x = x + y rather than x += y, ReLU(inplace=False))"
-                )
+        with unasked():
+            now = [tensor._version for tensor in self.tensors]
+        if now != self.versions:
+            index = next(i for i, (a, b) in enumerate(zip(now, self.versions, strict=True)) if a != b)
+            raise RuntimeError(
+                f"tensor argument {index} of layer {self.unit.name} (shape {tuple(self.tensors[index].shape)}) cannot be "
+                f"recomputed from: {cause}. Change a copy instead (x = x + y rather than x += y, ReLU(inplace=False))"
+            )
 
     def _recompute_in_context(self, run: Pass) -> _Graph:
         with (

@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -26,12 +26,10 @@ from l2l_core.cut import (
     Sink,
     enter,
     enter_in_place,
-    is_cast,
     is_entry,
     is_leaf,
-    is_nested,
+    reach,
     sequence_number,
-    walk,
 )
 
 # Functions that mean the tensor itself, not what flows through it.
@@ -40,6 +38,7 @@ _OF_THE_OBJECT = _HOOKS | frozenset(
     getattr(torch.Tensor, name)
     for name in ("register_post_accumulate_grad_hook", "requires_grad_", "detach_", "__hash__", "__repr__")
 )
+_BACKWARD = frozenset((torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward))
 _VIEWING = ("T", "mT", "H", "mH", "real", "imag")  # properties that make a differentiable view
 _IN_PLACE = frozenset(
     f"__i{name}__" for name in "add and floordiv lshift mod mul or pow rshift sub truediv xor".split()
@@ -68,10 +67,12 @@ class Crossing(TorchFunctionMode):
 
     def sink_of(self, tensor: torch.Tensor) -> Sink:
         """Where the gradient of a differentiable tensor gathers that is about to be read by a layer, or later."""
+        node = tensor.grad_fn
+        if is_entry(node):
+            self._check_unchanged(tensor, node)
+            return node.sink  # type: ignore[union-attr]
         edge = get_gradient_edge(tensor)
         self._check_unchanged(tensor, edge.node)
-        if is_entry(edge.node):
-            return edge.node.sink  # type: ignore[attr-defined]
         if is_leaf(edge.node):  # nothing is behind it that could run too early: every reader has a sink of its own
             sink = Sink()
             self.segments[-1].roots.append((edge, sink))
@@ -126,24 +127,24 @@ class Crossing(TorchFunctionMode):
             starts = [edge for edge, _ in segment.roots]
             if segment is self.segments[-1] and tail is not None:
                 starts.append(tail)
-            cast = set()
-            for reader, node in walk(starts):
-                segment.is_nested |= is_nested(node)
-                if is_leaf(node):
-                    segment.uses[node.variable] += 1
-                    if self.autocasts and is_cast(reader):
-                        cast.add(node.variable)
-                    if node.variable in inside:
-                        raise RuntimeError(self._reads_inside(inside[node.variable]))
-                elif not begin <= node._sequence_nr() < end:
-                    self._refuse_inside(node)
-                    raise RuntimeError(
-                        f"micro-batch {self._k}: {node.name()} in the model's own code reads a tensor from before a layer call "
-                        "in a way that PyTorch's function modes do not show (scripted code, an operation of an extension), so "
-                        "its gradient would miss the relay. Hand it a copy that was made after the layer call: x.clone()"
-                    )
+            found = reach(starts)
+            segment.is_nested |= found.is_nested
+            segment.uses.update(found.leaves)
+            for leaf in segment.uses:
+                if leaf in inside:
+                    raise RuntimeError(self._reads_inside(inside[leaf]))
+            if found.first < begin or found.last >= end:
+                self._refuse_stray(next(node for node in found.nodes if not begin <= node._sequence_nr() < end))
+            if self.autocasts:
+                self.casts(found.cast)
 
-            self.casts(cast)
+    def _refuse_stray(self, node: Any) -> None:
+        self._refuse_inside(node)
+        raise RuntimeError(
+            f"micro-batch {self._k}: {node.name()} in the model's own code reads a tensor from before a layer call in a way that "
+            "PyTorch's function modes do not show (scripted code, an operation of an extension), so its gradient would miss "
+            "the relay. Hand it a copy that was made after the layer call: x.clone()"
+        )
 
     def casts(self, params: Iterable[torch.Tensor]) -> None:
         """A segment, or a visit of a layer, has read these parameters in another type, under an autocast that keeps casts.
@@ -176,13 +177,15 @@ class Crossing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _HOOKS and (node := args[0].grad_fn) is not None and is_entry(node):
+        kind = _kind_of(func)
+        if kind.hooks and (node := args[0].grad_fn) is not None and is_entry(node):
             self._segment_of(node).is_hooked = True
-        if not torch.is_grad_enabled() or func in _OF_THE_OBJECT or _is_plain_property(func):
+        is_first = len(self.segments) == 1  # nothing is older than the present segment
+        if kind.asks_the_object or is_first or not torch.is_grad_enabled():
             return self.asides.note(func(*args, **kwargs), self._k)
-        if func is torch.autograd.grad or func is torch.Tensor.backward or func is torch.autograd.backward:
-            self._check_differentiable(func, (args, kwargs))
-        if _is_in_place(func) and args and isinstance(args[0], torch.Tensor) and self._is_older(args[0]):
+        if kind.differentiates:
+            self._refuse_backward(func)
+        if kind.is_in_place and args and isinstance(args[0], torch.Tensor) and self._is_older(args[0]):
             self._enter_in_place(args[0])
         if "out" in kwargs:
             for target in pytree.tree_leaves(kwargs["out"]):
@@ -256,23 +259,35 @@ class Crossing(TorchFunctionMode):
         if self._changed and node._sequence_nr() < self._changed.get(tensor.untyped_storage()._cdata, 0):
             raise RuntimeError(_changes_view(tensor))
 
-    def _check_differentiable(self, func: Any, tree: Any) -> None:
-        if len(self.segments) > 1:
-            raise RuntimeError(
-                f"the model calls {func.__name__}() in its own code after a layer call: the graph before it is not there, layers "
-                "run backward one at a time. Do it before the first layer, or within one layer"
-            )
+    def _refuse_backward(self, func: Any) -> None:
+        raise RuntimeError(
+            f"the model calls {func.__name__}() in its own code after a layer call: the graph before it is not there, layers "
+            "run backward one at a time. Do it before the first layer, or within one layer"
+        )
 
 
-def _is_plain_property(func: Any) -> bool:
-    """Whether `func` reads or sets an attribute of a tensor that is no view of it."""
+class _Kind(NamedTuple):
+    """What the crossing has to know of a function.
+
+    Attributes:
+        hooks: it puts a hook on the tensor.
+        asks_the_object: it means the tensor itself, not what flows through it: an attribute that is no view, a hook.
+        differentiates: it runs backward.
+        is_in_place: it changes its first argument.
+    """
+
+    hooks: bool
+    asks_the_object: bool
+    differentiates: bool
+    is_in_place: bool
+
+
+@lru_cache(maxsize=4096)
+def _kind_of(func: Any) -> _Kind:
     name = getattr(func, "__name__", "")
-    return name == "__set__" or (name == "__get__" and getattr(func.__self__, "__name__", "") not in _VIEWING)
-
-
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    sets, gets = name == "__set__", name == "__get__" and getattr(func.__self__, "__name__", "") not in _VIEWING
+    changes = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return _Kind(func in _HOOKS, func in _OF_THE_OBJECT or sets or gets, func in _BACKWARD, changes)
 
 
 def _changes_view(tensor: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ entry, where autograd adds to it what that run brings, one contribution after th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,8 @@ class Sink:
 
 
 class _Enter(torch.autograd.Function):
+    apply = vars(torch.autograd.Function)["apply"]  # who watches the model's custom functions shall not see this one
+
     @staticmethod
     def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor, sink: Sink, in_place: bool) -> torch.Tensor:  # type: ignore[override]
         ctx.sink = sink
@@ -63,40 +65,35 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: torch.Tensor, sink: Sink) -> torch.Tensor:
-    """`x` as the start of a new graph: same storage, no leaf (in-place use is allowed), its gradient goes to `sink`."""
-    with torch.enable_grad():
-        return _Enter.apply(_phony(), x.detach(), sink, False)
+    """`x` as the start of a new graph: same storage, no leaf (in-place use is allowed), its gradient goes to `sink`.
+
+    Gradients must be enabled.
+    """
+    return _Enter.apply(_PHONY, x.detach(), sink, False)
 
 
 def enter_in_place(x: torch.Tensor, sink: Sink) -> None:
     """Let the tensor object itself be the start of a new graph; whoever holds it holds an entry from now on.
 
+    Gradients must be enabled.
+
     Raises:
         RuntimeError: `x` is a view to which somebody holds a weak reference, so that it cannot be exchanged.
     """
-    hooks, x._backward_hooks = (
-        x._backward_hooks,
-        None,
-    )  # the user's stay with the history, which sees the whole gradient
+    hooks = x._backward_hooks  # the user's stay with the history, which sees the whole gradient
+    x._backward_hooks = None
     try:
         if x._is_view():  # cannot be detached in place; the Python object gets another tensor of the same storage
             torch.utils.swap_tensors(x, enter(x, sink))
         else:
             x.detach_()
-            with torch.enable_grad():
-                _Enter.apply(_phony(), x, sink, True)
+            _Enter.apply(_PHONY, x, sink, True)
     except BaseException:
         x._backward_hooks = hooks
         raise
 
 
-def _phony() -> torch.Tensor:
-    return torch.empty(0, requires_grad=True)  # makes autograd record the node
-
-
-def is_entry(node: Any) -> bool:
-    """Whether a graph node is the start of an entry."""
-    return isinstance(node, _Enter._backward_cls)
+_PHONY = torch.empty(0, requires_grad=True)  # makes autograd record the node; gets no gradient ever
 
 
 def sequence_number() -> int:
@@ -150,44 +147,59 @@ def run_backward(roots: Sequence[Root]) -> None:
 
 def uses_of(starts: Iterable[GradientEdge], entered: Mapping[Any, torch.Tensor]) -> Counter[torch.Tensor]:
     """How often the graph behind some edges reads each parameter, by itself or through an entry (by the entry's node)."""
-    uses: Counter[torch.Tensor] = Counter()
-    for _, node in walk(starts):
-        if is_leaf(node):
-            uses[node.variable] += 1
-        elif node in entered:
-            uses[entered[node]] += 1
-    return uses
+    found = reach(starts)
+    return Counter([*found.leaves, *(entered[node] for node in found.entries if node in entered)])
 
 
-def walk(starts: Iterable[GradientEdge]) -> Iterator[tuple[Any, Any]]:
-    """Every node behind some edges, with the one that leads to it, up to the entries.
+@dataclass(slots=True)
+class Reach:
+    """What the graph behind some edges consists of, up to the entries.
 
-    Leaves and entries come once for every edge that leads to them.
+    Attributes:
+        leaves: parameters, and tensors that ask for a gradient themselves; one for every edge that leads to it.
+        entries: nodes at which it starts; one for every edge too.
+        nodes: what lies between.
+        first, last: lowest and highest sequence number of these.
+        cast: leaves that it reads in another type, as autocast makes them.
+        is_nested: whether a node runs a backward of its own, which adds to parameters at once (a reentrant checkpoint).
     """
-    todo = [(None, edge.node) for edge in starts]
-    seen = set()
+
+    leaves: list[torch.Tensor]
+    entries: list[Any]
+    nodes: set[Any]
+    first: int
+    last: int
+    cast: set[torch.Tensor]
+    is_nested: bool
+
+
+def reach(starts: Iterable[GradientEdge]) -> Reach:
+    """Walk over a graph. It happens at every layer call, so this is written to be quick."""
+    leaves, entries, nodes, numbers = [], [], set(), []
+    cast, is_nested = set(), False
+    todo = [edge.node for edge in starts]
     while todo:
-        reader, node = todo.pop()
-        if node is None or node in seen:
-            continue
-        yield reader, node
-        if not is_leaf(node) and not is_entry(node):
-            seen.add(node)
-            todo.extend((node, parent) for parent, _ in node.next_functions)
-
-
-def is_cast(node: Any) -> bool:
-    """Whether a graph node is a change of type, as autocast makes them."""
-    return type(node).__name__ == "ToCopyBackward0"
-
-
-def is_nested(node: Any) -> bool:
-    """Whether a graph node runs a backward of its own, which adds to parameters at once (a reentrant checkpoint)."""
-    return type(node).__name__ == "CheckpointFunctionBackward"
+        node = todo.pop()
+        kind = type(node)
+        if kind is _LEAF:
+            leaves.append(node.variable)
+        elif kind is _ENTRY:
+            entries.append(node)
+        elif node not in nodes:
+            nodes.add(node)
+            numbers.append(node._sequence_nr())
+            behind = [parent for parent, _ in node.next_functions if parent is not None]
+            if kind.__name__ == "ToCopyBackward0":
+                cast.update(parent.variable for parent in behind if type(parent) is _LEAF)
+            elif kind.__name__ == "CheckpointFunctionBackward":
+                is_nested = True
+            todo += behind
+    first, last = min(numbers, default=sequence_number()), max(numbers, default=0)
+    return Reach(leaves, entries, nodes, first, last, cast, is_nested)
 
 
 def nested(who: str) -> str:
-    """The message about such a node outside of a layer that is by itself: nobody sees which weights it reads."""
+    """The message about a reentrant checkpoint outside of a layer that is by itself: nobody sees which weights it reads."""
     return (
         f"{who} uses a reentrant checkpoint: it adds to gradients of weights, which may be used elsewhere too, in a backward of "
         "its own, out of the order in which a relay adds them up. Use checkpoint(..., use_reentrant=False)"
@@ -196,4 +208,13 @@ def nested(who: str) -> str:
 
 def is_leaf(node: Any) -> bool:
     """Whether a graph node stands for a leaf: a parameter, or a tensor that asks for a gradient itself."""
-    return type(node).__name__ == "AccumulateGrad"
+    return type(node) is _LEAF
+
+
+def is_entry(node: Any) -> bool:
+    """Whether a graph node is the start of an entry."""
+    return type(node) is _ENTRY
+
+
+_LEAF = torch._C._functions.AccumulateGrad
+_ENTRY = _Enter._backward_cls

@@ -143,6 +143,8 @@ class Gradient:
 
     def holds_part_of(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether there is a gradient, not pushed yet, of one of these parameters whose micro-batches are kept apart."""
+        if not any(self.touched):
+            return False
         held = {
             param
             for block, _, covers, _ in self._parts()
@@ -154,6 +156,8 @@ class Gradient:
 
     def flush(self, k: int, visit: int, store: LayerStore, push: Link) -> None:
         """Push what micro-batch `k` has just added, in `visit`, to blocks whose micro-batches are kept apart."""
+        if not any(map(self.apart, self.unit.blocks)):
+            return
         for block, grad, covers, start in self._parts():
             if self.apart(block) and any(covers):
                 host = store.buffer(grad.numel())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -23,9 +22,6 @@ from l2l_core.cut import is_entry
 
 Locator = tuple[str, ...]  # ("output", path, call, index) or ("attribute", path, name)
 
-_HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks")
-
-
 class SideOutputs:
     """Watches the submodules of the layer that runs.
 
@@ -35,7 +31,7 @@ class SideOutputs:
     def __init__(self) -> None:
         self._paths: dict[nn.Module, str] = {}
         self._known: dict[nn.Module, dict[nn.Module, str]] = {}
-        self._calls: Counter[str] = Counter()
+        self._calls: dict[str, int] = {}  # how often each has been called in this run, less one
         self._seen: dict[Locator, Any] | None = None
         self._strong = False
 
@@ -62,18 +58,17 @@ class SideOutputs:
         """Tensors with a graph that the layer's modules keep as plain attributes."""
         found: dict[Locator, torch.Tensor] = {}
         for module, path in [(layer, ""), *self._known[layer].items()]:
-            for name, value in vars(module).items():
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None and not is_entry(value.grad_fn):
-                    found["attribute", path, name] = value
+            held = vars(module)
+            for name in [name for name, value in held.items() if isinstance(value, torch.Tensor)]:
+                if (node := held[name].grad_fn) is not None and not is_entry(node):
+                    found["attribute", path, name] = held[name]
         return found
 
     def _on_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._seen is None or module not in self._paths:
+        if self._seen is None or (path := self._paths.get(module)) is None:
             return
-        path = self._paths[module]
-        call = self._calls[path]
-        self._calls[path] += 1
-        for index, tensor in enumerate(_tensors(output)):
+        self._calls[path] = call = self._calls.get(path, -1) + 1
+        for index, tensor in enumerate((output,) if isinstance(output, torch.Tensor) else _tensors(output)):
             if tensor.grad_fn is not None:
                 self._seen["output", path, str(call), str(index)] = tensor if self._strong else weakref.ref(tensor)
 
@@ -126,6 +121,7 @@ class UserHooks:
         self._layers = list(layers.values())
         self._wrapped: list[tuple[dict[int, Any], int, Any]] = []  # where, under which key, what was there
         self._known: set[tuple[int, int]] = set()
+        self._modules: dict[nn.Module, list[nn.Module]] = {}
         self._silent = False
 
     def __enter__(self) -> UserHooks:
@@ -140,11 +136,12 @@ class UserHooks:
 
     def adopt(self, layer: nn.Module) -> None:
         """Keep the hooks on a layer's submodules in check too that were put there since."""
-        for module in layer.modules():
-            for name in _HOOK_DICTS:
-                hooks = getattr(module, name)
-                for key in [key for key in hooks if (id(hooks), key) not in self._known] if hooks else ():
-                    if module is not layer:
+        if layer not in self._modules:
+            self._modules[layer] = [module for module in layer.modules() if module is not layer]
+        for module in self._modules[layer]:
+            if module._forward_pre_hooks or module._forward_hooks:
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    for key in [key for key in hooks if (id(hooks), key) not in self._known]:
                         self._known.add((id(hooks), key))
                         self._wrapped.append((hooks, key, hooks[key]))
                         hooks[key] = self._wrap(hooks[key])

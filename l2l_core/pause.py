@@ -103,9 +103,10 @@ class Forward:
         """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         for last in self.calls[-1:]:
             last.kept = None  # it was not the last layer after all
-        self.waiting = call = Call.of(unit, real, self.k, args, kwargs, self.crossing)
-        for item in call.inputs:
-            self._run.stash.hold(item.tensor, self.k, "stash", "")
+        with torch._C.DisableTorchFunction():  # the crossing is for the model's own code
+            self.waiting = call = Call.of(unit, real, self.k, args, kwargs, self.crossing)
+            for item in call.inputs:
+                self._run.stash.hold(item.tensor, self.k, "stash", "")
         check = self._run.expect_unchanged(unit)
         shell = self._give_way()
         self.waiting = None

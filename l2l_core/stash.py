@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2l_core.aside import unasked
 from l2l_core.buffer_order import BufferOrder, written_by
 from l2l_core.clock import Clock
 from l2l_core.device import Copy, Device, Ticket
@@ -142,7 +143,8 @@ class Stash:
         """Attribute what is made in the block to micro-batch `k` and `owner`; `inputs` are given while a layer runs."""
         before = self._k, self._owner, self._layer_inputs
         self._k, self._owner = k, owner
-        self._layer_inputs = None if inputs is None else {t.untyped_storage()._cdata for t in inputs}
+        with unasked():
+            self._layer_inputs = None if inputs is None else {t.untyped_storage()._cdata for t in inputs}
         try:
             yield
         finally:
@@ -310,7 +312,8 @@ class Stash:
         self._restore(self._find([tensor]), self._k, self._owner)
 
     def _find(self, tensors: Iterable[torch.Tensor]) -> list[_Moving]:
-        keys = dict.fromkeys(t.untyped_storage()._cdata for t in tensors)
+        with unasked():
+            keys = dict.fromkeys([t.untyped_storage()._cdata for t in tensors])
         return [(s, h) for key in keys if (h := self._held.get(key)) is not None and (s := h.ref()) is not None]
 
     def _restore(self, wanted: Sequence[_Moving], k: int, layer: str, visit: int = -1) -> None:

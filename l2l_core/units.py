@@ -201,7 +201,8 @@ Stamp = tuple[int, int]  # of a parameter: changes when it is written to, or get
 
 def stamps_of(params: Iterable[torch.Tensor]) -> list[Stamp]:
     """Marks by which `check_stamps` recognises that nobody has changed these weights."""
-    return [(param._version, param.data_ptr()) for param in params]
+    address = torch._C.TensorBase.data_ptr  # Tensor's own may be watched for reads of the model
+    return [(param._version, address(param)) for param in params]
 
 
 def check_stamps(params: Sequence[torch.Tensor], stamps: Sequence[Stamp], who: str) -> None:
@@ -210,9 +211,9 @@ def check_stamps(params: Sequence[torch.Tensor], stamps: Sequence[Stamp], who: s
     Raises:
         RuntimeError: names who did it, and the remedy.
     """
-    for param, before, now in zip(params, stamps, stamps_of(params), strict=True):
-        if before != now:
-            raise RuntimeError(weights_changed(who, param))
+    now = stamps_of(params)
+    if now != stamps:
+        raise RuntimeError(weights_changed(who, next(p for p, a, b in zip(params, stamps, now, strict=True) if a != b)))
 
 
 def weights_changed(who: str, weight: torch.Tensor) -> str:
