@@ -134,6 +134,12 @@ class Ambient:
         """Whether autocast is on for any device type."""
         return any(enabled for enabled, _ in self.autocast)
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a checkpoint is open, which will run again in backward what is called now."""
+        hooks = self.saved_tensor_hooks if self.grad_enabled else ()
+        return any(getattr(pack, "__module__", None) == "torch.utils.checkpoint" for pack, _ in hooks)
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Run a block under this state, then restore what was there before."""

@@ -110,8 +110,7 @@ class Forward:
         check = self._run.expect_unchanged(unit)
         shell = self._give_way()
         self.waiting = None
-        check()
-        outputs = self._run_layer(call, shell)
+        outputs = self._run_layer(call, shell, check)
         self._stop_shell = self._run.timed("shell", SHELL, self.k)
         return outputs
 
@@ -129,7 +128,7 @@ class Forward:
             raise
         return shell
 
-    def _run_layer(self, call: Call, shell: Ambient) -> Any:
+    def _run_layer(self, call: Call, shell: Ambient, check: Callable[[], None]) -> Any:
         stash = self._run.stash
         self.crossing.autocasts |= shell.autocasts and shell.autocast_cache
         inner = shell.without(self.crossing)
@@ -137,6 +136,9 @@ class Forward:
         call.ambient.put()
         try:
             try:
+                check()
+                if shell.recomputes:
+                    raise RuntimeError(_checkpointed(f"layer {call.unit.name} was called within a checkpoint"))
                 outputs = call.first(self._run, self.keep, self.crossing)
             finally:
                 after = Ambient.take()
@@ -191,8 +193,14 @@ class Shadows:
             if isinstance(current, _Coroutine):
                 return current.forward.call(unit, real, args, kwargs)
             raise RuntimeError(
-                f"layer {unit.name} was called outside of the relay's forward. Is gradient checkpointing on? The relay "
-                "recomputes layers itself: call model.gradient_checkpointing_disable(), or remove torch.utils.checkpoint"
+                _checkpointed(f"layer {unit.name} was called outside of the relay's forward. Is gradient checkpointing on?")
             )
 
         return forward
+
+
+def _checkpointed(what: str) -> str:
+    return (
+        f"{what}. The relay recomputes layers itself: call model.gradient_checkpointing_disable(), or remove "
+        "torch.utils.checkpoint"
+    )

@@ -1316,6 +1316,20 @@ def test_checkpoint_around_layers_is_refused(reentrant: bool) -> None:
     assert_refused(chain_of(ResidualMlp, Checkpoints), "checkpoint", RelayConfig(micro_batches=2))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_checkpoint_around_one_layer_is_refused_before_anything_is_trained(which: int, reentrant: bool) -> None:
+    """Behind it others have been updated when it would run again."""
+
+    class Checkpoints(Chain):
+        def walk(self, h: Tensor) -> Tensor:
+            for index, layer in enumerate(self.layers):
+                h = checkpoint(layer, h, use_reentrant=reentrant) if index == which else layer(h)
+            return h
+
+    assert_refused(chain_of(ResidualMlp, Checkpoints), "checkpoint", RelayConfig(micro_batches=2))
+
+
 def test_checkpoint_inside_a_layer() -> None:
     """That is the layer's own affair; and so it is with the shell's own code."""
 
