@@ -22,6 +22,7 @@ from l2l_core.cut import is_entry
 
 Locator = tuple[str, ...]  # ("output", path, call, index) or ("attribute", path, name)
 
+
 class SideOutputs:
     """Watches the submodules of the layer that runs.
 

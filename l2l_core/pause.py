@@ -193,7 +193,9 @@ class Shadows:
             if isinstance(current, _Coroutine):
                 return current.forward.call(unit, real, args, kwargs)
             raise RuntimeError(
-                _checkpointed(f"layer {unit.name} was called outside of the relay's forward. Is gradient checkpointing on?")
+                _checkpointed(
+                    f"layer {unit.name} was called outside of the relay's forward. Is gradient checkpointing on?"
+                )
             )
 
         return forward
