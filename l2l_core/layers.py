@@ -5,8 +5,8 @@ what a user passed as `layers=` into the same mapping. Neither changes the model
 
 The rules, each of which some model in `tests/core/test_layers.py` needs:
 
-1. A *container* is an `nn.ModuleList` or `nn.Sequential`. Its members are its slots; a slot that cannot run by itself
-   (a nested ModuleList, a ModuleDict) stands for its own slots.
+1. A *container* is an `nn.ModuleList`, an `nn.Sequential` or an `nn.ModuleDict` that cannot run by itself. Its members
+   are its slots; a slot that cannot run by itself (a nested ModuleList, a ModuleDict) stands for its own slots.
 2. Containers are grouped by *pattern*, their path with slots written `*` (`stages.*.layers`). A class that occurs
    twice in one container is repeated; all members of that class in all containers of the pattern form a *stack*.
    In a ModuleList the other members of the same rank (rule 3) belong to it too: a model with one attention layer
@@ -20,11 +20,14 @@ The rules, each of which some model in `tests/core/test_layers.py` needs:
 5. Experts of a mixture give way to the layer that holds them, whatever they weigh: they run for some of the tokens, it
    runs for all. An inner stack counts as experts if a matrix beside it, in the module that owns it, has one row or
    column per member (the router), or if its path contains "expert".
+6. A model whose blocks are in no container (Inception, DLA, RegNet) keeps them as attributes: then every module's
+   attributes count as the members of a container, in the order of definition. What was chosen so is logged.
 """
 
 import difflib
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -32,16 +35,21 @@ from torch.nn.utils.parametrize import ParametrizationList, type_before_parametr
 
 __all__ = ["find_layers", "resolve_layers"]
 
+logger = logging.getLogger("l2l_core")
+
 Named = dict[str, nn.Module]  # dotted name -> module
+
+_SEVERAL = 3  # the highest rank: a member of several operations
 
 
 @dataclass(frozen=True)
 class _Container:
-    """One ModuleList or Sequential, with the parameterised modules that its slots stand for."""
+    """A container, or a module that serves as one, with the parameterised modules that its slots stand for."""
 
     pattern: str  # dotted path, slots written "*"
     members: list[nn.Module]
-    is_list: bool
+    is_loop: bool  # every member is run in turn, whatever its class
+    may_have_one: bool  # a single member is a stack too
     is_routed: bool  # the members look like experts (rule 5)
 
 
@@ -61,14 +69,20 @@ def find_layers(model: nn.Module) -> Named:
     A module that sits in several slots appears once, under its first name. The rules: module docstring.
     Raises ValueError if nothing is repeated.
     """
-    stacks = _stacks(model)
-    if not stacks:
+    layers = _chosen(_stacks(model, _is_container))
+    found = {name: module for name, module in model.named_modules() if module in layers}
+    if not found:
+        stacks = [stack for stack in _stacks(model, _has_attributes) if stack.rank >= _SEVERAL]
+        layers = _chosen(stacks)
+        found = {name: module for name, module in model.named_modules() if module in layers}
+        if found:
+            logger.info(
+                "%s keeps its blocks in no list: the layers are these %d of its modules: %s. Overrule with layers=",
+                type(model).__name__, len(found), ", ".join(found),
+            )  # fmt: skip
+    if not found:
         raise ValueError(_nothing_found(model))
-    best = max(stack.rank for stack in stacks)
-    layers: dict[nn.Module, bool] = {}  # layer -> is it an expert?
-    for stack in sorted((s for s in stacks if s.rank == best), key=lambda s: s.depth, reverse=True):
-        _settle(layers, stack)
-    return {name: module for name, module in model.named_modules() if module in layers}
+    return found
 
 
 def resolve_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> Named:
@@ -98,42 +112,69 @@ def resolve_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -
 # --- stacks: rules 1 to 3 ------------------------------------------------------------------------------------------
 
 
-def _stacks(model: nn.Module) -> list[_Stack]:
+def _chosen(stacks: list[_Stack]) -> set[nn.Module]:
+    """The layers, out of all stacks: those of the highest rank, in the grain of rules 4 and 5."""
+    best = max((stack.rank for stack in stacks), default=0)
+    layers: dict[nn.Module, bool] = {}  # layer -> is it an expert?
+    for stack in sorted((s for s in stacks if s.rank == best), key=lambda s: s.depth, reverse=True):
+        _settle(layers, stack)
+    return set(layers)
+
+
+def _stacks(model: nn.Module, is_container: Callable[[nn.Module], bool]) -> list[_Stack]:
     by_pattern: defaultdict[str, list[_Container]] = defaultdict(list)
-    for container in _containers(model, model, "", ""):
+    for container in _containers(model, model, "", "", is_container):
         by_pattern[container.pattern].append(container)
     return [stack for containers in by_pattern.values() for stack in _stacks_of_pattern(containers)]
 
 
-def _containers(module: nn.Module, owner: nn.Module, name: str, pattern: str) -> Iterator[_Container]:
+def _containers(
+    module: nn.Module, owner: nn.Module, name: str, pattern: str, is_container: Callable[[nn.Module], bool]
+) -> Iterator[_Container]:
     """The containers in and below `module`; `owner` is the nearest module around it that is none."""
     if isinstance(module, ParametrizationList):  # a ModuleList by inheritance only
         return
-    is_container = isinstance(module, (nn.ModuleList, nn.Sequential))
-    children = _members(module, name) if is_container else _children(module, name)
-    if is_container:
+    contains = is_container(module)
+    children = _members(module, name) if contains else _children(module, name)
+    if contains:
         members = [child for child in children.values() if _is_parameterised(child)]
-        is_routed = "expert" in name.lower() or _has_router(owner, module, len(children))
-        yield _Container(pattern, members, isinstance(module, nn.ModuleList), is_routed)
+        is_routed = "expert" in name.lower() or (_is_container(module) and _has_router(owner, module, len(children)))
+        is_list = isinstance(module, nn.ModuleList)
+        yield _Container(pattern, members, is_list or not _is_container(module), is_list, is_routed)
     for child_name, child in children.items():
-        step = "*" if is_container else child_name.rpartition(".")[2]
-        yield from _containers(child, owner if is_container else module, child_name, _join(pattern, step))
+        step = "*" if contains else child_name.rpartition(".")[2]
+        outer = owner if _is_container(module) else module
+        yield from _containers(child, outer, child_name, _join(pattern, step), is_container)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Rule 1."""
+    is_dict = isinstance(module, nn.ModuleDict) and not _can_run(module)
+    return is_dict or isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
+def _has_attributes(module: nn.Module) -> bool:
+    """Rule 6."""
+    return _is_container(module) or sum(map(_is_parameterised, module.children())) > 1
 
 
 def _stacks_of_pattern(containers: list[_Container]) -> Iterator[_Stack]:
     ranks: Counter[type] = Counter()  # class -> highest rank of its members
     repeated: set[type] = set()
     for container in containers:
-        is_stack_of_one = container.is_list and len(container.members) == 1
+        is_stack_of_one = container.may_have_one and len(container.members) == 1
         counts = Counter(map(_kind, container.members))
         repeated |= {kind for kind, count in counts.items() if count > 1 or is_stack_of_one}
         for module in container.members:
             ranks[_kind(module)] = max(ranks[_kind(module)], _rank(module))
-    is_list, is_routed = containers[0].is_list, any(container.is_routed for container in containers)
+    is_loop = containers[0].is_loop
     for rank in {ranks[kind] for kind in repeated}:
-        kinds = {kind for kind in ranks if ranks[kind] == rank and (is_list or kind in repeated)}
-        members = {module for container in containers for module in container.members if _kind(module) in kinds}
-        yield _Stack(members, rank, containers[0].pattern.count("."), is_routed)
+        kinds = {kind for kind in ranks if ranks[kind] == rank and (is_loop or kind in repeated)}
+        held = [
+            (module, container) for container in containers for module in container.members if _kind(module) in kinds
+        ]
+        members, is_routed = {module for module, _ in held}, any(container.is_routed for _, container in held)
+        yield _Stack(members, rank, f".{containers[0].pattern}".rstrip(".").count("."), is_routed)
 
 
 def _children(module: nn.Module, name: str) -> Named:
@@ -162,10 +203,10 @@ def _kind(module: nn.Module) -> type:
 
 
 def _rank(module: nn.Module) -> int:
-    """3: several operations. 2: one with its wrapping. 1: one, bare. 0: vectors only (rule 3)."""
+    """_SEVERAL: several operations. 2: one with its wrapping. 1: one, bare. 0: vectors only (rule 3)."""
     operations = sum(any(p.ndim > 1 for p in part.parameters(recurse=False)) for part in module.modules())
     is_wrapped = any(True for _ in module.children())
-    return 3 if operations > 1 else operations + (operations and is_wrapped)
+    return _SEVERAL if operations > 1 else operations + (operations and is_wrapped)
 
 
 # --- stages and experts: rules 4 and 5 -----------------------------------------------------------------------------
@@ -244,8 +285,9 @@ def _check_not_nested(layers: Named) -> None:
 
 def _nothing_found(model: nn.Module) -> str:
     return (
-        f"found no layers in {type(model).__name__}: looked for an nn.ModuleList or nn.Sequential that holds two or "
-        "more parameterised modules of one class, or a ModuleList of one. Name the layers yourself, as modules or "
+        f"found no layers in {type(model).__name__}: looked for an nn.ModuleList, nn.Sequential or nn.ModuleDict "
+        "that holds two or more parameterised modules of one class, for a ModuleList of one, and for attributes of one "
+        "class with several operations each. Name the layers yourself, as modules or "
         f"dotted names, for example layers=[{_listed(_candidates(model))}]."
     )
 

@@ -81,6 +81,23 @@ class Stage(Parts):
         super().__init__(shrink=nn.Linear(WIDTH, WIDTH), blocks=nn.ModuleList(blocks(depth)))
 
 
+class RunningDict(nn.ModuleDict):
+    def forward(self) -> None:
+        raise AssertionError("find_layers must not run anything")
+
+
+class Tree(Parts):
+    """Blocks at the leaves, and what joins two branches."""
+
+    def __init__(self, levels: int) -> None:
+        branches = [mlp_block() if levels == 1 else Tree(levels - 1) for _ in range(2)]
+        super().__init__(tree1=branches[0], tree2=branches[1], root=nn.Linear(WIDTH, WIDTH))
+
+
+def mlp_block() -> nn.Module:
+    return Parts(up=nn.Linear(WIDTH, WIDTH), down=nn.Linear(WIDTH, WIDTH))
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
@@ -141,6 +158,18 @@ BY_HAND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         under("layers", "0.a", "0.b", "1.a", "1.b"),
     ),
     "inside a ModuleDict": (lambda: Parts(parts=nn.ModuleDict({"h": stack()})), under("parts.h", 0, 1, 2)),
+    "dict of blocks": (
+        lambda: Parts(blocks=nn.ModuleDict({name: ResidualMlp() for name in "abc"}), head=mlp()),
+        under("blocks", "a", "b", "c"),
+    ),
+    "dict of heads": (
+        lambda: Parts(layers=stack(2), heads=nn.ModuleDict({name: mlp() for name in "ab"})),
+        [*under("layers", 0, 1), *under("heads", "a", "b")],
+    ),
+    "dict that runs": (
+        lambda: Parts(layers=nn.ModuleList(RunningDict({"a": BatchNormMlp(), "b": BatchNormMlp()}) for _ in range(2))),
+        under("layers", 0, 1),
+    ),
     "slots without parameters": (
         lambda: nn.Sequential(ResidualMlp(), nn.Dropout(), ResidualMlp(), nn.Dropout()),
         ["0", "2"],
@@ -206,6 +235,32 @@ BY_HAND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         ["layers.0", "layers.1"],
     ),
     "experts below the layer": (lambda: Parts(layers=stack(2, NestedMixture)), ["layers.0", "layers.1"]),
+    # rule 6: attributes
+    "blocks as attributes": (
+        lambda: Parts(stem=ConvNorm(), a=ResidualMlp(), b=BatchNormMlp(), c=ResidualMlp(), fc=nn.Linear(WIDTH, 2)),
+        ["a", "b", "c"],
+    ),
+    "stages as attributes": (
+        lambda: Parts(stem=nn.Linear(WIDTH, WIDTH), **{f"s{i}": Parts(b1=mlp_block(), b2=mlp_block()) for i in (1, 2)}),
+        ["s1.b1", "s1.b2", "s2.b1", "s2.b2"],
+    ),
+    "tree": (
+        lambda: Parts(level0=mlp_block(), level1=Tree(1), level2=Tree(2)),
+        [
+            "level0",
+            *under("level1", "tree1", "tree2"),
+            *under("level2.tree1", "tree1", "tree2"),
+            *under("level2.tree2", "tree1", "tree2"),
+        ],
+    ),
+    "attributes beside a list": (
+        lambda: Parts(layers=stack(2), a=BatchNormMlp(), b=BatchNormMlp()),
+        under("layers", 0, 1),
+    ),
+    "sequential of sequentials": (
+        lambda: nn.Sequential(ConvNorm(), nn.Sequential(*blocks(2)), nn.Sequential(*blocks(2)), nn.Linear(WIDTH, 3)),
+        ["1.0", "1.1", "2.0", "2.1"],
+    ),
     "experts in a single layer": (lambda: Parts(layers=stack(1, NestedMixture)), ["layers.0"]),
     "as many classes as layers": (lambda: Parts(layers=stack(3), head=nn.Linear(WIDTH, 3)), under("layers", 0, 1, 2)),
 }
@@ -220,6 +275,14 @@ def test_layers_of_a_zoo_model(name: str) -> None:
 def test_layers_of_a_model_by_hand(name: str) -> None:
     make_model, expected = BY_HAND[name]
     assert list(find_layers(make_model())) == expected
+
+
+def test_what_was_chosen_among_attributes_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "l2l_core"):
+        find_layers(Parts(layers=stack(2)))
+        assert not caplog.messages
+        find_layers(Parts(a=ResidualMlp(), b=ResidualMlp()))
+    assert "these 2 of its modules: a, b" in caplog.text and "layers=" in caplog.text
 
 
 def test_depth_one() -> None:
