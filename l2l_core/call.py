@@ -317,7 +317,7 @@ class Call:
 
     def _apart(self, run: Pass, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it if it lies in a weight, whose slot will hold another layer's soon, or in a buffer."""
-        return tensor.detach().clone() if run.stash.is_exempt(tensor) else tensor
+        return _copied(tensor.detach()) if run.stash.is_exempt(tensor) else tensor
 
     def _cut_sides(
         self, run: Pass, tensors: dict[Locator, torch.Tensor], left: dict[int, int], crossing: Crossing
@@ -441,6 +441,14 @@ class Call:
         """Let go of the stash."""
         self.leaves, self.inputs, self.segment, self.buffers = [], [], None, None
         self.context = self.ambient = self.kept = None
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, overlapping ones too (an expanded weight): kernels round by them."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.clone()
+    count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((count,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 @contextmanager
