@@ -615,7 +615,7 @@ class Relay:
         return replace(self.config, seed=0), shapes, self.model.training
 
     def _key_of_layers(self) -> Layers:
-        return frozenset((unit.key, unit.frozen) for unit in self._parts.units)
+        return frozenset((unit.key, unit.trained) for unit in self._parts.units)
 
     def _metered_for(self, shape: Any) -> Metered | None:
         known = self._known.find(shape, self._key_of_layers())
