@@ -143,7 +143,13 @@ def test_bytes_with_an_uneven_last_micro_batch(stash: str, rows: int, micro_batc
 
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
-@pytest.mark.parametrize("name", ["frozen_layer", "frozen_prefix", "tied_layers", "t5", "unet", "mixture", "albert"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("frozen_layer", "frozen_prefix", "tied_layers", "t5", "unet", "mixture", "albert"),
+        *("lora", "lora_tied", "lora_llama", "lora_albert"),
+    ],
+)
 def test_bytes_of_unusual_models(name: str, update: str) -> None:
     """Not the zoo's ResNet: its measured peak itself varies by 4 % from step to step."""
     config = RelayConfig(micro_batches=5, stash="host", update=update)
