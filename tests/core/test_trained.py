@@ -11,9 +11,23 @@ import torch
 from oracle import adamw, assert_equal, assert_state, both, copy_state, differences
 from small import assert_same, make_batch, make_gpt, make_relay, whole
 from torch import nn
-from zoo import BY_NAME
+from zoo import BY_NAME, Chain, ResidualMlp, adapted, cross_entropy
 
-from l2l_core import Drop, Duplicate, EmulatedDevice, Freeze, Relay, RelayConfig, StepResult, Trace, Unfreeze
+from l2l_core import (
+    Drop,
+    Duplicate,
+    EmulatedDevice,
+    Freeze,
+    Machine,
+    Profile,
+    Relay,
+    RelayConfig,
+    Shapes,
+    StepResult,
+    Trace,
+    Unfreeze,
+    simulate,
+)
 
 LORA = ["lora", "lora_tied", "lora_llama", "lora_albert"]
 stashes = pytest.mark.parametrize("stash", ["device", "host"])
@@ -200,3 +214,53 @@ def test_flags_that_change_during_a_step_are_refused_before_anything_is_trained(
         ):
             relay.step(kind.make_batch(4))
         assert_state(model, before)
+
+
+# -- formulas and forecasts --------------------------------------------------------------------------------------------
+
+
+def test_a_formula_counts_what_is_trained() -> None:
+    """By hand: 2 operations per parameter forward, 2 more for what goes on back, 2 more for what is trained."""
+    machine = Machine(1e6, 1e6, 1e9, 1e9)
+    sizes = dict(layer_params=[100] * 4, shell_params=50, tokens=10, boundary_bytes=64)
+    profile = Profile.of_shapes(Shapes(**sizes, layer_trained=[0, 7, 0, 3], shell_trained=0), machine)
+    assert {key: layer.push_bytes for key, layer in profile.layers.items() if layer.push_bytes} == {
+        "L001": 28,
+        "L003": 12,
+    }
+    trace = simulate(profile, RelayConfig(micro_batches=1))
+    assert pushed(trace) == {"L001", "L003"} and {e.layer for e in trace.lanes["eps"]} == {"L001", "L003"}
+    took = {e.layer: e.stop_s - e.start_s for e in trace.lanes["compute"] if e.kind == "backward"}
+    once_s = 2 * 10 / 1e6  # a token's share of one parameter, ten times
+    assert took == pytest.approx({"L003": 103 * once_s, "L002": 200 * once_s, "L001": 207 * once_s})
+    assert dict(profile.memory[0][1])["gradients"] == 4 * (0 + 2 * 7)
+    everything = Profile.of_shapes(Shapes(**sizes), machine)
+    assert everything == Profile.of_shapes(Shapes(**sizes, layer_trained=[100] * 4, shell_trained=50), machine)
+
+
+@pytest.mark.parametrize("wrong", [{"layer_trained": [1, 2]}, {"layer_trained": [200] * 4}, {"shell_trained": -1},
+                                   {"layer_trained": [0] * 4, "shell_trained": 0}], ids=str)  # fmt: skip
+def test_a_formula_refuses_impossible_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Shapes(layer_params=[100] * 4, shell_params=50, tokens=10, boundary_bytes=64, **wrong)
+
+
+def test_the_depth_that_fits_the_host_counts_optimizer_state_of_what_is_trained() -> None:
+    """With the most layers that are said to fit, a step does; with a tenth more, it does not."""
+
+    def relay_of(depth: int) -> Relay:
+        model = adapted(Chain([ResidualMlp() for _ in range(depth)]), "fc1")
+        model.embed.requires_grad_(True)  # of the shell: it has state too
+        optimizer = partial(torch.optim.AdamW, lr=1e-3)
+        return Relay(model, optimizer, EmulatedDevice(), loss=cross_entropy, config=RelayConfig(micro_batches=2))
+
+    batch, limit = BY_NAME["chain"].make_batch(4), 1_000_000
+    with relay_of(6) as relay:
+        told = relay.forecast(batch, host_bytes=limit).largest_depth
+        relay.step(batch)
+        assert abs(relay.forecast(batch, host_bytes=limit).largest_depth - told) <= 1
+    needs = []
+    for depth in (told, told + 1 + told // 10):
+        with relay_of(depth) as relay:
+            needs.append([relay.step(batch) for _ in range(2)][-1].trace.peak_bytes("host"))
+    assert needs[0] <= limit < needs[1]
