@@ -30,7 +30,7 @@ from l2l_core.device import Ticket
 from l2l_core.emulated import serial_thread
 from l2l_core.memento import keep, keep_without
 from l2l_core.memory import Ledger
-from l2l_core.optimizers import copy_over, fire_hooks, over, replace_params, slice_of, update_part
+from l2l_core.optimizers import copy_over, fire_hooks, over, replace_params, slice_of, spares_others, update_part
 from l2l_core.settings import Changes, settle
 from l2l_core.trace import Event, Trace
 from l2l_core.trained import GradientPiece, Trained
@@ -124,6 +124,7 @@ class LayerStore:
         self._order: dict[nn.Parameter, int] = {}  # made when it is needed
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._optimizer_bytes = 0
+        self._spares_others = spares_others(optimizer)
         for block in self._blocks:
             host.book("weights", block.key, block.nbytes)
         self.book_optimizer()
@@ -340,7 +341,7 @@ class LayerStore:
         start_s = time.perf_counter()
         master = self._masters[block]
         if self._config.rollback or self._config.update == "deferred":
-            self._undo.append(self._snapshot(block))
+            self._undo.append(self._snapshot(block, piece))
         self._let_have(block, piece)
         before = _sample(block, piece.trained)
         self.before_write(block)
@@ -380,18 +381,19 @@ class LayerStore:
             self._pool.setdefault(grad.numel(), []).append(grad)
             self._room.notify_all()
 
-    def _snapshot(self, block: Block) -> Callable[[], None]:
-        """An undo for one block: 12 bytes per parameter with AdamW."""
-        master, version = block.master.clone(), block.version
-        state = {
-            p: clone_state(self.optimizer.state[p]) for p in self._masters[block].params if p in self.optimizer.state
-        }
+    def _snapshot(self, block: Block, piece: GradientPiece) -> Callable[[], None]:
+        """An undo for one block: of what the update may change, 12 bytes per parameter with AdamW."""
+        params, version = self._masters[block].params, block.version
+        indices = list(piece.views()) if self._spares_others else range(len(params))
+        values = {params[i]: block.views[i].clone() for i in indices}
+        state = {p: clone_state(self.optimizer.state[p]) for p in values if p in self.optimizer.state}
 
         def undo() -> None:
-            block.master.copy_(master)
             block.version = version
-            for param in self._masters[block].params:
-                self.optimizer.state.pop(param, None)
+            with torch.no_grad():
+                for param, value in values.items():
+                    param.copy_(value)
+                    self.optimizer.state.pop(param, None)
             self.optimizer.state.update(state)
 
         return undo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from l2l_core import (
     Unfreeze,
     simulate,
 )
+from l2l_core.optimizers import spares_others
 
 LORA = ["lora", "lora_tied", "lora_llama", "lora_albert"]
 stashes = pytest.mark.parametrize("stash", ["device", "host"])
@@ -264,3 +266,91 @@ def test_the_depth_that_fits_the_host_counts_optimizer_state_of_what_is_trained(
         with relay_of(depth) as relay:
             needs.append([relay.step(batch) for _ in range(2)][-1].trace.peak_bytes("host"))
     assert needs[0] <= limit < needs[1]
+
+
+# -- the way back of a step that fails ---------------------------------------------------------------------------------
+
+
+class Forgets(torch.optim.SGD):
+    """Lets all weights decay, also those without a gradient."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(0.9)
+
+
+class ForgetsByRate(torch.optim.SGD):
+    """The same by its learning rate, which may be 0 for now."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(1 - 0.5 * float(group["lr"]))
+
+
+class NeedsGradients(torch.optim.Optimizer):
+    """Does not ask whether there is one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(param.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    "make, spares",
+    [
+        *((kind, True) for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)),
+        *((kind, False) for kind in (Forgets, ForgetsByRate, NeedsGradients)),
+    ],
+)
+@pytest.mark.parametrize("lr", [0.0, 0.1])
+def test_whether_an_optimizer_writes_what_has_no_gradient_is_tried(make: Any, spares: bool, lr: float) -> None:
+    optimizer = make([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 3))], lr=lr)
+    assert spares_others(optimizer) is spares
+
+
+def storage_bytes() -> int:
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, Forgets])
+@pytest.mark.parametrize("settings", [{"update": "deferred", "max_grad_norm": 1.0}, {"rollback": True}], ids=str)
+def test_a_failed_step_is_undone_and_its_log_costs_what_is_trained(make: Any, settings: dict[str, Any]) -> None:
+    """Until the step is over, a copy of all that it changes is kept; an optimizer that writes more has more copied."""
+    needed, fails = [], False
+
+    def hook(*_: Any) -> None:
+        gc.collect()
+        needed.append(storage_bytes() - standing)
+        if fails:
+            raise RuntimeError("on purpose")
+
+    kind, config = BY_NAME["lora_llama"], RelayConfig(micro_batches=2, **settings)
+    model = kind.make_model()
+    with Relay(model, partial(make, lr=0.1), EmulatedDevice(), config=config) as relay:
+        relay.step(kind.make_batch(4))
+        gc.collect()
+        standing = storage_bytes()
+        relay.optimizer.register_step_post_hook(hook)
+        relay.step(kind.make_batch(4))
+        before, fails = whole(relay), True
+        with pytest.raises(RuntimeError, match="on purpose"):
+            relay.step(kind.make_batch(4))
+        assert_same(
+            {n: v for n, v in whole(relay).items() if n != "random"}, {n: v for n, v in before.items() if n != "random"}
+        )
+        weights = sum(unit.nbytes for unit in relay.stack)
+        trained = sum(4 * unit.num_trained for unit in relay.stack)
+        assert trained < weights / 20
+        assert needed[0] > 0.9 * weights if make is Forgets else needed[0] < weights / 2
