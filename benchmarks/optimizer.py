@@ -28,6 +28,7 @@ from _common import make_batch, make_gpt2, ratio, report, show, spread, threads
 from torch import nn
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, StepResult, Trace
+from l2l_core.trained import GradientPiece
 from l2l_core.units import Block
 
 BYTES_PER_PARAM = 28  # float32: read w, m, v, g; write w, m, v
@@ -176,8 +177,9 @@ def time_eps_alone(relay: Relay) -> dict[str, float]:
         store.begin(relay.config, trace)
         for unit in relay.stack:
             for block in unit.blocks:
-                gradient = store.buffer(block.master.numel(), bounded=True).fill_(1e-3)
-                store.reduce(unit, block, gradient, (True,) * len(block.params), Done())
+                trained = block.trained
+                flat = store.buffer(trained.numel, bounded=True).fill_(1e-3)
+                store.reduce(unit, block, GradientPiece(flat, trained, (True,) * len(trained.indices)), Done())
         store.finish()
     return describe([e for e in trace.events if e.kind == "update"], clock)
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from l2l_core.caches import arguments_without
 from l2l_core.hidden import refuse_hidden
 
 _SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # names of transformers' model classes
@@ -153,7 +154,7 @@ class ModelCall:
         parameters = inspect.signature(model.forward).parameters
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._names = frozenset(parameters)
-        self._fixed = {"use_cache": False} if "use_cache" in parameters and hasattr(model, "config") else {}
+        self._fixed = arguments_without(model)
 
     def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
         """The scalar loss of one micro-batch."""

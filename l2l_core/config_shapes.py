@@ -8,7 +8,8 @@ the real models.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from l2l_core.flat import aligned
@@ -46,7 +47,8 @@ class ModelShapes:
         tied: whether the head's weight is the embedding's; then a gradient of the shell leaves with every micro-batch, twice.
         per_row: whether the head sees one token per row.
         length: tokens of a row, where the configuration fixes it (images), else None.
-        graphs: what autograd keeps of a layer, by precision.
+        graphs: what autograd keeps of a layer, by precision, where all of it is trained.
+        adapters: shapes of those parameters of a layer that adapters have brought; then nothing else is trained.
     """
 
     layer: tuple[Shape, ...]
@@ -61,6 +63,16 @@ class ModelShapes:
     per_row: bool
     length: int | None
     graphs: dict[str, Graph]
+    adapters: tuple[Shape, ...] = ()
+
+    def with_adapters(self, shapes: Sequence[Shape]) -> ModelShapes:
+        """The same model frozen, with parameters of these shapes in every layer, which are trained."""
+        return replace(self, layer=(*self.layer, *shapes), adapters=tuple(shapes))
+
+    @property
+    def trained(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+        """Shapes of what is trained: of a layer, of the shell."""
+        return (self.adapters, ()) if self.adapters else (self.layer, self.shell)
 
     @property
     def num_params(self) -> int:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
-from l2l_core.flat import Layout
 from l2l_core.memory import Ledger
 from l2l_core.optimizers import over
-from l2l_core.store import LayerStore, clone_state
+from l2l_core.store import LayerStore, clone_state, state_bytes
 from l2l_core.trace import Trace
+from l2l_core.trained import GradientPiece
 from l2l_core.units import Block
 
 
@@ -50,33 +51,37 @@ class DryStore(LayerStore):
         piece = self._whole.pop(block, None)
         if piece is None:
             return
-        grad, touched = piece
-        scratch = self._scratch_of(block, touched)
+        scratch = self._scratch_of(block, piece)
         start_s = time.perf_counter()
         for param in self._masters[block].params:
             param.grad = None  # clipping has set it
         undo = clone_state(scratch.everything()) if self._config.rollback or self._config.update == "deferred" else None
-        scratch.step(block.layout.views(grad), touched)
+        scratch.step(piece)
         self.updated.append(block)
-        self._give_back(grad)
-        self._record("update", block, start_s)
-        self.state_bytes[block] = scratch.state_bytes
+        self._give_back(piece.flat)
+        self._record("update", block, piece, start_s)
+        self.state_bytes[block] = scratch.state_bytes + self._idle_bytes(block, piece)
         del undo
 
-    def _scratch_of(self, block: Block, touched: tuple[bool, ...]) -> _Scratch:
-        """Scratch memory of the block's form; blocks of one form share it."""
-        form = block.layout, touched, tuple(self.side_of(block).groups)
+    def _idle_bytes(self, block: Block, piece: GradientPiece) -> int:
+        """Bytes of the state of parameters that get no update, which they have from earlier steps."""
+        side, moving = self.side_of(block), piece.views()
+        return sum(state_bytes(side.state.get(p, {})) for i, p in enumerate(side.masters) if i not in moving)
+
+    def _scratch_of(self, block: Block, piece: GradientPiece) -> _Scratch:
+        """Scratch memory of the gradient's form; those of one form share it."""
+        groups = self.side_of(block).groups
+        form = piece.trained.layout, piece.covers, tuple(groups[i] for i in piece.trained.indices)
         if form not in self._scratch:
-            self._scratch[form] = _Scratch(block.layout, form[2], touched, self.optimizer)
+            self._scratch[form] = _Scratch(piece, form[2], self.optimizer)
         return self._scratch[form]
 
 
 class _Scratch:
-    """Weights of one block's form, and an optimizer of the user's kind over them."""
+    """Weights of the form of one gradient, and an optimizer of the user's kind over them."""
 
-    def __init__(
-        self, layout: Layout, groups: tuple[int, ...], touched: tuple[bool, ...], optimizer: Optimizer
-    ) -> None:
+    def __init__(self, piece: GradientPiece, groups: tuple[int, ...], optimizer: Optimizer) -> None:
+        layout = piece.trained.layout
         self.flat = torch.full((layout.numel,), 0.01)
         self._params = [nn.Parameter(view) for view in layout.views(self.flat)]
         numbers = range(len(optimizer.param_groups))
@@ -86,13 +91,13 @@ class _Scratch:
             [{**group, "params": mine} for group, mine in zip(optimizer.param_groups, members, strict=True)],
             defaultdict(dict),
         )
-        warm = layout.views(torch.full((layout.numel,), 0.01))
-        self.step(warm, touched)  # the first one makes the state
+        self.step(replace(piece, flat=torch.full((layout.numel,), 0.01)))  # the first one makes the state
 
-    def step(self, views: list[torch.Tensor], touched: tuple[bool, ...]) -> None:
-        """Update the scratch weights with a gradient, given by parameter."""
-        for param, view, has in zip(self._params, views, touched, strict=True):
-            param.grad = view if has else None
+    def step(self, piece: GradientPiece) -> None:
+        """Update the scratch weights with a gradient of their form."""
+        views = piece.views()
+        for param, index in zip(self._params, piece.trained.indices, strict=True):
+            param.grad = views.get(index)
         self._part.step()
         for param in self._params:
             param.grad = None

@@ -7,12 +7,12 @@ and compute is operations over achieved speed. What it is not: exact. Once a mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.config_shapes import ModelShapes, count, shapes_of_config, slot_numel
+from l2l_core.config_shapes import ModelShapes, Shape, count, shapes_of_config, slot_numel
 from l2l_core.cost import SHELL, Job, Layer, Memory, Op, Part, Stay, Turn
 from l2l_core.forecast import Forecast
 from l2l_core.forecast_costs import Costs, forecast_costs
@@ -53,6 +53,17 @@ class _Step:
         """What one layer hands to the next."""
         return self.tokens * self.model.width * self.itemsize
 
+    @property
+    def gradient_bytes(self) -> tuple[int, int]:
+        """Of a layer, and of the shell."""
+        layer, shell = (4 * slot_numel(shapes) for shapes in self.model.trained)
+        return layer, shell
+
+    @property
+    def parts_shell(self) -> bool:
+        """Whether the shell's gradients leave micro-batch by micro-batch: the head is the embedding, and is trained."""
+        return self.model.tied and bool(self.model.trained[1])
+
 
 def forecast_config(
     config: Any,
@@ -66,6 +77,7 @@ def forecast_config(
     host_bytes: int | None = None,
     optimizer_bytes: int = ADAMW,
     emulated: bool = False,
+    adapters: Sequence[Shape] = (),
 ) -> Forecast:
     """What a step would need and take, from a configuration of transformers and a machine's figures alone.
 
@@ -80,6 +92,9 @@ def forecast_config(
         host_bytes: of the host; None for no limit.
         optimizer_bytes: of the optimizer's state per parameter: 8 for AdamW, 0 for plain SGD.
         emulated: on an emulated device, bfloat16 weights need no second copy on the host.
+        adapters: shapes of the parameters that adapters add to every layer (LoRA of rank 8 on two square matrices of width
+            4096: `[(8, 4096), (4096, 8)] * 2`); then nothing else is trained. None of them: everything is. Activations are
+            taken to be those without adapters.
 
     Returns:
         The forecast; where it does not fit, `Forecast.advice` says what would.
@@ -87,7 +102,7 @@ def forecast_config(
     Raises:
         ValueError: a family that is not known, or a number that is not positive.
     """
-    model = shapes_of_config(config)
+    model = shapes_of_config(config).with_adapters(adapters)
     length = model.length or sequence
     figures = {"micro_batches": micro_batches, "batch": batch, "sequence": length}
     for name, value in figures.items():
@@ -121,18 +136,15 @@ def _costs_of(step: _Step) -> Costs:
     layer, shell = (4 * slot_numel(shapes) for shapes in (model.layer, model.shell))
     wire = 0.5 if step.config.precision == "bf16" and not step.emulated else 0.0
     weights = model.depth * layer + shell
+    learning = [step.state_bytes * count(shapes) for shapes in model.trained]  # state of a layer's, and of the shell's
     machine = step.machine
     return Costs(
         profile=profile,
         stands=pattern(known, count_),
         around_s=0.0,
-        host={"weights": round(weights * (1 + wire)), "optimizer": step.state_bytes * model.num_params},
+        host={"weights": round(weights * (1 + wire)), "optimizer": model.depth * learning[0] + learning[1]},
         pooled_bytes=0,
-        layer_host_bytes={
-            key: round(layer * (1 + wire)) + step.state_bytes * model.layer_params
-            for key in profile.layers
-            if key != SHELL
-        },
+        layer_host_bytes={key: round(layer * (1 + wire)) + learning[0] for key in profile.layers if key != SHELL},
         basis=f"formula: {model.num_params:,} parameters, {model.depth} layers of {model.layer_params:,}; {machine.name}: "
         f"{machine.flops_per_s / 1e12:.3g} TFLOP/s, {machine.update_params_per_s / 1e6:.3g} M parameters/s updated",
     )
@@ -144,9 +156,13 @@ def _profile_of(step: _Step, micro_batches: int) -> Profile:
     Attention's products count as `2 * length * width` more parameters: 4 operations per token, position and width.
     """
     model, machine = step.model, step.machine
+    products = 2 * step.length * model.width
+    head = model.head_params if not model.per_row else max(1, model.head_params // 3)
     shapes = Shapes(
-        layer_params=[count(model.layer) + 2 * step.length * model.width] * model.depth,
-        shell_params=model.head_params if not model.per_row else max(1, model.head_params // 3),
+        layer_params=[count(model.layer) + products] * model.depth,
+        shell_params=head,
+        layer_trained=[count(model.trained[0]) + products] * model.depth,
+        shell_trained=head if model.trained[1] else 0,
         tokens=step.tokens,
         boundary_bytes=step.boundary_bytes,
         micro_batches=micro_batches,
@@ -155,17 +171,18 @@ def _profile_of(step: _Step, micro_batches: int) -> Profile:
     )
     profile = Profile.of_shapes(shapes, machine)
     sizes = {key: slot_numel(model.shell if key == SHELL else model.layer) for key in profile.layers}
-    params = {key: count(model.shell if key == SHELL else model.layer) for key in profile.layers}
+    pushed = {key: step.gradient_bytes[key == SHELL] for key in profile.layers}
+    trained = {key: count(model.trained[key == SHELL]) for key in profile.layers}
     layers = {
-        key: Layer(step.itemsize * n, 4 * n, 4 * n, update_s=params[key] / machine.update_params_per_s)
+        key: Layer(step.itemsize * n, pushed[key], pushed[key], update_s=trained[key] / machine.update_params_per_s)
         for key, n in sizes.items()
     }
-    if model.tied:
+    if step.parts_shell:
         profile = _with_parts(profile, sizes[SHELL], model.head_params)
         layers[SHELL] = layers[SHELL]._replace(push_bytes=0)
     # updates that wait for all gradients
-    late = list(layers) if step.config.update == "deferred" else [SHELL] if model.tied else []
-    jobs = tuple(Job("update", key, -1, layers[key].update_s, layers[key].block_bytes) for key in late)
+    late = list(layers) if step.config.update == "deferred" else [SHELL] if step.parts_shell else []
+    jobs = tuple(Job("update", key, -1, layers[key].update_s, pushed[key]) for key in late if pushed[key])
     memory = _Memory(step, micro_batches)
     start = tuple(memory.fill(turn) for turn in profile.start)
     stays = tuple(stay._replace(turns=tuple(memory.fill(turn) for turn in stay.turns)) for stay in profile.stays)
@@ -199,7 +216,7 @@ class _Memory:
         layer, shell = slot_numel(model.layer), slot_numel(model.shell)
         self._slots = {
             "weights": step.itemsize * (shell + (config.ahead + 1) * layer),
-            "gradients": 4 * (shell + (2 if config.ahead else 1) * layer),
+            "gradients": step.gradient_bytes[1] + (2 if config.ahead else 1) * step.gradient_bytes[0],
         }
         self._on_host, self._boundary = config.stash == "host", step.boundary_bytes
         # the images that leave and arrive; in backward each is an input and a gradient
@@ -207,7 +224,7 @@ class _Memory:
         graph = model.graphs[config.precision].nbytes(model, step.rows, step.length)
         out = (step.rows if model.per_row else step.tokens) * model.outputs * _LOGITS
         # a fresh gradient of one parameter is beside the slot until it is added
-        largest = [4 * max((count((shape,)) for shape in shapes), default=0) for shapes in (model.layer, model.shell)]
+        largest = [4 * max((count((shape,)) for shape in shapes), default=0) for shapes in model.trained]
         self._highest = {
             "shell": 2 * step.boundary_bytes,
             "forward": graph,
@@ -274,9 +291,9 @@ def _need(step: _Step, place: str) -> int:
     high = MemoryWalk(costs.profile).rise(place, costs.stands, {}).high
     if place == "device":
         return high
-    layer, shell = (4 * slot_numel(shapes) for shapes in (step.model.layer, step.model.shell))
+    layer, shell = step.gradient_bytes
     many = step.model.depth if step.config.update == "deferred" else min(MAX_UNDER_WAY, step.model.depth)
-    apart = step.config.micro_batches + 1 if step.model.tied else 1
+    apart = step.config.micro_batches + 1 if step.parts_shell else 1
     return high + sum(costs.host.values()) + many * layer + apart * shell
 
 

@@ -6,6 +6,7 @@ their path, and so their rounding, by alignment), and strides are kept (a channe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,16 @@ class Layout:
             pieces.append(Piece(offset, tuple(tensor.shape), _dense_strides(tensor)))
             offset = aligned(offset + tensor.numel(), tensor.element_size())
         return Layout(tuple(pieces), offset, sum(tensor.numel() for tensor in tensors))
+
+    def only(self, indices: Sequence[int]) -> Layout:
+        """The tensors with these indices one after another, each aligned; dtype float32."""
+        if len(indices) == len(self.pieces):
+            return self
+        pieces, offset = [], 0
+        for old in (self.pieces[i] for i in indices):
+            pieces.append(Piece(offset, old.size, old.stride))
+            offset = aligned(offset + math.prod(old.size))
+        return Layout(tuple(pieces), offset, sum(math.prod(piece.size) for piece in pieces))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Every piece as a view of `flat`: (numel,)."""

@@ -5,7 +5,7 @@ The schedule is `simulate`'s. What it is not: a second model of the relay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from l2l_core.simulate import simulate
 from l2l_core.stretch import stretch, with_memory
 from l2l_core.trace import MemorySample, Trace
 from l2l_core.underway import gradient_buffer_bytes
-from l2l_core.units import Unit
+from l2l_core.units import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +116,25 @@ def _costs(
     basis: str,
     wire_bytes: int,
 ) -> Costs:
-    blocks = list(dict.fromkeys(block for unit in rehearsal.parts.units for block in unit.blocks))
-    weights = sum(block.nbytes for block in blocks)
-    per_byte = (host.get("optimizer", 0) + wire_bytes) / weights if weights else 0.0  # of a master
-    own = {unit.key: _own_bytes(unit) for unit in rehearsal.parts.layers}
+    weights, trained = _weights_of(dict.fromkeys(b for unit in rehearsal.parts.units for b in unit.blocks))
+    wire = wire_bytes / weights if weights else 0.0  # per byte of a master
+    state = host.get("optimizer", 0) / trained if trained else 0.0  # per byte of one that is trained
+    own = {u.key: _weights_of(b for b in u.blocks if not b.shared) for u in rehearsal.parts.layers}
     return Costs(
         profile=with_memory(profile, _stash_alone),
         stands=list(stands),
         around_s=around_s,
         host={name: n for name, n in host.items() if n},
         pooled_bytes=rehearsal.parts.host.by_category().get("gradients", 0),
-        layer_host_bytes={key: round(n * (1 + per_byte)) for key, n in own.items()},
+        layer_host_bytes={key: round(n * (1 + wire) + learns * state) for key, (n, learns) in own.items()},
         basis=basis,
     )
 
 
-def _own_bytes(unit: Unit) -> int:
-    return sum(block.nbytes for block in unit.blocks if not block.shared)
+def _weights_of(blocks: Iterable[Block]) -> tuple[int, int]:
+    """Bytes of masters, and of those among them that are trained."""
+    each = [(block.nbytes, 4 * block.trained.numel) for block in blocks]
+    return sum(nbytes for nbytes, _ in each), sum(trained for _, trained in each)
 
 
 def forecast_costs(

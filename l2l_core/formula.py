@@ -51,9 +51,10 @@ class Shapes:
         micro_batches: per step.
         activation_bytes: of one layer's graph for one micro-batch, if known.
         stash, precision: as in `RelayConfig`.
+        layer_trained, shell_trained: of these parameters, those that are trained; None for all of them.
 
     Raises:
-        ValueError: no layers, or a number that is not positive.
+        ValueError: no layers, a number that is not positive, or more parameters trained than there are, or none.
     """
 
     layer_params: Sequence[int]
@@ -64,10 +65,29 @@ class Shapes:
     activation_bytes: int = 0
     stash: str = "device"
     precision: str = "fp32"
+    layer_trained: Sequence[int] | None = None
+    shell_trained: int | None = None
+
+    @property
+    def trained(self) -> tuple[Sequence[int], int]:
+        """Parameters of every layer, and of the rest, that are trained."""
+        layers = self.layer_params if self.layer_trained is None else self.layer_trained
+        return layers, self.shell_params if self.shell_trained is None else self.shell_trained
 
     def __post_init__(self) -> None:
         if not self.layer_params:
             raise ValueError("layer_params is empty: a relay needs at least one layer")
+        layers, shell = self.trained
+        if len(layers) != len(self.layer_params):
+            raise ValueError(
+                f"layer_trained has {len(layers)} numbers for {len(self.layer_params)} layers: give one each"
+            )
+        pairs = [*zip(layers, self.layer_params, strict=True), (shell, self.shell_params)]
+        if any(not 0 <= trained <= params for trained, params in pairs) or not any(trained for trained, _ in pairs):
+            raise ValueError(
+                f"layer_trained={self.layer_trained!r}, shell_trained={self.shell_trained!r}: give from 0 to as many as there "
+                "are parameters, and something must be trained"
+            )
         for field in ("tokens", "boundary_bytes", "micro_batches"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be positive")
@@ -77,17 +97,23 @@ def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
     """The fields of a `Profile`.
 
     A token costs 2 operations per parameter forward, 6 in backward with recompute, 4 without (the last layer does not run
-    twice); attention's own products are left out. Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1.
+    twice); attention's own products are left out. Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1. Of a
+    frozen parameter backward needs 2 less, and it has no gradient to push. Layers before the first that is trained have no
+    backward; a shell that is trained is taken to be so before the first layer.
     """
     layer_params, shell_params, micro_batches = shapes.layer_params, shapes.shell_params, shapes.micro_batches
+    layer_trained, shell_trained = shapes.trained
     boundary_bytes, on_host = shapes.boundary_bytes, shapes.stash == "host"
     width = 2 if shapes.precision == "bf16" else 4
     depth = len(layer_params)
     keys = [f"L{index:03d}" for index in range(depth)]
     per_param_s = 2 * shapes.tokens / machine.flops_per_s
 
-    def layer(params: int) -> Layer:
-        return Layer(width * params, 4 * params, 4 * params, update_s=params / machine.update_params_per_s)
+    def layer(params: int, trained: int) -> Layer:
+        return Layer(width * params, 4 * trained, 4 * trained, update_s=trained / machine.update_params_per_s)
+
+    def backward_s(params: int, trained: int) -> float:
+        return (params + trained) * per_param_s
 
     def turns(ops: Sequence[Op], fetched: int, parked: int) -> tuple[Turn, ...]:
         moved = (0, fetched * boundary_bytes, parked * boundary_bytes) if on_host else (0, 0, 0)
@@ -100,22 +126,29 @@ def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
     last, params = depth - 1, layer_params[-1]
     turn = [
         Op("forward", keys[last], last, params * per_param_s),
-        Op("loss", SHELL, -1, 3 * shell_params * per_param_s),
+        Op("loss", SHELL, -1, (2 * shell_params + shell_trained) * per_param_s),
+        Op("backward", keys[last], depth, backward_s(params, layer_trained[-1])),
     ]
-    turn.append(Op("backward", keys[last], depth, 2 * params * per_param_s))
+    first = 0 if shell_trained else next(i for i, trained in enumerate(layer_trained) if trained)
     backward = [
-        Stay(key, depth + 1 + i, turns([Op("backward", key, depth + 1 + i, 3 * params * per_param_s)], 2, 1))
-        for i, (key, params) in enumerate(zip(keys[-2::-1], layer_params[-2::-1], strict=True))
+        Stay(keys[i], visit, turns([Op("backward", keys[i], visit, seconds)], 2, 1))
+        for i in range(last - 1, first - 1, -1)
+        for visit, seconds in [
+            (2 * depth - 1 - i, layer_params[i] * per_param_s + backward_s(layer_params[i], layer_trained[i]))
+        ]
     ]
     slots = {
         "weights": width * (shell_params + 2 * max(layer_params)),
-        "gradients": 4 * (shell_params + 2 * max(layer_params)),
+        "gradients": 4 * (shell_trained + 2 * max(layer_trained)),
     }
     held = (4 if on_host else depth * micro_batches) * boundary_bytes
     peak = {**slots, "stash": held, "activations": shapes.activation_bytes}
     settings = {name: getattr(shapes, name) for name in ("micro_batches", "stash", "precision")}
     return {
-        "layers": {**{k: layer(p) for k, p in zip(keys, layer_params, strict=True)}, SHELL: layer(shell_params)},
+        "layers": {
+            **{k: layer(p, t) for k, p, t in zip(keys, layer_params, layer_trained, strict=True)},
+            SHELL: layer(shell_params, shell_trained),
+        },
         "start": turns([Op("shell", SHELL, -1, 0.0)], 0, 1),
         "stays": (*forward, Stay(keys[last], last, turns(turn, 1, 1)), *backward),
         "closing": (),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -18,6 +18,7 @@ from l2l_core.cut import Root
 from l2l_core.device import Device, Ticket
 from l2l_core.link import Link
 from l2l_core.store import LayerStore
+from l2l_core.trained import GradientPiece, Trained
 from l2l_core.units import Block, Unit
 
 
@@ -43,16 +44,41 @@ class Takers:
 
     Args:
         units: the shell and the layers.
+
+    Attributes:
+        trained: by block, which parameters are trained in this pass.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._names = {
             param: name for unit in units for b in unit.blocks for param, name in zip(b.params, b.names, strict=True)
         }
+        self.trained = {block: block.trained for unit in units for block in unit.blocks}
         self._routes: dict[torch.Tensor, Callable[[torch.Tensor], None]] = {}
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._collect) for param in self._names if param.requires_grad
+            block.params[i].register_post_accumulate_grad_hook(self._collect)
+            for block, trained in self.trained.items()
+            for i in trained.indices
         ]
+
+    def numel(self, unit: Unit) -> int:
+        """Elements of a slot for the unit's gradient."""
+        return sum(self.trained[block].numel for block in unit.blocks)
+
+    def check(self, blocks: Iterable[Block]) -> None:
+        """Refuse parameters that were frozen, or let go, since the pass began: their gradients would be lost.
+
+        Raises:
+            RuntimeError: names one of them.
+        """
+        for block in blocks:
+            flags = self.trained[block].flags
+            for name, param, was in zip(block.names, block.params, flags, strict=True):
+                if param.requires_grad != was:
+                    raise RuntimeError(
+                        f"requires_grad of parameter {name} became {param.requires_grad} during the step: what a step trains "
+                        "is settled when it begins. Change it between steps, or use Freeze and Unfreeze"
+                    )
 
     def _collect(self, param: torch.Tensor) -> None:
         grad, param.grad = param.grad, None
@@ -82,32 +108,51 @@ class Takers:
         self._routes.clear()
 
 
-class Gradient:
-    """The gradient of one unit during one visit.
+@dataclass(eq=False, slots=True)
+class _Share:
+    """What of a slot belongs to one block.
 
-    Invariant: `touched[i]` says whether parameter i has a gradient; untouched places hold garbage. Parameters that no
-    micro-batch touched get no update, as in plain training.
+    Invariant: `touched[i]` says whether the i-th trained parameter has a gradient; untouched places hold garbage.
+    """
+
+    block: Block
+    trained: Trained
+    flat: torch.Tensor  # (trained.numel,)
+    touched: list[bool]
+
+    @property
+    def piece(self) -> GradientPiece:
+        return GradientPiece(self.flat, self.trained, tuple(self.touched))
+
+
+class Gradient:
+    """The gradient of one unit during one visit: of the parameters that are trained, and of no others.
+
+    Parameters that no micro-batch touched get no update, as in plain training.
     """
 
     def __init__(self, unit: Unit, buffer: _Buffer, takers: Takers, apart: Callable[[Block], bool]) -> None:
         self.unit, self._buffer, self.apart = unit, buffer, apart
-        self.flat = buffer.flat[: unit.numel]
-        self._views = unit.views(self.flat)
-        self.touched = [False] * len(self._views)
-        self._ends = [
-            takers.route(param, self._taker(index)) for index, param in enumerate(unit.params) if param.requires_grad
-        ]
+        self._shares: list[_Share] = []
+        self._ends: list[Callable[[], None]] = []
+        start = 0
+        for block in unit.blocks:
+            trained = takers.trained[block]
+            share = _Share(block, trained, buffer.flat[start : start + trained.numel], [False] * len(trained.indices))
+            start += trained.numel
+            if trained.indices:
+                self._shares.append(share)
+            places = enumerate(zip(trained.indices, trained.layout.views(share.flat), strict=True))
+            self._ends += [takers.route(block.params[i], self._taker(share, at, view)) for at, (i, view) in places]
 
-    def _taker(self, index: int) -> Callable[[torch.Tensor], None]:
-        view = self._views[index]
-
+    def _taker(self, share: _Share, at: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def take(grad: torch.Tensor) -> None:
             self._buffer.settle()
-            if self.touched[index]:
+            if share.touched[at]:
                 view.add_(grad)
             else:
                 view.copy_(grad)
-                self.touched[index] = True
+                share.touched[at] = True
 
         return take
 
@@ -128,73 +173,71 @@ class Gradient:
         As a root of that run it is the first summand, as in plain training; added afterwards, the sum would be another. A
         parameter that is read once makes no difference: there the EPS adds.
         """
-        blocks = [block for block in self.unit.blocks if self.apart(block) and store.has_part(block, k)]
-        if not blocks:
+        shares = [share for share in self._shares if self.apart(share.block) and store.has_part(share.block, k)]
+        if not shares:
             return []
         counts, roots = uses(), []
-        for block in blocks:
-            several = [i for i, param in enumerate(block.params) if counts[param] > 1]
+        for block, trained in ((share.block, share.trained) for share in shares):
+            several = [i for i in trained.indices if counts[block.params[i]] > 1]
             if several:
                 with self._buffer.clock.stalled():
                     lent = store.lend_part(block, k, several)
-                pairs = [(block.params[i], host.to(self.flat.device)) for i, host in lent.items()]
+                pairs = [(block.params[i], host.to(self._buffer.flat.device)) for i, host in lent.items()]
                 roots += [(get_gradient_edge(param), grad) for param, grad in pairs]
         return roots
 
     def holds_part_of(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether there is a gradient, not pushed yet, of one of these parameters whose micro-batches are kept apart."""
-        if not any(self.touched):
-            return False
-        held = {
-            param
-            for block, _, covers, _ in self._parts()
-            if any(covers) and self.apart(block)
-            for param, has in zip(block.params, covers, strict=True)
-            if has
-        }
+        apart = [share for share in self._shares if any(share.touched) and self.apart(share.block)]
+        held = {share.block.params[i] for share in apart for i in share.piece.views()}
         return bool(held) and any(param in held for param in params)
 
     def flush(self, k: int, visit: int, store: LayerStore, push: Link) -> None:
         """Push what micro-batch `k` has just added, in `visit`, to blocks whose micro-batches are kept apart."""
-        if not any(map(self.apart, self.unit.blocks)):
-            return
-        for block, grad, covers, start in self._parts():
-            if self.apart(block) and any(covers):
-                host = store.buffer(grad.numel())
-                pairs = zip(block.layout.views(host), block.layout.views(grad), covers, strict=True)
-                ticket = push(self.unit.key, [(target, source) for target, source, has in pairs if has], k, visit)
+        for share in self._shares:
+            if any(share.touched) and self.apart(share.block):
+                there = share.piece
+                here = replace(there, flat=store.buffer(there.trained.numel))
+                targets, sources = here.views(), there.views()
+                ticket = push(self.unit.key, [(targets[i], sources[i]) for i in sources], k, visit)
                 with self._buffer.clock.stalled():
-                    store.reduce_part(self.unit, block, k, host, covers, ticket)
+                    store.reduce_part(self.unit, share.block, k, here, ticket)
                 self._buffer.leaving.append(ticket)
-                self.touched[start : start + len(covers)] = [False] * len(covers)
+                share.touched[:] = [False] * len(share.touched)
 
     def push(self, store: LayerStore, push: Link) -> None:
         """[3] Push the summed gradient of every block, to be reduced and updated in the background."""
         self.stop()
         push.lane.flush()
-        for block, grad, covers, _ in self._parts():
-            if not self.apart(block) and any(covers):
+        for share in self._shares:
+            if any(share.touched) and not self.apart(share.block):
                 with self._buffer.clock.stalled():  # until there is room, and without overlap until all is done
-                    host = store.buffer(grad.numel(), bounded=True)
-                    ticket = push.trickle(self.unit.key, [(host, grad)])
+                    here = replace(share.piece, flat=store.buffer(share.trained.numel, bounded=True))
+                    ticket = push.trickle(self.unit.key, [(here.flat, share.flat)])
                     self._buffer.leaving.append(ticket)
-                    store.reduce(self.unit, block, host, covers, ticket)
-
-    def _parts(self) -> list[tuple[Block, torch.Tensor, tuple[bool, ...], int]]:
-        parts, start = [], 0
-        for block, grad in zip(self.unit.blocks, self.unit.ranges(self.flat), strict=True):
-            parts.append((block, grad, tuple(self.touched[start : start + len(block.params)]), start))
-            start += len(block.params)
-        return parts
+                    store.reduce(self.unit, share.block, here, ticket)
 
 
 class GradientSlots:
-    """Device buffers for gradients: one fills while another is being pushed."""
+    """Device buffers for gradients: one fills while another is being pushed.
 
-    def __init__(self, device: Device, clock: Clock, takers: Takers, numel: int, count: int, name: str) -> None:
+    Args:
+        device: whose memory they are in.
+        clock: of compute.
+        takers: who hands out gradients, and knows what is trained.
+        units: those that use the buffers, which are as large as the largest gradient of them.
+        count: of buffers.
+        name: for the ledger.
+    """
+
+    def __init__(
+        self, device: Device, clock: Clock, takers: Takers, units: Iterable[Unit], count: int, name: str
+    ) -> None:
+        numel = max((takers.numel(unit) for unit in units), default=0)
         self._device, self._takers, self._owner, self._nbytes = device, takers, name, 4 * numel * count
         device.ledger.book("gradients", name, self._nbytes)
         self._buffers = [_Buffer(device.empty(numel), clock) for _ in range(count)]
+        self._none = _Buffer(device.empty(0), clock)  # for units of which nothing is trained
         self._live: list[Gradient] = []
         self._next = 0
 
@@ -203,14 +246,23 @@ class GradientSlots:
         return [buffer.flat for buffer in self._buffers]
 
     def take(self, unit: Unit, apart: Callable[[Block], bool]) -> Gradient:
-        """A gradient for a visit of `unit`, in the buffer that was pushed longest ago."""
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % len(self._buffers)
+        """A gradient for a visit of `unit`, in the buffer that was pushed longest ago.
+
+        Raises:
+            RuntimeError: a parameter was frozen, or let go, since the step began.
+        """
+        self._takers.check(unit.blocks if self._live else self._takers.trained)  # all of them before any is updated
+        buffer = self._next_buffer() if self._takers.numel(unit) else self._none
         buffer.settle()
         self._live = [gradient for gradient in self._live if gradient.is_open] + [
             Gradient(unit, buffer, self._takers, apart)
         ]
         return self._live[-1]
+
+    def _next_buffer(self) -> _Buffer:
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        return buffer
 
     def close(self) -> None:
         """Stop every gradient and give the bytes back."""

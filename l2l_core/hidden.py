@@ -24,7 +24,8 @@ def refuse_hidden(value: Any, where: str) -> None:
     if is_cache(value):
         raise TypeError(
             f"{where} is a key-value cache ({type(value).__name__}): it would carry one run's tensors into the recompute. "
-            "Train without it: pass use_cache=False in the batch, or set model.config.use_cache = False"
+            "Train without it: pass use_cache=False in the batch, or leave it and past_key_values out; config.use_cache is off "
+            "by itself. Prefix tuning (peft) is nothing but such a cache: train a PromptTuningConfig or a LoraConfig instead"
         )
     if holds_tensor(value):
         raise TypeError(

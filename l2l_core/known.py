@@ -7,7 +7,7 @@ from typing import Any
 
 from l2l_core.meter import Metered
 
-Layers = frozenset[tuple[str, bool]]  # key, and whether it is frozen
+Layers = frozenset[tuple[str, tuple[bool, ...]]]  # key, and of every parameter whether it is trained
 
 
 class Known:

@@ -22,6 +22,7 @@ from l2l_core.ambient import RandomState
 from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, first_rows, join, rows_of, shares, split
 from l2l_core.branches import Branch, Branches
 from l2l_core.branches import State as BranchState
+from l2l_core.caches import Caches
 from l2l_core.checks import check_keys, check_model, check_step, refuse_checkpointing
 from l2l_core.config import RelayConfig
 from l2l_core.cuda import CudaDevice
@@ -118,6 +119,7 @@ class Relay:
         self.model = model
         self.config = config
         self._call = ModelCall(model, loss, objective)
+        self._caches = Caches(model)
         self._weight = weight or default_weight(model, loss is not None)
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
@@ -240,7 +242,13 @@ class Relay:
             DeviceOutOfMemory: the device's byte budget does not suffice; says what fills it and what would help.
             KeyboardInterrupt: after the step has finished; a second interrupt ends it at once.
         """
-        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._sitting_out(skip, trust):
+        with (
+            interrupts_wait(),
+            self._exclusive(),
+            torch.enable_grad(),
+            self._sitting_out(skip, trust),
+            self._caches.off(),
+        ):
             return self._step(batch)
 
     def forward(self, batch: Batch) -> Any:
@@ -272,7 +280,14 @@ class Relay:
         so with ``precision="bf16"`` the report shows what the precision costs.
         """
         micro_batches = self._split(batch)
-        with interrupts_wait(), self._exclusive(), self.device.current(), self._preserved(), torch.enable_grad():
+        with (
+            interrupts_wait(),
+            self._exclusive(),
+            self.device.current(),
+            self._preserved(),
+            torch.enable_grad(),
+            self._caches.off(),  # in the copy as well
+        ):
             return compare_step(
                 model=self.model,
                 store=self._store,
@@ -318,7 +333,7 @@ class Relay:
             TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
         """
-        with interrupts_wait(), self._exclusive(), torch.enable_grad():
+        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
             check_model(self.model, self._parts.units)
             share = partial(shares, weight=self._weight)
             learn = partial(setattr, self, "_predicted")  # what the first step would find out the slow way
@@ -536,7 +551,12 @@ class Relay:
         )
         try:
             self.model.eval()
-            with torch.no_grad(), Stage(self._parts, config, self._new_trace(), self._inferred.get(shape)) as stage:
+            replay = self._inferred.get(shape)
+            with (
+                torch.no_grad(),
+                self._caches.off(),
+                Stage(self._parts, config, self._new_trace(), replay) as stage,
+            ):
                 forwards = stage.forwards(micro_batches, task, self._seeds(len(micro_batches)))
                 Loop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch).forward()
                 outputs = []
@@ -586,7 +606,12 @@ class Relay:
             unit.stats.clear()
 
     def _remember(self, micro_batches: Sequence[Any]) -> None:
-        self._editor.call = partial(self._call.objective, self.model, first_rows(micro_batches[0], 2))
+        self._editor.call = partial(self._call_whole, first_rows(micro_batches[0], 2))
+
+    def _call_whole(self, rows: Any) -> torch.Tensor:
+        """The model on a few rows, as edits run it to see what layers are given."""
+        with self._caches.off():
+            return self._call.objective(self.model, rows)
 
     def _seeds(self, count: int) -> list[int]:
         return [self.config.micro_batch_seed(self._steps, k) for k in range(count)]
@@ -615,7 +640,7 @@ class Relay:
         return replace(self.config, seed=0), shapes, self.model.training
 
     def _key_of_layers(self) -> Layers:
-        return frozenset((unit.key, unit.frozen) for unit in self._parts.units)
+        return frozenset((unit.key, unit.trained) for unit in self._parts.units)
 
     def _metered_for(self, shape: Any) -> Metered | None:
         known = self._known.find(shape, self._key_of_layers())

@@ -67,6 +67,13 @@ def _count_events(profile: Profile) -> int:
     )
 
 
+def _trained(profile: Profile) -> set[str]:
+    """Layers that gradients come from."""
+    turns = [*profile.start, *(turn for stay in profile.stays for turn in stay.turns)]
+    apart = {part.layer for turn in turns for op in turn.ops for part in op.parts}
+    return apart | {key for key, layer in profile.layers.items() if layer.push_bytes}
+
+
 class _Lane:
     """A copy lane: what is issued starts when the lane is free. `Lane` of link.py, in numbers."""
 
@@ -143,6 +150,7 @@ class _Replay:
         self._visits: dict[str, list[int]] = defaultdict(list)  # positions in the stays, by layer
         for index, stay in enumerate(profile.stays):
             self._visits[stay.layer].append(index)
+        self._trained = _trained(profile)
         self._pushed_s: deque[float] = deque()  # when the gradients that still fill a buffer have left
         self._updated_s: list[float] = []  # when pushed gradients have been used
 
@@ -253,8 +261,8 @@ class _Replay:
         self._d2h.turn(self._t)
 
     def _take_buffer(self, stay: Stay) -> None:
-        """Wait until a gradient buffer is free: there are two of them, or one if nothing overlaps."""
-        while stay.is_backward and len(self._pushed_s) > self._overlap:
+        """Wait until a gradient buffer is free: there are two of them, or one if nothing overlaps. Frozen layers need none."""
+        while stay.is_backward and stay.layer in self._trained and len(self._pushed_s) > self._overlap:
             self._wait(self._pushed_s.popleft())
 
     def _push(self, layer: str) -> None:

@@ -225,9 +225,9 @@ class Stage:
         takers = Takers(parts.units)
         self._stack.callback(takers.close)
         count = 2 if self.config.ahead else 1
-        slots = GradientSlots(parts.device, self.clock, takers, parts.slot_numel, count, "slots")
+        slots = GradientSlots(parts.device, self.clock, takers, parts.layers, count, "slots")
         self._stack.callback(slots.close)
-        shell = GradientSlots(parts.device, self.clock, takers, parts.shell.numel, 1, "shell")
+        shell = GradientSlots(parts.device, self.clock, takers, [parts.shell], 1, "shell")
         self._stack.callback(shell.close)
         self.stash.exempt([*slots.flats, *shell.flats])
         return slots, shell.take(parts.shell, lambda block: block.shared)

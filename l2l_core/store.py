@@ -30,15 +30,14 @@ from l2l_core.device import Ticket
 from l2l_core.emulated import serial_thread
 from l2l_core.memento import keep, keep_without
 from l2l_core.memory import Ledger
-from l2l_core.optimizers import copy_over, fire_hooks, over, replace_params, slice_of, update_part
+from l2l_core.optimizers import copy_over, fire_hooks, over, replace_params, slice_of, spares_others, update_part
 from l2l_core.settings import Changes, settle
 from l2l_core.trace import Event, Trace
+from l2l_core.trained import GradientPiece, Trained
 from l2l_core.units import Block, Unit, shared_key
 
 _SAMPLED = 4096
 MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
-
-GradientPiece = tuple[torch.Tensor, tuple[bool, ...]]  # flat gradient (numel,), which parameters it covers
 
 
 class TornStep(RuntimeError):
@@ -125,6 +124,7 @@ class LayerStore:
         self._order: dict[nn.Parameter, int] = {}  # made when it is needed
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._optimizer_bytes = 0
+        self._spares_others = spares_others(optimizer)
         for block in self._blocks:
             host.book("weights", block.key, block.nbytes)
         self.book_optimizer()
@@ -172,33 +172,31 @@ class LayerStore:
         weakref.finalize(buffer, self.host.release, "gradients", "buffers", buffer.nbytes)
         return buffer
 
-    def reduce(self, unit: Unit, block: Block, grad: torch.Tensor, touched: tuple[bool, ...], pushed: Ticket) -> None:
-        """Take the whole gradient of `block`, (numel,), once `pushed` is done; update it now or at the end of the step."""
+    def reduce(self, unit: Unit, block: Block, piece: GradientPiece, pushed: Ticket) -> None:
+        """Take the whole gradient of `block`, once `pushed` is done; update it now or at the end of the step."""
         eager = self._config.update == "eager"
 
         def work() -> None:
             pushed.join()
             start_s = time.perf_counter()
-            self._note(block, grad_norm=self._check_finite(unit, block, (grad, touched)))
-            self._whole[block] = (grad, touched)
-            self._record("reduce", block, start_s)
+            self._note(block, grad_norm=self._check_finite(unit, block, piece))
+            self._whole[block] = piece
+            self._record("reduce", block, piece, start_s)
             if eager:
                 self._update(block)
 
         self._submit(work)
 
-    def reduce_part(
-        self, unit: Unit, block: Block, k: int, grad: torch.Tensor, touched: tuple[bool, ...], pushed: Ticket
-    ) -> None:
+    def reduce_part(self, unit: Unit, block: Block, k: int, piece: GradientPiece, pushed: Ticket) -> None:
         """Add one visit's gradient of micro-batch `k` to those of the same micro-batch; it is kept apart from others."""
 
         def work() -> None:
             pushed.join()
             start_s = time.perf_counter()
-            self._check_finite(unit, block, (grad, touched))
+            self._check_finite(unit, block, piece)
             parts = self._apart.setdefault(block, {})
-            parts[k] = self._add(block, parts.get(k), (grad, touched))
-            self._record("reduce", block, start_s, k)
+            parts[k] = self._add(parts.get(k), piece)
+            self._record("reduce", block, piece, start_s, k)
 
         self._came.add((block, k))
         self._submit(work)
@@ -212,10 +210,9 @@ class LayerStore:
         lent: dict[int, torch.Tensor] = {}
 
         def work() -> None:
-            grad, covers = self._apart[block][k]
-            views = block.layout.views(grad)
-            lent.update({i: views[i].clone() for i in wanted if covers[i]})
-            self._apart[block][k] = grad, tuple(has and i not in lent for i, has in enumerate(covers))
+            piece = self._apart[block][k]
+            lent.update({i: view.clone() for i, view in piece.views().items() if i in wanted})
+            self._apart[block][k] = piece.without(list(lent))
 
         self._submit(work)
         self._jobs[-1].exception()
@@ -300,40 +297,32 @@ class LayerStore:
 
     # -- on the eps thread ---------------------------------------------------------------------------------------------
 
-    def _add(self, block: Block, sum_: GradientPiece | None, piece: GradientPiece) -> GradientPiece:
+    def _add(self, sum_: GradientPiece | None, piece: GradientPiece) -> GradientPiece:
         if sum_ is None:
             return piece
-        covers = []
-        for a, b, has_a, has_b in zip(
-            block.layout.views(sum_[0]), block.layout.views(piece[0]), sum_[1], piece[1], strict=True
-        ):
-            if has_b:
-                a.add_(b) if has_a else a.copy_(b)
-            covers.append(has_a or has_b)
-        self._give_back(piece[0])
-        return sum_[0], tuple(covers)
+        total = sum_.plus(piece)
+        self._give_back(piece.flat)
+        return total
 
     def _fold(self, block: Block) -> None:
         start_s = time.perf_counter()
         parts = self._apart.pop(block, {})
         total: GradientPiece | None = None
         for k in sorted(parts):
-            total = self._add(block, total, parts[k])
+            total = self._add(total, parts[k])
         if total is not None:
             self._whole[block] = total
-            self._note(block, grad_norm=_norm(_covered(block, total)))
-            self._record("reduce", block, start_s)
+            self._note(block, grad_norm=_norm(list(total.views().values())))
+            self._record("reduce", block, total, start_s)
 
     def _check_finite(self, unit: Unit, block: Block, piece: GradientPiece) -> float:
         """The norm of a gradient, which may be infinite by overflow alone."""
-        views = _covered(block, piece)
-        norm = _norm(views)
-        if not math.isfinite(norm) and not all(bool(torch.isfinite(v).all()) for v in views):
-            names = [
-                n
-                for n, v, has in zip(block.names, block.layout.views(piece[0]), piece[1], strict=True)
-                if has and not torch.isfinite(v).all()
-            ]
+        views = piece.views()
+        norm = _norm(list(views.values()))
+        if not math.isfinite(norm):
+            names = [block.names[i] for i, view in views.items() if not torch.isfinite(view).all()]
+            if not names:
+                return norm
             raise NonFiniteError(
                 f"the gradient of {unit.name} (layer {unit.key}) is not finite, the first in backward order; its weights were "
                 f"not updated. Affected: {', '.join(names[:5])}. Lower the learning rate, clip with max_grad_norm and "
@@ -350,13 +339,11 @@ class LayerStore:
         if piece is None:
             return
         start_s = time.perf_counter()
-        grad, touched = piece
         master = self._masters[block]
         if self._config.rollback or self._config.update == "deferred":
-            self._undo.append(self._snapshot(block))
-        for param, view, has in zip(master.params, block.layout.views(grad), touched, strict=True):
-            param.grad = view if has else None
-        before = _sample(block.master).clone()
+            self._undo.append(self._snapshot(block, piece))
+        self._let_have(block, piece)
+        before = _sample(block, piece.trained)
         self.before_write(block)
         try:
             self.updated.append(block)  # from here on the block may hold new weights
@@ -365,22 +352,27 @@ class LayerStore:
             for param in master.params:
                 param.grad = None
         size = float(torch.linalg.vector_norm(before))
-        moved = float(torch.linalg.vector_norm(_sample(block.master) - before))
+        moved = float(torch.linalg.vector_norm(_sample(block, piece.trained) - before))
         self._note(block, update_ratio=moved / size if size else math.inf if moved else 0.0)
         block.version += 1
-        self._give_back(grad)
-        self._record("update", block, start_s)
+        self._give_back(piece.flat)
+        self._record("update", block, piece, start_s)
+
+    def _let_have(self, block: Block, piece: GradientPiece) -> None:
+        """Give the optimizer's parameters of a block their gradients, and none to those that have none."""
+        views = piece.views()
+        for index, param in enumerate(self._masters[block].params):
+            param.grad = views.get(index)
 
     def _clip(self) -> None:
         start_s = time.perf_counter()
-        for block, (grad, touched) in self._whole.items():
-            for param, view, has in zip(self._masters[block].params, block.layout.views(grad), touched, strict=True):
-                param.grad = view if has else None
+        for block, piece in self._whole.items():
+            self._let_have(block, piece)
         assert self._config.max_grad_norm is not None
         self._order = self._order or {param: index for index, param in enumerate(self._in_order())}
         in_order = sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
         nn.utils.clip_grad_norm_(in_order, self._config.max_grad_norm)
-        t0, nbytes = self._trace.began_s, sum(grad.nbytes for grad, _ in self._whole.values())
+        t0, nbytes = self._trace.began_s, sum(piece.flat.nbytes for piece in self._whole.values())
         self._trace.add(Event("eps", "clip", start_s - t0, time.perf_counter() - t0, nbytes=nbytes))
 
     def _give_back(self, grad: torch.Tensor) -> None:
@@ -389,26 +381,28 @@ class LayerStore:
             self._pool.setdefault(grad.numel(), []).append(grad)
             self._room.notify_all()
 
-    def _snapshot(self, block: Block) -> Callable[[], None]:
-        """An undo for one block: 12 bytes per parameter with AdamW."""
-        master, version = block.master.clone(), block.version
-        state = {
-            p: clone_state(self.optimizer.state[p]) for p in self._masters[block].params if p in self.optimizer.state
-        }
+    def _snapshot(self, block: Block, piece: GradientPiece) -> Callable[[], None]:
+        """An undo for one block: of what the update may change, 12 bytes per parameter with AdamW."""
+        params, version = self._masters[block].params, block.version
+        indices = list(piece.views()) if self._spares_others else range(len(params))
+        values = {params[i]: block.views[i].clone() for i in indices}
+        state = {p: clone_state(self.optimizer.state[p]) for p in values if p in self.optimizer.state}
 
         def undo() -> None:
-            block.master.copy_(master)
             block.version = version
-            for param in self._masters[block].params:
-                self.optimizer.state.pop(param, None)
+            with torch.no_grad():
+                for param, value in values.items():
+                    param.copy_(value)
+                    self.optimizer.state.pop(param, None)
             self.optimizer.state.update(state)
 
         return undo
 
-    def _record(self, kind: str, block: Block, start_s: float, k: int = -1) -> None:
+    def _record(self, kind: str, block: Block, piece: GradientPiece, start_s: float, k: int = -1) -> None:
+        """Work on a gradient; its bytes are those of the weights that it is of."""
         t0 = self._trace.began_s
         key = block.key
-        self._trace.add(Event("eps", kind, start_s - t0, time.perf_counter() - t0, key, k, block.nbytes))
+        self._trace.add(Event("eps", kind, start_s - t0, time.perf_counter() - t0, key, k, piece.flat.nbytes))
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -564,18 +558,20 @@ def warmth_of(block: Block) -> float:
     return min(1.0, (block.version + 1) / block.warmup) if block.warmup else 1.0
 
 
-def _covered(block: Block, piece: GradientPiece) -> list[torch.Tensor]:
-    """The gradient by parameter, without those that got none."""
-    return [view for view, has in zip(block.layout.views(piece[0]), piece[1], strict=True) if has]
-
-
 def _norm(views: list[torch.Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(views)))) if views else 0.0
 
 
-def _sample(master: torch.Tensor) -> torch.Tensor:
-    """Evenly spaced weights of a block, at most `_SAMPLED`: what the size of an update is told by, (samples,)."""
-    return master[:: -(-len(master) // _SAMPLED) or 1]
+def _sample(block: Block, trained: Trained) -> torch.Tensor:
+    """A copy of evenly spaced weights of those that are trained: what the size of an update is told by, (samples,).
+
+    About `_SAMPLED` of them, and at least one of every parameter.
+    """
+    if all(trained.flags):
+        return block.master[:: -(-len(block.master) // _SAMPLED) or 1].clone()
+    places = [(block.layout.pieces[i].offset, math.prod(block.layout.pieces[i].size)) for i in trained.indices]
+    stride = -(-trained.layout.used // _SAMPLED) or 1
+    return torch.cat([block.master[start : start + numel : stride] for start, numel in places])
 
 
 def clone_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from l2l_core.buffers import Buffers
 from l2l_core.flat import Layout
+from l2l_core.trained import Trained
 
 SHELL = "shell"
 
@@ -38,10 +39,19 @@ class Block:
     warmup: int = 0  # updates over which its learning rate rises to that of its group
     views: list[torch.Tensor] = field(default_factory=list)
     wire: torch.Tensor | None = None  # the master in the type in which it travels; see wire.py
+    _trained: Trained | None = None  # as it was last asked for
 
     @property
     def nbytes(self) -> int:
         return self.master.nbytes
+
+    @property
+    def trained(self) -> Trained:
+        """Which parameters require a gradient now, and how their gradients lie side by side."""
+        flags = tuple(param.requires_grad for param in self.params)
+        if self._trained is None or self._trained.flags != flags:
+            self._trained = Trained.of(self.layout, flags)
+        return self._trained
 
     def hold(self, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> None:
         """Let another buffer, (numel,), be the master: parameters and the optimizer's `twins` of them become its views."""
@@ -76,6 +86,21 @@ class Unit:
         return sum(block.layout.used for block in self.blocks)
 
     @property
+    def gradient_numel(self) -> int:
+        """Elements of a slot that holds the gradient of what is trained, padding included."""
+        return sum(block.trained.numel for block in self.blocks)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of weights that are trained."""
+        return sum(block.trained.layout.used for block in self.blocks)
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Of every parameter, in the order of `params`, whether it is trained."""
+        return tuple(flag for block in self.blocks for flag in block.trained.flags)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the unit's weights in float32, padding included."""
         return sum(block.nbytes for block in self.blocks)
@@ -83,7 +108,7 @@ class Unit:
     @property
     def frozen(self) -> bool:
         """Whether no parameter of the unit is trained."""
-        return not any(param.requires_grad for param in self.params)
+        return not any(self.trained)
 
     @property
     def version(self) -> int:

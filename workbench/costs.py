@@ -91,6 +91,25 @@ class Base:
         """Of the largest layer, in float32: the size of a slot."""
         return max(map(self.weight_bytes, self.keys), default=0.0)
 
+    def gradient_bytes(self, key: str) -> float:
+        """Of a layer or the shell: what is trained, in float32, as far as the step has shown it."""
+        layer = self.profile.layers.get(key)
+        return (layer.push_bytes if layer else 0.0) + sum(self._apart.get(key, {}).values())
+
+    @cached_property
+    def _apart(self) -> dict[str, dict[str, int]]:
+        """Of each layer, the bytes of the gradients that leave micro-batch by micro-batch, by name of the EPS."""
+        found: dict[str, dict[str, int]] = {}
+        turns = [*self.profile.start, *(turn for stay in self.profile.stays for turn in stay.turns)]
+        for part in (part for turn in turns for op in turn.ops for part in op.parts):
+            found.setdefault(part.layer, {})[part.block] = part.block_bytes
+        return found
+
+    @cached_property
+    def largest_gradient_bytes(self) -> float:
+        """Of the layer that trains most, in float32: the size of a gradient slot."""
+        return max(map(self.gradient_bytes, self.keys), default=0.0)
+
     @cached_property
     def first(self) -> Levels:
         """What fills the memories before the first turn."""

@@ -26,6 +26,7 @@ class Guess:
     Attributes:
         layer_params: of every layer.
         shell_params: of the rest of the model.
+        layer_trained, shell_trained: of these, those that are trained; None for all of them.
         micro_batches: of the step with so many tokens each.
         tokens: per micro-batch.
         machine: its figures.
@@ -36,15 +37,28 @@ class Guess:
     micro_batches: int = 1
     tokens: int = _TOKENS
     machine: Machine = field(default=_GUESS)
+    layer_trained: tuple[int, ...] | None = None
+    shell_trained: int | None = None
 
     @staticmethod
     def of(now: Snapshot) -> Guess:
-        """Of a session before its first step."""
+        """Of a session before its first step; where nothing is trained, which no step would do, as if all were."""
+        trained = [row.num_trained for row in now.layers]
+        told = now.shell_trained is not None and None not in trained and any([now.shell_trained, *trained])
         return Guess(
             layer_params=tuple(row.num_params for row in now.layers),
             shell_params=now.shell_params,
             micro_batches=now.config.micro_batches,
+            layer_trained=tuple(n or 0 for n in trained) if told else None,
+            shell_trained=now.shell_trained if told else None,
         )
+
+    def shares(self, depth: int) -> list[float]:
+        """What share of each of so many layers is trained: that of the layer at the same height in the stack."""
+        trained = self.layer_params if self.layer_trained is None else self.layer_trained
+        each = [n / params if params else 0.0 for n, params in zip(trained, self.layer_params, strict=True)]
+        found = [each[i * len(each) // depth] for i in range(depth)]
+        return found if any(found) or self.shell_trained else [*found[:-1], max(each)]
 
 
 def guess(known: Guess, question: Question) -> Answer:
@@ -56,9 +70,13 @@ def guess(known: Guess, question: Question) -> Answer:
     rows = known.micro_batches / question.micro_batches if question.same_batch else 1.0
     tokens = max(1, round(known.tokens * rows))
     width = math.sqrt(params / 12) * question.width
+    depth, layer = min(question.depth, _MOST_LAYERS), max(1, round(params * question.width**2))
+    shell, trained = known.shell_params, known.shell_trained
     shapes = Shapes(
-        layer_params=[max(1, round(params * question.width**2))] * min(question.depth, _MOST_LAYERS),
-        shell_params=round(known.shell_params * question.width),
+        layer_params=[layer] * depth,
+        shell_params=round(shell * question.width),
+        layer_trained=[math.ceil(share * layer) for share in known.shares(depth)],
+        shell_trained=round((shell if trained is None else trained) * question.width),
         tokens=tokens,
         boundary_bytes=max(1, round((4 if question.precision == "fp32" else 2) * tokens * width)),
         micro_batches=question.micro_batches,

@@ -35,7 +35,8 @@ class KnownSteps:
         with self._lock:
             if self._traces and next(reversed(self._traces.values())) is trace:
                 return
-            like = tuple((row.key, row.num_params, row.frozen) for row in now.layers), batch_bytes(trace)
+            layers = tuple((row.key, row.num_params, row.num_trained) for row in now.layers)
+            like = layers, now.shell_trained, batch_bytes(trace)
             if like != self._like:
                 self._traces, self._bases, self._like = {}, {}, like
             kind = tuple(trace.settings.get(name) for name in _KIND)

@@ -45,11 +45,16 @@ class Memories:
         self.moves = target.rows * target.width * self.item
         graph = {0.5: 1 / BF16_FACTOR, 2.0: BF16_FACTOR}.get(self.item, 1.0)
         self._grow = {ACTIVATIONS: target.rows * target.width * graph, STASH: self.moves, OTHER: target.rows}
+        weights = base.weight_bytes(SHELL), base.largest_bytes
+        gradients = base.gradient_bytes(SHELL), base.largest_gradient_bytes
         self._weights = (
-            self._slots(ahead + 1, _ITEM[was], 1),
-            self._slots(target.ahead + 1, _ITEM[target.precision], target.width),
+            _ITEM[was] * _slots(weights, ahead + 1, 1),
+            _ITEM[target.precision] * _slots(weights, target.ahead + 1, target.width),
         )
-        self._gradients = self._slots(2 if ahead else 1, 1, 1), self._slots(2 if target.ahead else 1, 1, target.width)
+        self._gradients = (
+            _slots(gradients, 2 if ahead else 1, 1),
+            _slots(gradients, 2 if target.ahead else 1, target.width),
+        )
         before = sum(map(base.weight_bytes, base.profile.layers))
         self._model = weight_bytes / before if before else 1.0
         self._image = base.boundary_bytes * self.moves
@@ -136,10 +141,6 @@ class Memories:
         ]
         return sum(kept) / self._base.micro_batches
 
-    def _slots(self, count: int, item: float, width: float) -> float:
-        """Bytes of the shell and of so many buffers for the largest layer."""
-        return item * (width * self._base.weight_bytes(SHELL) + width**2 * self._base.largest_bytes * count)
-
     def _sample(self, place: str, old: Level, made: Sequence[float]) -> dict[str, int]:
         """A level with what does not depend on turns: slots and buffers on the device, the model on the host."""
         level = list(made)
@@ -150,6 +151,12 @@ class Memories:
             level[WEIGHTS], level[OPTIMIZER] = old[WEIGHTS] * self._model, old[OPTIMIZER] * self._model
             level[GRADIENTS] = old[GRADIENTS] * self._target.width**2
         return {name: nbytes for name, n in zip(CATEGORIES, level, strict=True) if (nbytes := round(n)) > 0}
+
+
+def _slots(nbytes: tuple[float, float], count: int, width: float) -> float:
+    """Bytes of the shell and of so many buffers for the largest layer, given those of both, where the model is wider."""
+    shell, largest = nbytes
+    return width * shell + width**2 * largest * count
 
 
 def _moved_on(old: float, was: float, now: float) -> float:

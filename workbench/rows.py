@@ -33,6 +33,7 @@ def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
             stack=places.get(unit, (None, -1))[0],
             position=places.get(unit, (None, -1))[1],
             influence=unit.stats.get("influence"),
+            num_trained=unit.num_trained,
         )
         for unit in relay.stack
     )
@@ -94,6 +95,7 @@ def snapshot_of(relay: Relay, steps: Sequence[StepRow], in_core_bytes: int | Non
         layers=layer_rows(relay),
         statistics=StatisticsLog().view(),
         shell_params=relay.shell.num_params,
+        shell_trained=relay.shell.num_trained,
         last=relay.trace if steps else None,
         progress=None,
         in_core_bytes=in_core_bytes,

@@ -37,12 +37,14 @@ PLAIN = (
     "figures",
     "step",
     "shell_params",
+    "shell_trained",
     "in_core_bytes",
     "can_undo",
     "can_redo",
     "branch",
 )
 LISTS: Mapping[str, type] = {"steps": StepRow, "changes": Change, "journal": Entry, "branches": Branch}
+NEW = frozenset({"shell_trained"})  # of PLAIN: what runs of older versions do not tell
 OF_LAYER = ("version", *FIGURES)  # what every step changes; the rest of a layer is in the list "stack"
 
 Row = dict[str, Any]
@@ -137,7 +139,7 @@ class Told:
             pasts: steps and statistics by branch.
             last: trace of the last step that is known whole.
         """
-        plain = {name: self._plain[name] for name in PLAIN}
+        plain = {name: self._plain[name] for name in PLAIN if name not in NEW or name in self._plain}
         steps = tuple(self._lists["steps"])
         return Snapshot(
             **plain,

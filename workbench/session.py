@@ -251,6 +251,7 @@ class Session:
                 layers=self._mirror.layers,
                 statistics=self._mirror.past.statistics.view(),
                 shell_params=self.relay.shell.num_params,
+                shell_trained=self.relay.shell.num_trained,
                 last=self._last,
                 progress=self._progress(),
                 in_core_bytes=self._in_core[1],
@@ -520,8 +521,8 @@ class Session:
     def _count(self, result: StepResult) -> StepRow:
         """A step has succeeded: note it, and see whether the run goes on."""
         row, layers = step_row(self.relay.steps, result, self.relay.branch), layer_rows(self.relay)
-        frozen = tuple((layer.key, layer.frozen) for layer in layers)
-        like = self.relay.config, result.samples, batch_bytes(result.trace), frozen
+        trained = self.relay.shell.num_trained, *((layer.key, layer.num_trained) for layer in layers)
+        like = self.relay.config, result.samples, batch_bytes(result.trace), trained
         if like != self._in_core[0]:
             try:
                 self._in_core = like, in_core_bytes(self.relay, result.trace)

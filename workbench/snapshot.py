@@ -61,6 +61,7 @@ class LayerRow:
         influence: 1 minus the mean cosine between its input and its output, in [0, 2] (Block Influence, arXiv 2403.03853).
         stack: name of the stack that it is in; None if it is in none, and cannot be edited.
         position: in that stack, from 0.
+        num_trained: weights that are trained; None where a recording of an older version does not tell.
     """
 
     key: str
@@ -74,6 +75,7 @@ class LayerRow:
     influence: float | None = None
     stack: str | None = None
     position: int = -1
+    num_trained: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ class Snapshot:
         layers: the stack, in order.
         statistics: figures of the layers over these steps.
         shell_params: weights that are in no layer.
+        shell_trained: those of them that are trained; None where a recording of an older version does not tell.
         last: trace of the last finished step.
         progress: the step under way.
         in_core_bytes: device bytes that in-core training of the same batch would need, an estimate; None before the
@@ -188,6 +191,7 @@ class Snapshot:
     branches: Sequence[Branch] = ()
     elsewhere: Mapping[str, Sequence[StepRow]] = field(default_factory=dict)
     touched: Collection[str] = ()
+    shell_trained: int | None = None
 
     @property
     def budget_bytes(self) -> int | None:

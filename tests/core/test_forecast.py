@@ -143,7 +143,13 @@ def test_bytes_with_an_uneven_last_micro_batch(stash: str, rows: int, micro_batc
 
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
-@pytest.mark.parametrize("name", ["frozen_layer", "frozen_prefix", "tied_layers", "t5", "unet", "mixture", "albert"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("frozen_layer", "frozen_prefix", "tied_layers", "t5", "unet", "mixture", "albert"),
+        *("lora", "lora_tied", "lora_llama", "lora_albert"),
+    ],
+)
 def test_bytes_of_unusual_models(name: str, update: str) -> None:
     """Not the zoo's ResNet: its measured peak itself varies by 4 % from step to step."""
     config = RelayConfig(micro_batches=5, stash="host", update=update)
@@ -485,6 +491,32 @@ def test_slots_and_state_are_exact_and_the_rest_is_near(name: str, stash: str, p
     assert formula.peak_device_bytes == pytest.approx(real.peak_device_bytes, rel=0.25)
     standing = [f.peak_host_bytes - f.host_bytes["gradients"] for f in (formula, real)]  # gradients are timing's
     assert standing[0] == pytest.approx(standing[1], rel=0.05)
+
+
+@pytest.mark.parametrize("update", ["eager", "deferred"])
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_formula_knows_adapters(stash: str, update: str) -> None:
+    """LoRA on q and v: slots, pushes and state are those of the adapters; without them everything is trained."""
+    config, batch = RelayConfig(micro_batches=2, stash=stash, update=update), BY_NAME["lora_llama"].make_batch(4)
+    length = batch["input_ids"].shape[1]  # type: ignore[index,call-overload]
+    with relay_of(BY_NAME["lora_llama"], config) as relay:
+        real, layer = relay.forecast(batch), relay.stack[0].module
+        adapters = [tuple(param.shape) for param in layer.parameters() if param.requires_grad]
+        told = partial(forecast_config, relay.model.config, MACHINE, micro_batches=2, batch=4, sequence=length)
+        formula = told(relay_config=config, emulated=True, adapters=adapters)
+        everything = told(relay_config=config, emulated=True)
+    for category in ("weights", "gradients"):
+        assert formula.device_bytes[category] == real.device_bytes[category]
+    assert formula.device_bytes["gradients"] < everything.device_bytes["gradients"] / 20
+    assert formula.host_bytes["weights"] == real.host_bytes["weights"]
+    assert formula.host_bytes["optimizer"] == pytest.approx(
+        real.host_bytes["optimizer"], rel=0.1
+    )  # it counts steps too
+    pushes = [sum(e.nbytes for e in f.trace.lanes["d2h"] if e.kind == "push") for f in (formula, real)]
+    assert pushes[0] == pushes[1]
+    updates = [{e.layer: e.nbytes for e in f.trace.lanes["eps"] if e.kind == "update"} for f in (formula, real)]
+    assert updates[0] == updates[1]
+    assert formula.peak_device_bytes == pytest.approx(real.peak_device_bytes, rel=0.25)
 
 
 def test_bert_large_fits_a_device_of_16_gb() -> None:

@@ -19,7 +19,7 @@ from l2l_core import EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shape
 
 KINDS = (
     "chain", "gpt2", "gpt2_untied", "bert", "t5", "whisper", "qwen3_moe", "albert", "resnet", "unet", "lstm_stack",
-    "spectral_norm_old", "tied_layers",
+    "spectral_norm_old", "tied_layers", "frozen_prefix", "lora", "lora_tied", "lora_llama", "lora_albert",
 )  # fmt: skip
 kinds = pytest.mark.parametrize("kind", [BY_NAME[name] for name in KINDS], ids=str)
 LANES = ("compute", "h2d", "d2h", "eps")

@@ -400,6 +400,44 @@ def _frozen_prefix() -> nn.Module:
     return model
 
 
+class Adapted(nn.Module):
+    """A linear layer that is frozen, beside a product of two narrow ones that is not (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base, self.dropout = base.requires_grad_(False), nn.Dropout(0.1)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(self.dropout(x))) * 2.0
+
+
+def adapted(model: nn.Module, *names: str) -> nn.Module:
+    """The model frozen, with adapters in place of its linear layers of these names."""
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name in (name for name in names if isinstance(getattr(module, name, None), nn.Linear)):
+            setattr(module, name, Adapted(getattr(module, name)))
+    return model
+
+
+def _lora() -> nn.Module:
+    model = adapted(Chain(_blocks()), "fc1", "fc2")
+    model.layers[2].requires_grad_(False)
+    model.layers[3].fc2.base.bias.requires_grad_(True)
+    model.head.requires_grad_(True)
+    return model
+
+
+def _lora_tied() -> nn.Module:
+    """Adapters, and frozen weights, that two layers have in common."""
+    model = adapted(Chain(_blocks()), "fc1")
+    model.layers[2].fc1.a.weight = model.layers[0].fc1.a.weight
+    model.layers[3].fc2.weight = model.layers[1].fc2.weight
+    return model
+
+
 def _tied_layers() -> nn.Module:
     model = Chain(_blocks())
     model.layers[2].fc1.weight = model.layers[0].fc1.weight
@@ -561,6 +599,8 @@ KINDS: list[Kind] = [
     _pairs("inplace", _inplace, image_pairs, note="the shell writes into layer outputs"),
     _pairs("frozen_layer", _frozen_layer, note="layers.1 frozen; unused parameters in layers.2 and in the shell"),
     _pairs("frozen_prefix", _frozen_prefix, note="the input of layers.2 needs no gradient"),
+    _pairs("lora", _lora, note="adapters; layers.2 and the stem frozen, the head and a bias trained"),
+    _pairs("lora_tied", _lora_tied, note="an adapter of layers.0 and layers.2 is one, and a frozen weight of 1 and 3"),
     _pairs("tied_layers", _tied_layers, note="layers.0 and layers.2 share fc1.weight"),
     _pairs("spectral_norm_old", lambda: _spectral(nn.utils.spectral_norm), note="weight is recomputed by a hook"),
     _pairs(
@@ -579,6 +619,12 @@ KINDS: list[Kind] = [
         "roberta", lambda: hf.RobertaForMaskedLM(_bert_like(hf.RobertaConfig)), masked_tokens, note="tied embeddings"
     ),
     _kind("llama", lambda: hf.LlamaForCausalLM(_llama_like(hf.LlamaConfig)), padded_tokens),
+    _kind(
+        "lora_llama",
+        lambda: adapted(hf.LlamaForCausalLM(_llama_like(hf.LlamaConfig)), "q_proj", "v_proj"),
+        padded_tokens,
+        note="adapters; nothing of the shell is trained",
+    ),
     _kind("qwen3", lambda: hf.Qwen3ForCausalLM(_llama_like(hf.Qwen3Config)), padded_tokens),
     _kind("gemma3", _gemma3, padded_tokens, note="a mask and a rotary table per kind of layer; tied embeddings"),
     _kind("modernbert", _modernbert, masked_tokens, note="a mask per kind of layer; tied embeddings"),
@@ -603,6 +649,12 @@ KINDS: list[Kind] = [
         lambda: hf.AlbertForMaskedLM(_bert_like(hf.AlbertConfig, embedding_size=16)),
         masked_tokens,
         note="one layer, visited three times; tied embeddings",
+    ),
+    _kind(
+        "lora_albert",
+        lambda: adapted(hf.AlbertForMaskedLM(_bert_like(hf.AlbertConfig, embedding_size=16)), "query", "value"),
+        masked_tokens,
+        note="adapters in one layer that is visited three times",
     ),
 ]
 BY_NAME: dict[str, Kind] = {kind.name: kind for kind in KINDS}

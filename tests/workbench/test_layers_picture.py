@@ -41,6 +41,15 @@ def test_a_row_has_every_figure() -> None:
     assert row == ["0", "h.3", "1,003", "4.01 kB", "7", "0.25", "2.00e-03", "–", ""]
 
 
+@pytest.mark.parametrize(
+    "trained, said",
+    [(None, ""), (1003, ""), (20, "trains 2 %"), (1, "trains 0.1 %"), (501, "trains 50 %"), (1002, "trains 99 %")],
+)
+def test_a_layer_says_how_much_of_it_is_trained(trained: int | None, said: str) -> None:
+    partly = replace(layer(3), num_trained=trained)
+    assert rows(draw_layers([partly]))[0][8] == said and layers_table([partly]).rows[0][8] == said
+
+
 @pytest.mark.parametrize("count", [1, 12, 40])
 def test_few_layers_are_all_shown(count: int) -> None:
     shown = rows(draw_layers(stack(count)))

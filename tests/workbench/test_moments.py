@@ -213,6 +213,22 @@ def test_a_step_under_way_never_flickers(stash: str) -> None:
     assert order == [*keys, *reversed(keys[:-1])]
 
 
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_frozen_layer_under_way_has_no_gradient(stash: str) -> None:
+    """At every event of a step under way, beside the one before it."""
+    trace = recorded(stash=stash, frozen=(1, 3))
+    arrivals, full = trace.since(0)[0], Moments.of(trace)
+    adding = set()
+    for event in arrivals:
+        known = [e for e in arrivals if e.stop_s <= event.stop_s]
+        now = Columns.of(Trace.of(known, []))
+        moment = Moments(now, full.keys, micro_batches=3, ahead=1, stash=stash, before=full, live=True).when(
+            event.stop_s
+        )
+        adding |= {moment.adding, *(travel.layer for travel in moment.leaving)} - {None}
+    assert adding == {full.keys[i] for i in (0, 2, 4)}
+
+
 def test_the_stash_counts_inputs_until_their_recompute() -> None:
     trace = simulated(6, 4, stash="device")
     moments = Moments.of(trace)

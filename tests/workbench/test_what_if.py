@@ -339,3 +339,50 @@ def test_a_transformer_is_answered_to_the_byte() -> None:
         found = asked(trace, same_batch=False, **settings)
         assert found.device_bytes == measured(run(*really)).device_bytes, settings
         assert min(n for sample in found.trace.memory for n in sample.bytes_by_category.values()) > 0
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def ran_partly_frozen(rows: int = 12, **settings: Any) -> Trace:
+    """The third step of a relay that trains one bias per layer, and nothing of the shell."""
+    relay = make_relay(RelayConfig(**{"micro_batches": 4, **settings}), EmulatedDevice())
+    with relay:
+        for name, param in relay.model.named_parameters():
+            param.requires_grad_(any(name.startswith(unit.name) for unit in relay.stack) and name.endswith("bias"))
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randn(rows, 4, generator=generator), torch.randn(rows, 1, generator=generator)
+        return [relay.step(batch) for _ in range(3)][-1].trace
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("settings", [{"ahead": 3}, {"ahead": 0}, {"precision": "bf16"}], ids=str)
+def test_gradients_of_adapters_are_known_under_other_settings(stash: str, settings: dict[str, Any]) -> None:
+    found = answer(base := Base.of(ran_partly_frozen(stash=stash)), replace(Question.of(base), **settings))
+    truth = measured(ran_partly_frozen(stash=stash, **settings))
+    assert found.device_bytes["gradients"] == truth.device_bytes["gradients"] < truth.device_bytes["weights"] / 3
+    pushes = [sum(e.nbytes for e in a.trace.lanes["d2h"] if e.kind == "push") for a in (found, truth)]
+    assert pushes[0] == pushes[1] > 0
+
+
+def test_a_guess_knows_what_is_trained() -> None:
+    def pushed(known: Guess, **settings: Any) -> tuple[int, int]:
+        found = guess(known, replace(Question.next_of(now), **settings))
+        moved = sum(e.nbytes for e in found.trace.lanes["d2h"] if e.kind == "push")
+        return moved, found.device_bytes["gradients"]
+
+    with make_relay() as relay, Session(relay, make_batches()) as session:
+        whole = Guess.of(now := session.snapshot())
+        bytes_of_all, _ = pushed(whole)
+        assert bytes_of_all == 4 * (4 * whole.layer_params[0] + whole.shell_params)
+    with make_relay() as relay:
+        relay.model.requires_grad_(False)
+        relay.stack[1].params[0].requires_grad_(True)
+        size = relay.stack[1].params[0].numel()
+        with Session(relay, make_batches()) as session:
+            known = Guess.of(now := session.snapshot())
+    assert known.layer_trained == (0, size, 0, 0) and known.shell_trained == 0
+    assert pushed(known) == (4 * size, 8 * size)
+    assert pushed(known, depth=8) == (2 * 4 * size, 8 * size)
+    assert pushed(known, depth=1)[0] == 4 * size, "something is trained at any depth"

@@ -46,7 +46,7 @@ background:color-mix(in srgb,currentColor 9%,transparent)}}
 """.replace("\n", "")
 
 _HEADER = ("", "layer", "weights", "bytes", "version", "gradient norm", "update / weight", "influence", "")
-_WIDTHS = (4.5, 0, 8.5, 6.5, 6, 13, 15, 7, 5.5)  # em, so that nothing moves while numbers change; 0: what is left
+_WIDTHS = (4.5, 0, 8.5, 6.5, 6, 13, 15, 7, 8)  # em, so that nothing moves while numbers change; 0: what is left
 _USUAL = "norm of the update over norm of the weights; about 1e-3 is usual, the marks stand at 3e-4 and 3e-3"
 _INFLUENCE = "1 minus the mean cosine between the layer's input and output: near 0, the layer changes little"
 
@@ -92,7 +92,7 @@ def layers_table(layers: Sequence[LayerRow]) -> Table:
                 _figure(layer.grad_norm),
                 _figure(layer.update_ratio),
                 _figure(layer.influence),
-                "frozen" if layer.frozen else "",
+                _trained(layer),
             )
         )
     header = ("no.", "layer", "weights", "bytes", "version", "gradient norm", "update/weight", "influence", "frozen")
@@ -140,9 +140,18 @@ def _row(number: int, layer: LayerRow, ends: tuple[float, float], computing: boo
         f"<td>{_figure(layer.grad_norm)}{_bar(layer.grad_norm, ends, VERMILION)}</td>",
         f"<td>{_figure(ratio)}{mark}{_bar(ratio, RATIOS, BLUE, band)}</td>",
         f"<td>{_figure(layer.influence)}</td>",
-        f"<td>{'frozen' if layer.frozen else ''}</td>",
+        f"<td>{_trained(layer)}</td>",
     ]
     return f"<tr{f' class={style!r}' if style else ''}>{''.join(cells)}</tr>"
+
+
+def _trained(layer: LayerRow) -> str:
+    """How much of a layer is trained, if it is not all of it."""
+    if layer.frozen:
+        return "frozen"
+    if layer.num_trained is None or layer.num_trained >= layer.num_params:
+        return ""
+    return f"trains {min(99, 100 * layer.num_trained / layer.num_params):.2g} %"
 
 
 def _more(count: int) -> str:

@@ -166,6 +166,8 @@ class Moments:
         visits = np.searchsorted(self._visit_rows, rows, side="right") - 1
         numbers, first = np.unique(visits, return_index=True)
         self._gradients: list[tuple[float, float, float, int, int]] = []  # begun, complete, gone, layer, push
+        before = self._earlier
+        still = set(before._visited).difference(before._pushes.layers) if before else set()  # what is frozen
         pushes: dict[int, list[int]] = {}
         for push, layer in enumerate(self._pushes.layers):
             pushes.setdefault(layer, []).append(push)
@@ -178,7 +180,7 @@ class Moments:
                 if self._pushes.share(push, np.inf) < 1.0:  # pieces are still to come
                     gone_s = np.inf
                 self._gradients.append((begun_s, over_s, max(gone_s, over_s), layer, push))
-            elif self.live and number + 2 >= len(self._visited):  # a push that has not been seen yet
+            elif self.live and number + 2 >= len(self._visited) and layer not in still:  # a push not seen yet
                 self._gradients.append((begun_s, over_s, np.inf, layer, -1))
         self._gradient_start = [begun_s for begun_s, *_ in self._gradients]
         updates = np.flatnonzero(self._is("update") & (ranks >= 0))
