@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from l2l_core.advice import advise
 from l2l_core.ambient import Ambient, RandomState
@@ -31,6 +30,7 @@ from l2l_core.hooks import SideOutputs, UserHooks
 from l2l_core.link import Lane, Link
 from l2l_core.memory import Ledger
 from l2l_core.meter import Meter, Metered
+from l2l_core.nested import map_tensors
 from l2l_core.pause import Forward, Shadows
 from l2l_core.prefetch import Prefetch
 from l2l_core.readers import before_reads
@@ -257,17 +257,19 @@ class Stage:
 
     def _bring(self, k: int, micro_batch: Any) -> Any:
         """Copy a micro-batch to the device."""
-        leaves, spec = pytree.tree_flatten(micro_batch)
         copies: list[Copy] = []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                leaves[index] = target = torch.empty_like(leaf, device=self.parts.device.torch_device)
-                self.stash.hold(self._asides.note(target, k), k, "other", "", fresh=True)
-                copies.append((target, leaf.detach()))
+
+        def brought(tensor: torch.Tensor) -> torch.Tensor:
+            target = torch.empty_like(tensor, device=self.parts.device.torch_device)
+            self.stash.hold(self._asides.note(target, k), k, "other", "", fresh=True)
+            copies.append((target, tensor.detach()))
+            return target
+
+        rows = map_tensors(micro_batch, brought)
         if copies:
             with self.clock.stalled():
                 self.h2d.send("batch", "", copies, k).wait()
-        return pytree.tree_unflatten(leaves, spec)
+        return rows
 
 
 def model_tensors(parts: Parts) -> list[torch.Tensor]:
