@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from l2l_core.hidden import refuse_hidden
-from l2l_core.nested import is_record, is_sequence, leaves_in, mapped, open_up, with_items
+from l2l_core.nested import is_record, is_same, is_sequence, leaves_in, mapped, open_up, with_items
 
 Batch = Mapping[str, Any] | Sequence[Any] | Any  # a dataclass too
 Rows = slice | list[int]  # a choice of rows
@@ -233,7 +233,7 @@ class _Cut:
         if opened is None:
             return self._leaf(value, where)
         parts = [self.of(part, where + name) for part, name in zip(opened.parts, opened.names, strict=True)]
-        if not opened.is_plain and all(cut[0] is part for cut, part in zip(parts, opened.parts, strict=True)):
+        if not opened.is_plain and is_same([cut[0] for cut in parts], opened.parts):
             return self._whole(value)
         return [opened.rebuild([part[k] for part in parts]) for k in range(len(self._choices))]
 

@@ -122,9 +122,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if opened is None:
         return change(value)
     parts = [mapped(part, change) for part in opened.parts]
-    if not opened.is_plain and all(new is old for new, old in zip(parts, opened.parts, strict=True)):
-        return value
-    return opened.rebuild(parts)
+    return value if not opened.is_plain and is_same(parts, opened.parts) else opened.rebuild(parts)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -136,6 +134,12 @@ def leaves_in(value: Any) -> list[Any]:
     """Everything in `value` that is no container, in order."""
     opened = open_up(value)
     return [value] if opened is None else [leaf for part in opened.parts for leaf in leaves_in(part)]
+
+
+def is_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these hold the same things, in containers that may have been made anew."""
+    ours, theirs = leaves_in(parts), leaves_in(others)
+    return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs, strict=True))
 
 
 def form_of(value: Any) -> tuple[Any, ...]:
