@@ -57,7 +57,7 @@ class Look:
 # -- one row, with other targets ---------------------------------------------------------------------------------------
 
 
-def looks_at_targets(rows: RowsOf, counts: Counts) -> Iterator[Look]:
+def looks_at_targets(rows: RowsOf, counts: Counts, kinds: Sequence[str]) -> Iterator[Look]:
     """For every tensor that holds targets, a row with most of them under every reading, twice."""
     for name, column in rows.columns():
         if not has_rows(column) or column.ndim < 2 or not is_integer(column) or bool((column != IGNORED).all()):

@@ -23,7 +23,7 @@ from l2l_core.recent import Recent
 from l2l_core.targets import ROWS, Counts, candidates
 
 Weight = Callable[[Any], float]
-Measure = Callable[[Sequence[Any]], Sequence[float]]  # losses of small batches
+Measure = Callable[[Sequence[Any], bool], Sequence[float]]  # losses of small batches, with weights as they are or shaken
 Divisors = tuple[float, ...]
 
 TOLERANCE = 1e-5  # relative, of a loss in float32 that was added up in another order
@@ -76,28 +76,34 @@ class Mean:
         Raises:
             ValueError: there is none, or there are some that disagree.
         """
-        alive = self._reproducing(list(looks_at_targets(rows, counts)), counts, sizes)
-        if _disagree(alive, found):
-            kinds = {found[name]: name for name in reversed(found) if name in alive}  # one of each
-            looks = list(
-                looks_at_rows(rows, {name: counts[name] for name in counts if name in alive}, [*kinds.values()])
-            )
-            if not looks:
-                _check_none_empty({name: found[name] for name in alive})
-            alive = self._reproducing(looks, {name: counts[name] for name in counts if name in alive}, sizes)
-        if _disagree(alive, found):
-            raise _undecided(_table({name: counts[name] for name in counts if name in alive}, sizes))
-        return alive
+        made: list[Look] = []
+        for looks_at in (looks_at_targets, looks_at_rows):
+            looks = list(looks_at(rows, counts, _one_of_each(counts, found)))
+            counts = self._reproducing(looks, False, counts, sizes)
+            made += looks
+            if not _disagree(counts, found):
+                return frozenset(counts)
+        if not made:
+            _check_none_empty({name: found[name] for name in counts})
+        counts = self._reproducing(made, True, counts, sizes)
+        if _disagree(counts, found):
+            raise _undecided(_table(counts, sizes))
+        return frozenset(counts)
 
-    def _reproducing(self, looks: Sequence[Look], counts: Counts, sizes: Sequence[int]) -> frozenset[str]:
+    def _reproducing(self, looks: Sequence[Look], shaken: bool, counts: Counts, sizes: Sequence[int]) -> Counts:
         """The candidates that are right about all of these looks whose losses are finite."""
-        losses = self._measure([batch for look in looks for batch in look.batches]) if looks else []
+        losses = self._measure([batch for look in looks for batch in look.batches], shaken) if looks else []
         seen = [(look, losses[3 * i : 3 * i + 3]) for i, look in enumerate(looks)]
         seen = [(look, three) for look, three in seen if all(map(math.isfinite, three))]
         errors = {name: max((look.error(name, three) for look, three in seen), default=0.0) for name in counts}
         if min(errors.values()) > TOLERANCE:
             raise _unknown(_table(counts, sizes), min(errors.values()))
-        return frozenset(name for name, error in errors.items() if error <= TOLERANCE)
+        return {name: counts[name] for name, error in errors.items() if error <= TOLERANCE}
+
+
+def _one_of_each(names: Iterable[str], found: Mapping[str, Divisors]) -> list[str]:
+    """One of every kind of candidates, which ask for the same divisors."""
+    return list({found[name]: name for name in reversed(list(names))}.values())
 
 
 def _disagree(names: Iterable[str], found: Mapping[str, Divisors]) -> bool:

@@ -536,7 +536,9 @@ class Relay:
             updated,
         ) from error
 
-    def _infer(self, micro_batches: Sequence[Any], task: Task, config: RelayConfig) -> list[Any]:
+    def _infer(
+        self, micro_batches: Sequence[Any], task: Task, config: RelayConfig, prepare: Callable[[Stage], None] = bool
+    ) -> list[Any]:
         """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
         check_model(self.model, self._parts.units)
         modes = {module: module.training for module in self.model.modules()}
@@ -547,6 +549,7 @@ class Relay:
         try:
             self.model.eval()
             with torch.no_grad(), Stage(self._parts, config, self._new_trace(), self._inferred.get(shape)) as stage:
+                prepare(stage)
                 forwards = stage.forwards(micro_batches, task, self._seeds(len(micro_batches)))
                 Loop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch).forward()
                 outputs = []
@@ -572,8 +575,10 @@ class Relay:
         self._call.check(batch)
         return rows
 
-    def _losses_of(self, small: Sequence[Any]) -> list[float]:
+    def _losses_of(self, small: Sequence[Any], shaken: bool) -> list[float]:
         """Losses of a few rows each, in evaluation mode and float32; nothing that a forward may change stays changed.
+
+        `shaken` are the weights outside of layers, on the device alone.
 
         Weights in float32 take twice the room of bfloat16 on the device, so none is loaded ahead.
         """
@@ -581,7 +586,8 @@ class Relay:
         back = [self._parts.copy_buffers(), keep_attributes(self.model.modules())]
         try:
             with same_random_numbers(), torch.autocast(self.device.torch_device.type, enabled=False):
-                return [float(loss) for loss in self._infer(small, self._call.objective, config)]
+                prepare = Stage.shake if shaken else bool
+                return [float(loss) for loss in self._infer(small, self._call.objective, config, prepare)]
         except Exception as error:
             error.add_note(
                 "Micro-batches hold unequal shares of targets, so the relay looked at the losses of a few rows in evaluation "

@@ -39,6 +39,7 @@ from l2l_core.trace import Trace
 from l2l_core.units import Unit, outside
 from l2l_core.wire import Wires
 
+_SHAKEN = 0.02  # of a weight, in `Stage.shake`: as much as models begin with
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Task = Callable[[nn.Module, Any], Any]
@@ -214,6 +215,17 @@ class Stage:
         """What a visit needs on the device besides weights: the layer's buffers, which are part of no image."""
         with unit.buffers.on(self.parts.device, "buffers") as copies, self.stash.exempting(copies):
             yield
+
+    def shake(self) -> None:
+        """Move the shell's weights on the device a little, for this pass: a head that is all zero tells no loss from another.
+
+        The masters, and whatever comes after, know nothing of it.
+        """
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parts.shell.params:
+                noise = torch.randn(param.shape, generator=generator) * _SHAKEN
+                param.data.add_(noise.to(param.device, param.dtype))
 
     def learned(self) -> Metered:
         """What later passes of the same shape need not find out again."""

@@ -97,12 +97,12 @@ def test_parts_add_up_to_the_loss_of_the_whole(data: Any, kind: str, lengths: li
         batch["num_items_in_batch"] = int((labels != IGNORED).sum())
     loss, rows = PAPER[kind], RowsOf(batch)
     parts = rows.split(micro_batches)
-    divisors = Mean(None, lambda small: [loss(each) for each in small]).divisors(rows, parts)
+    divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, parts)
     added = sum(loss(part) / divisor for part, divisor in zip(parts, divisors, strict=True))
     assert added == pytest.approx(loss(batch), rel=1e-9)
 
 
-def never(small: Sequence[Any]) -> list[float]:
+def never(small: Sequence[Any], shaken: bool) -> list[float]:
     raise AssertionError("there is nothing to find out")
 
 
@@ -124,7 +124,7 @@ def test_a_smaller_last_micro_batch_needs_no_look() -> None:
 def test_what_was_found_out_is_used_again_until_candidates_disagree_once_more() -> None:
     looked: list[int] = []
 
-    def measure(small: Sequence[Batch]) -> list[float]:
+    def measure(small: Sequence[Batch], shaken: bool) -> list[float]:
         looked.append(len(small))
         return [by_targets(1)(each) for each in small]
 
@@ -170,14 +170,14 @@ def test_targets_in_lists_and_arrays() -> None:
         batch = {"v": value, "t": [{"class": make(n, dtype=torch.long)} for n in boxes]}
         rows = RowsOf(batch)
         parts = rows.split(3)
-        divisors = Mean(None, lambda small: [loss(each) for each in small]).divisors(rows, parts)
+        divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, parts)
         assert divisors == [20 / 6, 20 / 4, 20 / 10]
 
 
 def test_a_micro_batch_without_targets_is_refused() -> None:
     batch = uneven((8, 3, 0, 0, 8, 5)) | {"value": torch.rand(6, 8)}
     rows = RowsOf(batch)
-    mean = Mean(None, lambda small: [by_targets(1)(each) for each in small])
+    mean = Mean(None, lambda small, _: [by_targets(1)(each) for each in small])
     with pytest.raises(
         ValueError, match=r"micro-batch 1 counts for 0 \(targets in batch\['labels'\] after a shift.*weight="
     ):
@@ -201,7 +201,7 @@ def test_a_micro_batch_without_targets_is_refused() -> None:
 )
 def test_what_cannot_be_found_out_is_refused(loss: Callable[[Batch], float], message: str) -> None:
     rows = RowsOf(uneven() | {"value": torch.rand(6, 8)})
-    mean = Mean(None, lambda small: [loss(each) for each in small])
+    mean = Mean(None, lambda small, _: [loss(each) for each in small])
     for _ in range(2):
         with pytest.raises(ValueError, match=f"rows: .2, 2, 2.; targets.*11, 9, 13.*{message}.*weight=lambda"):
             mean.divisors(rows, rows.split(3))
@@ -382,9 +382,9 @@ def test_a_look_leaves_no_trace(stash: Any) -> None:
 
 
 def test_a_look_is_made_once_and_never_where_nothing_is_uneven(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+    made: list[Any] = []
     real = Relay._losses_of
-    monkeypatch.setattr(Relay, "_losses_of", lambda self, small: made.append(len(small)) or real(self, small))
+    monkeypatch.setattr(Relay, "_losses_of", lambda self, *small: made.append(small) or real(self, *small))
     with Relay(gpt(), sgd, config=THREE) as relay:
         relay.step(uneven((8,) * 6))
         relay.step(uneven((8, 3, 3, 8, 8, 3)))
@@ -447,22 +447,46 @@ def test_a_failing_look_is_refused_with_the_remedy() -> None:
         relay.step(uneven())
 
 
+def test_a_head_that_is_all_zero_tells_nothing_until_it_is_shaken() -> None:
+    """Every token has the same loss under it. What is shaken is the copy on the device."""
+    model = gpt()
+    nn.init.zeros_(model.lm_head.weight)
+    twin = copy.deepcopy(model)
+    optimizer = sgd(twin.parameters())
+    with Relay(model, sgd, config=THREE) as relay:
+        assert relay.evaluate(uneven()) == pytest.approx(float(torch.log(torch.tensor(32.0))), rel=1e-6)
+        assert not model.lm_head.weight.any()
+        for _ in range(2):
+            mean = twin(**uneven()).loss
+            mean.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert relay.step(uneven()).loss == pytest.approx(mean.item(), rel=2e-6)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def flat_loss(outputs: Any, batch: Batch) -> Tensor:
+    """The same of every token, whatever the weights."""
+    return (outputs.logits * 0 + 1).mean() * (batch["labels"] != IGNORED).any()
+
+
 def test_a_refused_step_has_trained_nothing() -> None:
     model = gpt()
-    nn.init.zeros_(model.lm_head.weight)  # every token has the same loss
     before = [param.detach().clone() for param in model.parameters()]
-    with Relay(model, sgd, config=THREE) as relay:
+    with Relay(model, sgd, loss=flat_loss, config=THREE) as relay:
         with pytest.raises(ValueError, match="rows that tell them apart have the same loss.*weight="):
             relay.step(uneven())
         assert relay.steps == 0
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_outputs_are_joined_without_a_look_where_they_have_no_loss() -> None:
+def test_outputs_are_joined_without_a_look_where_they_have_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch whose mean cannot be found out is none to the outputs, unless there is a loss among them."""
-    model = gpt()
-    nn.init.zeros_(model.lm_head.weight)
-    with Relay(model, sgd, config=THREE) as relay:
-        assert relay.forward({"input_ids": uneven()["input_ids"]}).logits.shape[0] == 6
-        with pytest.raises(ValueError, match="cannot be found out"):
-            relay.forward(uneven())
+    monkeypatch.setattr(Relay, "_losses_of", lambda self, small, shaken: [1.0] * len(small))
+    with Relay(Around(gpt().transformer), sgd, config=THREE) as relay:
+        batch = {"input_ids": uneven()["labels"].clamp(min=0), "position_ids": uneven()["labels"].clamp(0, 7)}
+        batch["token_type_ids"] = uneven()["labels"].clamp(min=0)
+        assert relay.forward(batch).last_hidden_state.shape[0] == 6
+    with Relay(gpt(), sgd, config=THREE) as relay, pytest.raises(ValueError, match="cannot be found out"):
+        relay.forward(uneven())
