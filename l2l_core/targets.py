@@ -63,7 +63,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a tensor or an array holds whole numbers, which may be targets."""
+    """Whether a tensor or an array holds whole numbers that may be targets: those of images and sound are smaller."""
     if isinstance(value, torch.Tensor):
-        return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-    return value.dtype.kind in "iu"
+        return value.dtype in (torch.int32, torch.int64)
+    return value.dtype.kind == "i" and value.dtype.itemsize >= 4

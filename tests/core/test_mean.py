@@ -23,6 +23,7 @@ from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
 from l2l_core.batch import RowsOf
 from l2l_core.mean import Mean, shares
 from l2l_core.recent import Recent
+from l2l_core.targets import candidates
 
 Batch = dict[str, Any]
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -146,6 +147,15 @@ def test_what_was_found_out_is_used_again_until_candidates_disagree_once_more() 
     found = divisors([0] * 6)
     assert len(looked) == 2 and found == [27 / 9, 27 / 7, 27 / 11]
     assert divisors([0, 1] * 3) == found and len(looked) == 2
+
+
+def test_pixels_are_no_targets() -> None:
+    """Nor is sound: small whole numbers are no classes, and are many."""
+    images = torch.zeros(5, 3, 4, 4, dtype=torch.uint8)
+    for pixels in (images, images.numpy(), images.bool(), images.to(torch.int16)):
+        rows = RowsOf({"pixels": pixels, "labels": torch.arange(5)})
+        assert list(candidates(rows)) == ["rows", "targets in batch['labels']"]
+        assert Mean(None, never).divisors(rows, rows.split(2)) == [5 / 3, 5 / 2]
 
 
 def test_uneven_micro_batches_add_up_to_the_mean_over_the_batch() -> None:
