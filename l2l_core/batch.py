@@ -1,219 +1,305 @@
-"""Split a batch into micro-batches, weigh them, call the model on one, and put outputs together again.
+"""A batch along its rows: how many there are, and the same batch with fewer of them.
 
-The step's loss is the mean over the whole batch. A micro-batch therefore counts by its number of targets, not by 1/K:
-its loss is divided by ``n / n_k`` before backward, which is exactly ``K`` when micro-batches are even.
+What has rows:
+
+- tensors and NumPy arrays, along dim 0. One with a single row beside others with more (a shared ``position_ids``, say) goes to
+  every micro-batch whole, and so do scalars and other values;
+- lists and tuples of as many items as the batch has rows: one item per row, whatever the items are. That decides too
+  where the number is the same by chance: a list that is none of rows (an image's height and width) belongs into a tensor with
+  one row, a namedtuple, a dict or a ``torch.Size``. Where each item is made of tensors with as many rows again, both readings
+  fit, and the batch is refused;
+- any other list or tuple is a container, and so are mappings, namedtuples and dataclasses; they keep their types.
+
+The number of rows is what tensors and arrays outside of lists say, and where there are none, the lists.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+from torch.nn.utils.rnn import PackedSequence
 
-from l2l_core.caches import arguments_without
 from l2l_core.hidden import refuse_hidden
+from l2l_core.nested import is_record, is_same, is_sequence, leaves_in, mapped, open_up, with_items
 
-_SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # names of transformers' model classes
+Batch = Mapping[str, Any] | Sequence[Any] | Any  # a dataclass too
+Rows = slice | list[int]  # a choice of rows
+Change = Callable[[str, Any, int], Any]
 
-Batch = Mapping[str, Any] | Sequence[Any]
-Objective = Callable[[nn.Module, Any], torch.Tensor]
-Weight = Callable[[Any], float]
+
+class BothReadingsError(ValueError):
+    """A list that may hold one item per row, or be a container of tensors with rows."""
+
+
+class RowsOf:
+    """The rows of a batch.
+
+    Raises:
+        TypeError: the batch is no mapping, sequence or dataclass.
+        ValueError: it is empty, or its tensors disagree on the number of rows.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        if not is_record(batch):
+            raise TypeError(
+                f"batch is a {type(batch).__name__}: the relay takes a dict of keyword arguments or a tuple of positional "
+                "ones, and with objective= a dataclass; wrap a single tensor as (tensor,)"
+            )
+        self.batch = batch
+        self.count = _count(batch)
+
+    def split(self, micro_batches: int) -> list[Any]:
+        """The batch in so many parts, of the sizes of `sizes`.
+
+        Raises:
+            ValueError: there are fewer rows than micro-batches, or something fits both readings.
+            TypeError: something holds rows and cannot be cut, or would be used up by the first micro-batch.
+        """
+        bounds = self._bounds(micro_batches)
+        if micro_batches == 1:
+            return [mapped(self.batch, lambda leaf: leaf)]
+        return self.pick([slice(*each) for each in bounds])
+
+    def sizes(self, micro_batches: int) -> list[int]:
+        """Rows of every micro-batch: equal, the last possibly smaller; or as nearly equal as that can be."""
+        return [stop - start for start, stop in self._bounds(micro_batches)]
+
+    def first(self, count: int) -> Any:
+        """The first `count` rows, or all of them if there are fewer or nothing can be cut."""
+        try:
+            return self.batch if count >= self.count else self.pick([slice(0, count)])[0]
+        except (BothReadingsError, TypeError):
+            return self.batch
+
+    def pick(self, choices: Sequence[Rows], change: Change | None = None) -> list[Any]:
+        """The batch with other choices of its rows, once for each; raises as `split` does.
+
+        Args:
+            choices: of rows.
+            change: ``(name, part, index of the choice) -> part``: what to put in the place of a part of a tensor.
+        """
+        return _Cut(self.count, choices, change).of(self.batch, "batch", is_root=True)
+
+    def columns(self) -> Iterator[tuple[str, Any]]:
+        """Whatever has one entry per row, with its name: tensors, arrays and lists."""
+        return _columns(self.batch, self.count, "batch", is_root=True)
+
+    def _bounds(self, parts: int) -> list[tuple[int, int]]:
+        if self.count < parts:
+            raise ValueError(
+                f"the batch has {self.count} row(s) but micro_batches={parts}: give a larger batch, or use "
+                f"RelayConfig(micro_batches={self.count})"
+            )
+        size, more = -(-self.count // parts), self.count % parts
+        if size * (parts - 1) < self.count:
+            starts = [size * k for k in range(parts)]
+        else:  # 5 rows in 4 parts: 2, 1, 1, 1
+            starts = [(size - 1) * k + min(k, more) for k in range(parts)]
+        return list(zip(starts, [*starts[1:], self.count], strict=True))
 
 
 def split(batch: Batch, micro_batches: int) -> list[Any]:
-    """Cut every tensor of `batch` along dim 0 into `micro_batches` parts of equal size, the last possibly smaller.
-
-    Tensors with a single row beside others with more (a shared ``position_ids``, say), scalars and other values go to
-    every micro-batch as they are.
-
-    Raises:
-        TypeError: the batch is neither a mapping nor a sequence.
-        ValueError: it is empty, its tensors disagree on the number of rows, or it has fewer rows than micro-batches.
-    """
-    if not isinstance(batch, Mapping | tuple | list):
-        raise TypeError(
-            f"batch is a {type(batch).__name__}: the relay takes a dict of keyword arguments or a tuple of positional "
-            "ones; wrap a single tensor as (tensor,)"
-        )
-    leaves, spec = pytree.tree_flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
-    rows = _count_rows(batch, leaves)
-    if rows < micro_batches:
-        raise ValueError(
-            f"the batch has {rows} row(s) but micro_batches={micro_batches}: give a larger batch, or use "
-            f"RelayConfig(micro_batches={rows})"
-        )
-    parts = [_cut(leaf, rows, micro_batches) for leaf in leaves]
-    return [pytree.tree_unflatten([part[k] for part in parts], spec) for k in range(micro_batches)]
-
-
-def first_rows(batch: Batch, count: int) -> Any:
-    """The first `count` rows of a batch, or all of them if there are fewer."""
-    rows = rows_of(batch)
-    leaves, spec = pytree.tree_flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
-    parts = [_cut(leaf, rows, max(1, -(-rows // count)))[0] for leaf in leaves]
-    return pytree.tree_unflatten(parts, spec)
+    """Cut a batch into micro-batches; see `RowsOf`."""
+    return RowsOf(batch).split(micro_batches)
 
 
 def rows_of(batch: Batch) -> int:
     """Number of rows (samples) of a batch."""
-    return _count_rows(batch, pytree.tree_leaves(batch))
+    return RowsOf(batch).count
 
 
-def _count_rows(batch: Batch, leaves: list[Any]) -> int:
-    sizes = sorted({leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0})
-    if not sizes or sizes == [0]:
-        raise ValueError(f"the batch is empty: no tensor with at least one row in {_describe(batch)}")
-    if len([s for s in sizes if s != 1]) > 1 or 0 in sizes:
-        raise ValueError(f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}")
-    return sizes[-1]
+# -- how many rows -----------------------------------------------------------------------------------------------------
+
+
+def _count(batch: Batch) -> int:
+    outside: list[int] = []
+    lists: list[Any] = []
+    _look(batch, outside, lists, is_root=True)
+    rows = _agreed(outside)
+    if 0 in outside or (rows is None and outside):
+        raise _disagreement(batch, outside)
+    if rows is not None and (rows > 1 or not lists):
+        return rows
+    inside = _rows_in(lists)
+    if rows == 1 and not inside:
+        return 1
+    lengths = {len(each) for each in lists}
+    by_list = lengths.pop() if len(lengths) == 1 else None
+    if rows == 1 and by_list == 1:
+        return 1
+    by_tensor = None if any(_holds_records(each) for each in lists) else _agreed([*outside, *inside])
+    if by_list and by_tensor and by_list != by_tensor:
+        raise BothReadingsError(
+            f"the batch has {by_list} row(s) if its lists have one item per row, and {by_tensor} if they are containers: "
+            f"{_describe(batch)}. Stack what has one item per row into a tensor, or put containers into a dict or namedtuple"
+        )
+    if not (found := by_tensor or by_list):
+        raise _disagreement(batch, inside)
+    return found
+
+
+def _look(value: Any, outside: list[int], lists: list[Any], is_root: bool = False) -> None:
+    """Find the rows of tensors that are in no list, and the outermost lists."""
+    if is_sequence(value) and not is_root:
+        lists.append(value)
+    elif (opened := open_up(value)) is not None:
+        for part in opened.parts:
+            _look(part, outside, lists)
+    elif has_rows(value):
+        outside.append(len(value))
+
+
+def _rows_in(value: Any) -> list[int]:
+    return [len(leaf) for leaf in leaves_in(value) if has_rows(leaf)]
+
+
+def _holds_records(value: Sequence[Any]) -> bool:
+    """Whether items of a list are records: then it has one per row, as columns are no records themselves."""
+    return any(open_up(item) is not None and not is_sequence(item) for item in value)
+
+
+def _agreed(sizes: Sequence[int]) -> int | None:
+    """The number of rows, where some tensors may have a single one; None if there is none."""
+    several = {*sizes} - {1}
+    return (several.pop() if several else 1) if sizes and len(several) < 2 else None
+
+
+def has_rows(value: Any) -> bool:
+    """Whether this is a tensor or an array with at least one dimension."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, torch.Tensor if numpy is None else (torch.Tensor, numpy.ndarray)) and value.ndim > 0
+
+
+def _disagreement(batch: Batch, sizes: Sequence[int]) -> ValueError:
+    if not sizes or {*sizes} == {0}:
+        return ValueError(f"the batch is empty: no tensor with at least one row in {_describe(batch)}")
+    return ValueError(f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}")
 
 
 def _describe(batch: Batch) -> str:
-    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    shown = [f"{name}: {tuple(v.shape) if isinstance(v, torch.Tensor) else type(v).__name__}" for name, v in items]
-    return "{" + ", ".join(shown) + "}"
+    opened = open_up(batch)
+    assert opened is not None
+    if not isinstance(batch, Mapping) or len(batch) != len(opened.parts):
+        items = [(name.strip(".[]"), part) for name, part in zip(opened.names, opened.parts, strict=True)]
+    else:
+        items = list(batch.items())
+    return "{" + ", ".join(f"{name}: {_shown(value)}" for name, value in items) + "}"
 
 
-def _cut(leaf: Any, rows: int, parts: int) -> Sequence[Any]:
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != rows:
-        return [leaf] * parts
-    size = -(-rows // parts)
-    if size * (parts - 1) < rows:
-        return leaf.split(size)
-    return leaf.tensor_split(parts)  # 5 rows in 4 parts: 2, 1, 1, 1
+def _shown(value: Any) -> str:
+    if has_rows(value):
+        return str(tuple(value.shape))
+    return f"{type(value).__name__} of {len(value)}" if is_sequence(value) else type(value).__name__
 
 
-def default_weight(model: nn.Module, has_loss: bool) -> Weight:
-    """What a micro-batch counts for: its targets that are not -100 (after the model's shift), or else its rows.
-
-    Targets are ``batch["labels"]``, or the last element of a tuple when a `loss` function takes it.
-    """
-    shifts = _shifts_labels(model)
-
-    def weight(micro_batch: Any) -> float:
-        labels = micro_batch.get("labels") if isinstance(micro_batch, Mapping) else None
-        if has_loss and not isinstance(micro_batch, Mapping) and len(micro_batch) > 1:
-            labels = micro_batch[-1]
-        if not isinstance(labels, torch.Tensor) or labels.dtype != torch.long:
-            return float(rows_of(micro_batch))
-        targets = labels[..., 1:] if shifts and labels.dim() > 1 else labels
-        return float((targets != -100).sum())
-
-    return weight
+# -- cutting -----------------------------------------------------------------------------------------------------------
 
 
-def _shifts_labels(model: nn.Module) -> bool:
-    """Whether the model compares position i with label i + 1, as decoder-only models of transformers do."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return False
-    name = type(model).__name__
-    return name.endswith(_SHIFTING) and not name.startswith(("XLNet", "XLM"))
-
-
-def shares(micro_batches: Sequence[Any], weight: Weight) -> list[float]:
-    """Divisor of each micro-batch's loss, ``n / n_k``; their reciprocals add up to one.
+def _is_one_per_row(value: Any, rows: int, where: str, is_root: bool) -> bool:
+    """Whether a list has one item per row.
 
     Raises:
-        ValueError: a micro-batch counts for nothing, so its mean loss does not exist.
+        BothReadingsError: its items may as well be columns of their own.
     """
-    counts = [float(weight(micro_batch)) for micro_batch in micro_batches]
-    for k, count in enumerate(counts):
-        if not count > 0:
-            raise ValueError(
-                f"micro-batch {k} counts for {count:g}: it has no target (all labels -100?), so its mean loss is not "
-                "defined. Use fewer micro_batches, drop such rows, or pass weight="
-            )
-    if len(set(counts)) == 1:
-        return [float(len(counts))] * len(counts)
-    total = sum(counts)
-    return [total / count for count in counts]
-
-
-class ModelCall:
-    """How a micro-batch becomes the arguments of the model and a scalar loss.
-
-    A dict gives keyword arguments; with `loss`, keys that the model's ``forward`` does not take are left to the loss. A
-    tuple gives positional arguments; with `loss`, its last element is the target and stays with the loss.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        objective: Objective | None = None,
-    ) -> None:
-        if loss is not None and objective is not None:
-            raise ValueError(
-                "loss= and objective= are both given: use one, objective(model, micro_batch) includes the loss"
-            )
-        self._loss, self._objective = loss, objective
-        parameters = inspect.signature(model.forward).parameters
-        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._names = frozenset(parameters)
-        self._fixed = arguments_without(model)
-
-    def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
-        """The scalar loss of one micro-batch."""
-        if self._objective is not None:
-            return _check_scalar(self._objective(model, micro_batch), "objective(model, micro_batch)")
-        outputs = self.outputs(model, micro_batch)
-        if self._loss is not None:
-            return _check_scalar(self._loss(outputs, micro_batch), "loss(outputs, batch)")
-        return _check_scalar(_loss_of(outputs), "outputs.loss")
-
-    def outputs(self, model: nn.Module, micro_batch: Any) -> Any:
-        """The model's own outputs for one micro-batch."""
-        if isinstance(micro_batch, Mapping):
-            taken = self._taken(micro_batch)
-            return model(**{**self._fixed, **taken})
-        has_target = self._loss is not None and len(micro_batch) > 1
-        return model(*(micro_batch[:-1] if has_target else micro_batch), **self._fixed)
-
-    def _taken(self, micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        if self._loss is None or self._takes_any:
-            return micro_batch
-        return {name: value for name, value in micro_batch.items() if name in self._names}
-
-
-def _loss_of(outputs: Any) -> Any:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is None:
-        raise ValueError(
-            f"the model's output ({type(outputs).__name__}) has no .loss: put labels into the batch, or pass "
-            "loss=lambda outputs, batch: ... or objective=lambda model, micro_batch: ..."
+    if is_root or rows == 1 or not is_sequence(value) or len(value) != rows:
+        return False
+    found = [_rows_in(item) for item in value]
+    if not _holds_records(value) and all(sizes and {*sizes} == {rows} for sizes in found):
+        raise BothReadingsError(
+            f"{where} is a {type(value).__name__} of {rows} items, as many as the batch has rows, and each holds tensors with "
+            f"{rows} rows: is it one item per row, or are the items columns? Stack the items into one tensor if it is one per "
+            "row, or put columns into a dict, a namedtuple or a dataclass"
         )
-    return loss
+    return True
 
 
-def _check_scalar(loss: Any, source: str) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(
-            f"{source} gave {got}: the relay needs one scalar tensor per micro-batch, reduce it (mean) first"
-        )
-    return loss
+class _Cut:
+    """Choices of rows out of a batch; `change` may exchange what was cut from a tensor, which it gets with name and choice."""
+
+    def __init__(self, rows: int, choices: Sequence[Rows], change: Change | None) -> None:
+        self._rows, self._choices, self._change = rows, choices, change
+
+    def of(self, value: Any, where: str, is_root: bool = False) -> list[Any]:
+        """`value` once for every choice."""
+        if has_rows(value):
+            return self._tensor(value, where)
+        if _is_one_per_row(value, self._rows, where, is_root):
+            return [with_items(value, _items(value, choice)) for choice in self._choices]
+        opened = open_up(value)
+        if opened is None:
+            return self._leaf(value, where)
+        parts = [self.of(part, where + name) for part, name in zip(opened.parts, opened.names, strict=True)]
+        if not opened.is_plain and is_same([cut[0] for cut in parts], opened.parts):
+            return self._whole(value)
+        return [opened.rebuild([part[k] for part in parts]) for k in range(len(self._choices))]
+
+    def _whole(self, value: Any) -> list[Any]:
+        return [value] * len(self._choices)
+
+    def _tensor(self, value: Any, where: str) -> list[Any]:
+        if len(value) == 1 != self._rows:
+            return self._whole(value)
+        if len(value) != self._rows:
+            raise ValueError(
+                f"tensors of the batch disagree on dim 0, the number of rows: {where} has {tuple(value.shape)}, others "
+                f"{self._rows} rows"
+            )
+        cut = [value[choice] for choice in self._choices]
+        return cut if self._change is None else [self._change(where, part, k) for k, part in enumerate(cut)]
+
+    def _leaf(self, value: Any, where: str) -> list[Any]:
+        """What is neither tensor nor container goes to every micro-batch whole, unless it has rows after all.
+
+        Raises:
+            TypeError: it has rows, or holds tensors, that nobody here knows to cut; or it would be used up.
+        """
+        if isinstance(value, PackedSequence):
+            raise TypeError(
+                f"{where} is a PackedSequence, which has no rows to cut: pass the padded tensor and the lengths, and pack them "
+                "in the model"
+            )
+        if isinstance(value, Iterator):
+            raise TypeError(
+                f"{where} is a {type(value).__name__}, which the first micro-batch would use up: pass list(...) of it"
+            )
+        if _length(value) == self._rows > 1:
+            if not isinstance(value, Sequence):
+                raise TypeError(
+                    f"{where} is a {type(value).__name__} of {self._rows} entries, as many as the batch has rows, and the relay "
+                    "does not know how to cut it: pass a tensor, an array or a list with one item per row"
+                )
+            return [value[c] if isinstance(c, slice) else _items(value, c) for c in self._choices]
+        if not isinstance(value, torch.Tensor):  # one without dimensions
+            refuse_hidden(value, where)
+        return self._whole(value)
 
 
-def join(outputs: Sequence[Any], rows: Sequence[int], divisors: Sequence[float]) -> Any:
-    """Concatenate the outputs of micro-batches along dim 0; scalars become their weighted mean.
-
-    Tensors whose dim 0 is not the number of rows are returned as the first micro-batch gave them.
-    """
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    leaves = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_join_leaf(parts, rows, divisors) for parts in leaves], flat[0][1])
+def _items(value: Any, choice: Rows) -> list[Any]:
+    return list(value)[choice] if isinstance(choice, slice) else [value[i] for i in choice]
 
 
-def _join_leaf(parts: Sequence[Any], rows: Sequence[int], divisors: Sequence[float]) -> Any:
-    if not isinstance(parts[0], torch.Tensor):
-        refuse_hidden(parts[0], "the model's output")
-        return parts[0]
-    if parts[0].dim() == 0:
-        return torch.stack([part / divisor for part, divisor in zip(parts, divisors, strict=True)]).sum()
-    if all(part.shape[0] == n for part, n in zip(parts, rows, strict=True)):
-        return torch.cat(list(parts))
-    return parts[0]
+def _length(value: Any) -> int | None:
+    """Entries of what may have one per row; text, sets and modules have none."""
+    if isinstance(value, torch.Tensor | nn.Module | type | str | bytes | torch.Size | Set) or not hasattr(
+        value, "__len__"
+    ):
+        return None
+    try:
+        return len(value)
+    except TypeError:  # an array without dimensions
+        return None
+
+
+def _columns(value: Any, rows: int, where: str, is_root: bool = False) -> Iterator[tuple[str, Any]]:
+    if has_rows(value):
+        if len(value) == rows:
+            yield where, value
+    elif _is_one_per_row(value, rows, where, is_root):
+        yield where, value
+    elif (opened := open_up(value)) is not None:
+        for part, name in zip(opened.parts, opened.names, strict=True):
+            yield from _columns(part, rows, where + name)

@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from l2l_core.batch import Batch, split
 from l2l_core.bounds import Bound
 from l2l_core.config import RelayConfig
@@ -22,6 +19,7 @@ from l2l_core.emulated import EmulatedDevice
 from l2l_core.forecast import Forecast
 from l2l_core.forecast_limits import Budgets, hiding_micro_batches, largest_depth
 from l2l_core.memory import format_bytes
+from l2l_core.nested import form_of
 from l2l_core.profile import Profile
 from l2l_core.rehearsal import Rehearsal, representatives
 from l2l_core.simulate import simulate
@@ -52,12 +50,6 @@ class Costs:
     pooled_bytes: int
     layer_host_bytes: Mapping[str, int]
     basis: str
-
-
-def form_of(micro_batch: Any) -> Any:
-    """Shapes and types of a micro-batch's tensors."""
-    leaves = (leaf for leaf in pytree.tree_leaves(micro_batch) if isinstance(leaf, torch.Tensor))
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 def costs_of_rehearsal(rehearsal: Rehearsal, micro_batches: Sequence[Any], config: RelayConfig) -> Costs:
@@ -212,13 +204,12 @@ class LastStep:
         """Shapes of its micro-batches; None if it failed, or the model, its layers or settings are others now."""
         if self.trace is None or self.shape is None or self.trace.step != self.number:
             return None
-        config, shapes, *model = self.shape
+        config, forms, *model = self.shape
         if model != list(self.now[2:]) or any(
             self.trace.settings.get(n) != v for n, v in asdict(config).items() if n != "seed"
         ):
             return None
-        each = len(shapes) // config.micro_batches
-        return [shapes[k * each : (k + 1) * each] for k in range(config.micro_batches)]
+        return list(forms)
 
 
 def forecast_step(

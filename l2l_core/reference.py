@@ -14,12 +14,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 
+def copy_tensors(micro_batch: Any) -> Any:
+    """Copies of all tensors in containers that PyTorch knows."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), micro_batch)
+
+
 def accumulate(
     model: nn.Module,
     micro_batches: Sequence[Any],
     objective: Callable[[nn.Module, Any], torch.Tensor],
     divisors: Sequence[float],
     seeds: Sequence[int],
+    copied: Callable[[Any], Any] = copy_tensors,
 ) -> list[torch.Tensor]:
     """Add the gradients of all micro-batches up in ``param.grad``; return the scaled losses.
 
@@ -30,13 +36,13 @@ def accumulate(
         objective: gives the scalar loss of one micro-batch.
         divisors: each loss is divided by its own before backward; K for even micro-batches.
         seeds: seed of the random stream of each micro-batch.
+        copied: copies the tensors of a micro-batch, on the way to the model's device.
     """
     losses = []
     for micro_batch, divisor, seed in zip(micro_batches, divisors, seeds, strict=True):
         torch.manual_seed(seed)
         random.seed(seed)
-        own = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), micro_batch)
-        loss = objective(model, own) / divisor
+        loss = objective(model, copied(micro_batch)) / divisor
         if loss.requires_grad:
             loss.backward()
         losses.append(loss.detach().clone())
@@ -51,11 +57,12 @@ def train_step(
     divisors: Sequence[float],
     seeds: Sequence[int],
     max_grad_norm: float | None = None,
+    copied: Callable[[Any], Any] = copy_tensors,
 ) -> list[torch.Tensor]:
     """One step of plain training: accumulate, clip, update, clear. Returns the scaled losses; the random state is kept."""
     python_state = random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):  # all, as `manual_seed` seeds all
-        losses = accumulate(model, micro_batches, objective, divisors, seeds)
+        losses = accumulate(model, micro_batches, objective, divisors, seeds, copied)
     random.setstate(python_state)
     if max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)

@@ -66,7 +66,6 @@ class Rehearsal:
     store: LayerStore
     predicted: Sequence[Unit]
     objective: Task
-    shares: Callable[[Sequence[Any]], list[float]]
     learn: Callable[[list[Unit]], None] = lambda way: None
 
     def run(self, micro_batches: Sequence[Any], config: RelayConfig) -> Rehearsed:
@@ -149,7 +148,7 @@ class Rehearsal:
             with Stage(parts, config, trace, replay) as stage:
                 forwards = stage.forwards(micro_batches, self.objective, seeds)
                 loop = TrainLoop(stage.run, forwards, parts.layers, predicted, stage.prefetch)
-                loop.train(dry, *stage.gradients(), stage.pushes, self.shares(micro_batches), parts.inside())
+                loop.train(dry, *stage.gradients(), stage.pushes, [1.0] * len(micro_batches), parts.inside())
                 dry.finish()
                 stage.stash.drain()
                 stage.meter.sample()

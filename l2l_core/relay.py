@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from l2l_core import files
 from l2l_core.ambient import RandomState
-from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, first_rows, join, rows_of, shares, split
+from l2l_core.batch import Batch, RowsOf
 from l2l_core.branches import Branch, Branches
 from l2l_core.branches import State as BranchState
 from l2l_core.caches import Caches
@@ -38,11 +37,15 @@ from l2l_core.journal import Entry, History
 from l2l_core.known import Known, KnownInPart, Layers
 from l2l_core.layers import resolve_layers
 from l2l_core.loop import Loop, TrainLoop
+from l2l_core.mean import Mean, Weight
 from l2l_core.memento import keep_attributes
 from l2l_core.memory import Ledger
 from l2l_core.meter import Metered
+from l2l_core.nested import form_of, leaves_in, map_tensors
+from l2l_core.objective import ModelCall, Objective, join
 from l2l_core.optimizers import OptimizerFactory, make_optimizer, silent
 from l2l_core.past import Restorer, parts_of
+from l2l_core.recent import Recent
 from l2l_core.rehearsal import Rehearsal
 from l2l_core.resume import Resumption, keep
 from l2l_core.sample import same_random_numbers
@@ -55,6 +58,7 @@ from l2l_core.verify import VerifyReport, compare_step
 from l2l_core.wire import Wires
 
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+_MOST_SHAPES = 16  # of inference, of which it is remembered what they need
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class Relay:
         layers: the layers, as modules or dotted names, or a mapping from keys of your own; default `find_layers(model)`.
         loss: ``loss(outputs, batch) -> scalar``; default ``outputs.loss``.
         objective: ``objective(model, micro_batch) -> scalar``, in place of both.
-        weight: what a micro-batch counts for; default its targets that are not -100, or else its rows.
+        weight: what a micro-batch counts for; default what the model's loss is found to be a mean over: targets that are not
+            -100, shifted or not, or rows. See `mean.py`.
         config: how to run; may be exchanged between steps (``relay.config = ...``).
 
     Raises:
@@ -120,7 +125,7 @@ class Relay:
         self.config = config
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
-        self._weight = weight or default_weight(model, loss is not None)
+        self._mean = Mean(weight, self._losses_of)
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
         made = make_optimizer(optimizer, model)
@@ -134,7 +139,7 @@ class Relay:
         self._known = Known()  # of the last metered step
         self._stepped: tuple[Any, ...] | None = None  # what the last step was like, if later ones go its way
         self._known_in_part = KnownInPart(self._known)  # of steps that leave layers out
-        self._inferred: dict[Any, Metered] = {}  # what was checked by a first inference
+        self._inferred: Recent[Metered] = Recent(_MOST_SHAPES)  # what was checked by a first inference
         self._trace: Trace | None = None
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
         self._history = History(self._editor)
@@ -229,14 +234,16 @@ class Relay:
         """Train on one batch.
 
         Args:
-            batch: sliced along dim 0 into micro-batches.
+            batch: sliced along its rows into micro-batches; see `batch.py`. Where these hold unequal shares of targets, the
+                first such step looks at the losses of a few rows in evaluation mode, to find out what the loss is a mean over.
             skip: layers that sit this one step out, as edits name layers. The model runs as if they had been dropped; they
                 are neither loaded nor updated. LayerDrop (Fan et al., arXiv 1909.11556), stochastic depth (Huang et al.,
                 arXiv 1603.09382).
             trust: let layers sit out even where that is refused on evidence alone; see `apply`.
 
         Raises:
-            ValueError, TypeError: `skip` names no layer, or all of a stack; nothing has changed.
+            ValueError, TypeError: `skip` names no layer, or all of a stack; or the batch cannot be cut, or not be weighed.
+                Nothing has changed.
             TornStep: an error after the first eager update; names the updated layers. Any other exception leaves weights
                 and optimizer state as they were.
             DeviceOutOfMemory: the device's byte budget does not suffice; says what fills it and what would help.
@@ -254,16 +261,18 @@ class Relay:
     def forward(self, batch: Batch) -> Any:
         """The model's outputs for a batch in evaluation mode, concatenated over micro-batches; nothing changes."""
         with interrupts_wait(), self._exclusive():
-            micro_batches = self._split(batch)
-            outputs = self._infer(micro_batches, self._call.outputs)
-            return join(outputs, [rows_of(m) for m in micro_batches], shares(micro_batches, self._weight))
+            rows, micro_batches = self._split(batch)
+            outputs = self._infer(micro_batches, self._call.outputs, self.config)
+            return join(
+                outputs, rows.sizes(len(micro_batches)), cache(partial(self._mean.divisors, rows, micro_batches))
+            )
 
     def evaluate(self, batch: Batch) -> float:
         """Mean loss of a batch in evaluation mode; no effect on weights, buffers or random state."""
         with interrupts_wait(), self._exclusive():
-            micro_batches = self._split(batch)
-            losses = self._infer(micro_batches, self._call.objective)
-            divisors = shares(micro_batches, self._weight)
+            rows, micro_batches = self._split(batch)
+            divisors = self._mean.divisors(rows, micro_batches)
+            losses = self._infer(micro_batches, self._call.objective, self.config)
             return float(sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True)))
 
     def verify(self, batch: Batch) -> VerifyReport:
@@ -279,7 +288,7 @@ class Relay:
         bits are not to be expected, but losses and weights that agree to float32 rounding are. It is float32 in any case,
         so with ``precision="bf16"`` the report shows what the precision costs.
         """
-        micro_batches = self._split(batch)
+        rows, micro_batches = self._split(batch)
         with (
             interrupts_wait(),
             self._exclusive(),
@@ -295,7 +304,7 @@ class Relay:
                 relay_step=lambda: self._step(batch),
                 micro_batches=micro_batches,
                 objective=self._call.objective,
-                divisors=shares(micro_batches, self._weight),
+                divisors=self._mean.divisors(rows, micro_batches),
                 seeds=[self.config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))],
                 max_grad_norm=self.config.max_grad_norm,
                 torch_device=self.device.torch_device,
@@ -304,7 +313,7 @@ class Relay:
     def expect(self, batch: Batch) -> None:
         """Say what the next batch is like, so that an edit that runs layers (``init="identity"``) needs no step before it."""
         with self._exclusive():
-            self._remember(self._split(batch))
+            self._editor.call = self._first_call(self._split(batch)[0])
 
     def forecast(
         self,
@@ -335,10 +344,11 @@ class Relay:
         """
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
             check_model(self.model, self._parts.units)
-            share = partial(shares, weight=self._weight)
+            self._rows_of(batch)
             learn = partial(setattr, self, "_predicted")  # what the first step would find out the slow way
-            rehearsal = Rehearsal(self._parts, self._store, self._predicted, self._call.objective, share, learn)
-            last = LastStep(self._trace, self._steps - 1, self._stepped, (*self._shape_of(()), self._key_of_layers()))
+            rehearsal = Rehearsal(self._parts, self._store, self._predicted, self._call.objective, learn)
+            now = *self._shape_of((), self.config), self._key_of_layers()
+            last = LastStep(self._trace, self._steps - 1, self._stepped, now)
             asked = self.config if config is None else config
             return forecast_step(rehearsal, batch, asked, self.device if device is None else device, host_bytes, last)
 
@@ -483,9 +493,9 @@ class Relay:
         began_s = time.perf_counter()
         check_model(self.model, self._parts.units)
         check_step(self.model, self._parts.shell_modules(), self._parts.units)
-        micro_batches = self._split(batch)
-        divisors = shares(micro_batches, self._weight)
-        shape = self._shape_of(micro_batches)
+        rows, micro_batches = self._split(batch)
+        divisors, first_call = self._mean.divisors(rows, micro_batches), self._first_call(rows)
+        shape = self._shape_of(micro_batches, self.config)
         trace = self._trace = self._new_trace()
         put_buffers_back = self._parts.copy_buffers()
         self.device.ledger.reset_peak()
@@ -506,7 +516,7 @@ class Relay:
             raise
         self._steps += 1
         self._store.updated.clear()  # it would keep layers that are dropped next
-        self._remember(micro_batches)
+        self._editor.call = first_call
         self._history.note_loss(float(sum(losses)))
         way, expected = [visit.unit for visit in loop.visits], self._predicted
         self._stepped = None
@@ -517,7 +527,7 @@ class Relay:
         return StepResult(
             loss=float(sum(losses)),
             seconds=time.perf_counter() - began_s,
-            samples=rows_of(batch),
+            samples=rows.count,
             trace=trace,
             peak_device_bytes=self.device.ledger.peak,
             bytes_loaded=stage.loads.nbytes,
@@ -541,13 +551,15 @@ class Relay:
             updated,
         ) from error
 
-    def _infer(self, micro_batches: Sequence[Any], task: Task) -> list[Any]:
+    def _infer(
+        self, micro_batches: Sequence[Any], task: Task, config: RelayConfig, prepare: Callable[[Stage], None] = bool
+    ) -> list[Any]:
         """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
         check_model(self.model, self._parts.units)
         modes = {module: module.training for module in self.model.modules()}
         config, shape = (
-            replace(self.config, meter="on_change"),
-            (self._shape_of(micro_batches), self._key_of_layers(), task),
+            replace(config, meter="on_change"),
+            (self._shape_of(micro_batches, config), self._key_of_layers(), task),
         )
         try:
             self.model.eval()
@@ -557,15 +569,16 @@ class Relay:
                 self._caches.off(),
                 Stage(self._parts, config, self._new_trace(), replay) as stage,
             ):
+                prepare(stage)
                 forwards = stage.forwards(micro_batches, task, self._seeds(len(micro_batches)))
                 Loop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch).forward()
                 outputs = []
                 for forward in forwards:  # one after another: together they need not fit on the device
                     result, forward.result = forward.result, None
-                    stage.stash.fetch([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)], forward.k)
-                    outputs.append(pytree.tree_map_only(torch.Tensor, _to_host, result))
+                    stage.stash.fetch([t for t in leaves_in(result) if isinstance(t, torch.Tensor)], forward.k)
+                    outputs.append(map_tensors(result, _to_host))
                     del result
-                self._inferred[shape] = stage.learned()
+                self._inferred.keep(shape, stage.learned())
                 return outputs
         finally:
             for module, training in modes.items():
@@ -573,8 +586,37 @@ class Relay:
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _split(self, batch: Batch) -> list[Any]:
-        return split(batch, self.config.micro_batches)
+    def _split(self, batch: Batch) -> tuple[RowsOf, list[Any]]:
+        rows = self._rows_of(batch)
+        return rows, rows.split(self.config.micro_batches)
+
+    def _rows_of(self, batch: Batch) -> RowsOf:
+        rows = RowsOf(batch)
+        self._call.check(batch)
+        return rows
+
+    def _losses_of(self, small: Sequence[Any], shaken: bool) -> list[float]:
+        """Losses of a few rows each, in evaluation mode and float32; nothing that a forward may change stays changed.
+
+        `shaken` are the weights outside of layers, on the device alone.
+
+        Weights in float32 take twice the room of bfloat16 on the device, so none is loaded ahead.
+        """
+        config = replace(self.config, micro_batches=len(small), precision="fp32", ahead=0)
+        back = [self._parts.copy_buffers(), keep_attributes(self.model.modules())]
+        try:
+            with same_random_numbers(), torch.autocast(self.device.torch_device.type, enabled=False):
+                prepare = Stage.shake if shaken else bool
+                return [float(loss) for loss in self._infer(small, self._call.objective, config, prepare)]
+        except Exception as error:
+            error.add_note(
+                "Micro-batches hold unequal shares of targets, so the relay looked at the losses of a few rows in evaluation "
+                "mode, to find out what the loss is a mean over. Nothing was trained. With weight=, it need not look"
+            )
+            raise
+        finally:
+            for put_back in back:
+                put_back()
 
     @contextmanager
     def _editing(self) -> Iterator[None]:
@@ -605,8 +647,10 @@ class Relay:
         for unit in units:
             unit.stats.clear()
 
-    def _remember(self, micro_batches: Sequence[Any]) -> None:
-        self._editor.call = partial(self._call_whole, first_rows(micro_batches[0], 2))
+    def _first_call(self, rows: RowsOf) -> Callable[[], Any]:
+        """What edits run that have to run the model."""
+        few = min(2, rows.sizes(self.config.micro_batches)[0])
+        return partial(self._call_whole, rows.first(few))
 
     def _call_whole(self, rows: Any) -> torch.Tensor:
         """The model on a few rows, as edits run it to see what layers are given."""
@@ -633,11 +677,9 @@ class Relay:
         finally:
             self._busy.release()
 
-    def _shape_of(self, micro_batches: Sequence[Any]) -> Any:
+    def _shape_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> Any:
         """What the course of a step depends on; a change of it calls for metering."""
-        tensors = [leaf for leaf in pytree.tree_leaves(list(micro_batches)) if isinstance(leaf, torch.Tensor)]
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        return replace(self.config, seed=0), shapes, self.model.training
+        return replace(config, seed=0), tuple(form_of(each) for each in micro_batches), self.model.training
 
     def _key_of_layers(self) -> Layers:
         return frozenset((unit.key, unit.trained) for unit in self._parts.units)

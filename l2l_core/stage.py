@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from l2l_core.advice import advise
 from l2l_core.ambient import Ambient, RandomState
@@ -31,6 +30,7 @@ from l2l_core.hooks import SideOutputs, UserHooks
 from l2l_core.link import Lane, Link
 from l2l_core.memory import Ledger
 from l2l_core.meter import Meter, Metered
+from l2l_core.nested import map_tensors
 from l2l_core.pause import Forward, Shadows
 from l2l_core.prefetch import Prefetch
 from l2l_core.readers import before_reads
@@ -39,6 +39,7 @@ from l2l_core.trace import Trace
 from l2l_core.units import Unit, outside
 from l2l_core.wire import Wires
 
+_SHAKEN = 0.02  # of a weight, in `Stage.shake`: as much as models begin with
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Task = Callable[[nn.Module, Any], Any]
@@ -215,6 +216,17 @@ class Stage:
         with unit.buffers.on(self.parts.device, "buffers") as copies, self.stash.exempting(copies):
             yield
 
+    def shake(self) -> None:
+        """Move the shell's weights on the device a little, for this pass: a head that is all zero tells no loss from another.
+
+        The masters, and whatever comes after, know nothing of it.
+        """
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parts.shell.params:
+                noise = torch.randn(param.shape, generator=generator) * _SHAKEN
+                param.data.add_(noise.to(param.device, param.dtype))
+
     def learned(self) -> Metered:
         """What later passes of the same shape need not find out again."""
         return self.meter.latest
@@ -257,17 +269,19 @@ class Stage:
 
     def _bring(self, k: int, micro_batch: Any) -> Any:
         """Copy a micro-batch to the device."""
-        leaves, spec = pytree.tree_flatten(micro_batch)
         copies: list[Copy] = []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                leaves[index] = target = torch.empty_like(leaf, device=self.parts.device.torch_device)
-                self.stash.hold(self._asides.note(target, k), k, "other", "", fresh=True)
-                copies.append((target, leaf.detach()))
+
+        def brought(tensor: torch.Tensor) -> torch.Tensor:
+            target = torch.empty_like(tensor, device=self.parts.device.torch_device)
+            self.stash.hold(self._asides.note(target, k), k, "other", "", fresh=True)
+            copies.append((target, tensor.detach()))
+            return target
+
+        rows = map_tensors(micro_batch, brought)
         if copies:
             with self.clock.stalled():
                 self.h2d.send("batch", "", copies, k).wait()
-        return pytree.tree_unflatten(leaves, spec)
+        return rows
 
 
 def model_tensors(parts: Parts) -> list[torch.Tensor]:

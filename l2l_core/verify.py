@@ -10,12 +10,14 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from l2l_core.nested import map_tensors
 from l2l_core.reference import train_step
 from l2l_core.sample import same_random_numbers
 from l2l_core.settings import Settings, is_same, settings_of
@@ -92,15 +94,14 @@ def compare_step(
     """Run the step on a copy in core, on `torch_device`, then by relay, and compare losses, weights, buffers, optimizer."""
     twin = _twin_of(model)
     optimizer = store.plain_optimizer(twin, model)
-    parts = micro_batches
     if torch_device.type != "cpu":
         twin.to(torch_device)
         optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
-        parts = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch_device), list(micro_batches))
     with same_random_numbers():  # NumPy's too: both sides begin with the same ones
-        losses = train_step(twin, optimizer, parts, objective, divisors, seeds, max_grad_norm)
+        copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
+        losses = train_step(twin, optimizer, micro_batches, objective, divisors, seeds, max_grad_norm, copied)
     reference_loss = float(sum(losses))
-    del losses, parts
+    del losses
     twin.cpu()  # before the relay needs the room
     expected = {
         param: pytree.tree_map_only(torch.Tensor, _on_host, dict(optimizer.state.get(own, {})))

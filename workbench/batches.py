@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
+
+import torch
 
 from l2l_core.batch import Batch
 
@@ -21,7 +24,8 @@ class Batches:
     """
 
     def __init__(self, source: BatchSource) -> None:
-        if isinstance(source, Mapping) or not (callable(source) or isinstance(source, Iterable)):
+        is_batch = isinstance(source, Mapping | torch.Tensor) or is_dataclass(source) or hasattr(source, "_fields")
+        if is_batch or not (callable(source) or isinstance(source, Iterable)):
             raise TypeError(
                 f"batches is a {type(source).__name__}: give an iterable of batches (a DataLoader, a list) or a function "
                 "that returns one; for the same batch in every step, [batch]"

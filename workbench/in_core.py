@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from l2l_core import RelayConfig
-from l2l_core.batch import default_weight, shares, split
+from l2l_core.batch import rows_of, split
+from l2l_core.mean import shares
 from l2l_core.reference import train_step
 
 Batch = Mapping[str, torch.Tensor]
@@ -48,7 +49,7 @@ class InCore:
         """Train on one batch, by plain accumulation over micro-batches; the loss."""
         parts = split({name: value.to(self._device) for name, value in batch.items()}, self._config.micro_batches)
         seeds = [self._config.micro_batch_seed(self._steps, k) for k in range(len(parts))]
-        divisors = shares(parts, default_weight(self.model, has_loss=False))
+        divisors = shares(parts, rows_of)  # windows of full length: rows count alike
         losses = train_step(self.model, self.optimizer, parts, _objective, divisors, seeds)
         self._schedule.step()
         self._steps += 1

@@ -10,7 +10,7 @@ import time
 from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import pytest
@@ -208,7 +208,30 @@ def test_a_source_without_a_batch_says_so(relay: Relay) -> None:
             assert "no batch" in now.failure.message and "drop_last" in now.failure.message
 
 
-@pytest.mark.parametrize("source", [3, {"input_ids": torch.zeros(2, 2)}, UserDict(input_ids=torch.zeros(2, 2))])
+class Columns(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor | None = None
+
+
+def test_every_row_of_a_loader_with_batches_of_its_own_type_is_trained_once(relay: Relay) -> None:
+    plain, kinds = make_batches(), list[type]()
+    loss = relay._call._loss
+    relay._call._loss = lambda outputs, batch: kinds.append(type(batch)) or loss(outputs, batch)
+    loader = DataLoader([Columns(x, y) for x, y in plain], batch_size=None)
+    with Session(relay, loader) as session:
+        session.run(5)
+        now = session.wait(HANG_S)
+    with make_relay() as other:
+        assert [row.loss for row in now.steps] == [other.step(batch).loss for batch in plain]
+        assert_equal(weights_of(relay), weights_of(other))
+    assert (now.step, now.failure, {row.samples for row in now.steps}) == (5, None, {6})
+    assert kinds == [Columns] * 10
+
+
+ONE_BATCH = [{"input_ids": torch.zeros(2, 2)}, UserDict(input_ids=torch.zeros(2, 2)), Columns(torch.zeros(2, 2))]
+
+
+@pytest.mark.parametrize("source", [3, torch.zeros(2, 2), *ONE_BATCH])
 def test_what_is_no_source_of_batches_is_refused(relay: Relay, source: Any) -> None:
     with pytest.raises(TypeError, match="an iterable of batches"):
         Session(relay, source)

@@ -1,0 +1,63 @@
+"""What a micro-batch is to the model, and joining outputs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from l2l_core.objective import ModelCall, join
+
+
+class Records(nn.Module):
+    """Returns what it was given."""
+
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        return SimpleNamespace(loss=torch.tensor(1.0), x=x, mask=mask)
+
+
+def test_with_a_loss_the_target_stays_with_the_loss() -> None:
+    model, seen = Records(), []
+    call = ModelCall(model, loss=lambda outputs, batch: seen.append((outputs, batch)) or torch.tensor(2.0))
+    assert call.objective(model, ("x", "y")) == 2
+    assert seen[-1][0].x == "x" and seen[-1][1] == ("x", "y")
+    call.objective(model, {"x": 1, "target": 2})
+    assert seen[-1][0].x == 1 and seen[-1][1]["target"] == 2
+
+
+def test_without_a_loss_everything_goes_to_the_model() -> None:
+    model = Records()
+    assert ModelCall(model).outputs(model, ("x", "m")).mask == "m"
+    with pytest.raises(TypeError, match="target"):
+        ModelCall(model).outputs(model, {"x": 1, "target": 2})
+
+
+def test_a_loss_that_is_no_scalar_or_missing_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"has no \.loss.*labels"):
+        ModelCall(model).objective(model, (torch.zeros(1, 2),))
+    with pytest.raises(ValueError, match=r"shape \(1, 2\).*reduce it"):
+        ModelCall(model, loss=lambda outputs, batch: outputs).objective(model, (torch.zeros(1, 2), 0))
+    with pytest.raises(ValueError, match="use one"):
+        ModelCall(model, loss=lambda o, b: o, objective=lambda m, b: b)
+
+
+def test_outputs_are_joined_by_rows_and_scalars_averaged() -> None:
+    outputs = [
+        {"loss": torch.tensor(1.0), "y": torch.zeros(2, 3), "n": 5},
+        {"loss": torch.tensor(4.0), "y": torch.ones(1, 3), "n": 5},
+    ]
+    joined = join(outputs, rows=[2, 1], divisors=lambda: [3 / 2, 3.0])
+    assert joined["y"].shape == (3, 3)
+    assert float(joined["loss"]) == pytest.approx(2)
+    assert joined["n"] == 5
+
+
+def test_divisors_are_asked_only_for_scalars() -> None:
+    def never() -> list[float]:
+        raise AssertionError
+
+    assert join([torch.zeros(2), torch.ones(1)], rows=[2, 1], divisors=never).tolist() == [0, 0, 1]
