@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from l2l_core.units import Unit
+from l2l_core.compiled import refuse_hooks, refuse_whole
+from l2l_core.units import SHELL, Unit
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 _TAKEN = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # files of a save that are no layer's
@@ -19,9 +20,10 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
 
     Raises:
         RuntimeError: parameters were replaced, moved, cast, or hold a gradient; the message has the remedy.
-        ValueError: gradient checkpointing is on.
+        ValueError: gradient checkpointing is on, or layers were compiled together with what is around them.
     """
     refuse_checkpointing(model)
+    refuse_whole(model, {unit.name: unit.module for unit in units if unit.key != SHELL})
     for unit in units:
         for module, name, param in unit.owners:
             if module._parameters.get(name) is not param:
@@ -50,6 +52,8 @@ def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Uni
         ValueError: hooks that run in the middle of backward, sparse gradients, code that looks for function modes.
     """
     for unit in units:
+        if unit.key != SHELL:
+            refuse_hooks(unit.module, unit.name)
         for block in unit.blocks:
             for param, name in zip(block.params, block.names, strict=True):
                 if getattr(param, "_post_accumulate_grad_hooks", None):

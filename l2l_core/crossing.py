@@ -191,25 +191,30 @@ class Crossing(TorchFunctionMode):
             for target in pytree.tree_leaves(kwargs["out"]):
                 if isinstance(target, torch.Tensor) and self._is_older(target):
                     self._enter_in_place(target)
+        return self._on_entries(func, args, kwargs)
+
+    def _on_entries(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation on entries in place of tensors from before the last layer call."""
         given: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         out = func(*self.hand(args, given), **self.hand(kwargs, given))
         if not given:
             return self.asides.note(out, self._k)
         for tensor, entry, version in given.values():
             if entry._version != version:
+                name = getattr(func, "__name__", "an operation")
                 raise RuntimeError(
-                    f"{getattr(func, '__name__', func)} of the model's own code changes a tensor of shape {tuple(tensor.shape)} "
-                    "in place that was made before a layer call. Change a copy instead (inplace=False, x = x + y, not x += y)"
+                    f"{name} of the model's own code changes a tensor of shape {tuple(tensor.shape)} in place that was made "
+                    "before a layer call. Change a copy instead (inplace=False, x = x + y, not x += y)"
                 )
         if isinstance(out, torch.Tensor) and id(out) in (kept := {id(e): t for t, e, _ in given.values()}):
             return kept[id(out)]  # `x.contiguous()` of what is contiguous is x
         return self.asides.note(out, self._k)
 
     def applied(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A custom autograd function in the model's own code."""
-        if torch.is_grad_enabled():
-            args = self.hand(args, {})
-        return self.asides.note(function(*args, **kwargs), self._k)
+        """Something in the model's own code that is to be seen as one operation: a custom autograd function, a compiled part."""
+        if len(self.segments) == 1 or not torch.is_grad_enabled():
+            return self.asides.note(function(*args, **kwargs), self._k)
+        return self._on_entries(function, args, kwargs)
 
     def hand(self, tree: Any, given: dict[int, tuple[torch.Tensor, torch.Tensor, int]]) -> Any:
         """Arguments, with entries in place of tensors that were made before the last layer call."""
@@ -297,13 +302,18 @@ def _changes_view(tensor: torch.Tensor) -> str:
     )
 
 
+def crossing_in_force() -> Crossing | None:
+    """The crossing of the micro-batch at work, while its shell code runs."""
+    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Crossing)), None)
+
+
 @contextmanager
 def functions_seen() -> Iterator[None]:
     """Show the crossing in force custom autograd functions too, which PyTorch's function modes do not see."""
     before = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        crossing = next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Crossing)), None)
+        crossing = crossing_in_force()
         if crossing is None:
             return before.__func__(cls, *args, **kwargs)
         return crossing.applied(partial(before.__func__, cls), args, kwargs)

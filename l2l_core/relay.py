@@ -23,6 +23,7 @@ from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, 
 from l2l_core.branches import Branch, Branches
 from l2l_core.branches import State as BranchState
 from l2l_core.checks import check_keys, check_model, check_step, refuse_checkpointing
+from l2l_core.compiled import refuse_whole
 from l2l_core.config import RelayConfig
 from l2l_core.cuda import CudaDevice
 from l2l_core.device import Device
@@ -114,6 +115,7 @@ class Relay:
         refuse_checkpointing(model)
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         found = resolve_layers(model, layers)
+        refuse_whole(model, found)
         keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
         self.config = config

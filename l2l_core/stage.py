@@ -34,6 +34,7 @@ from l2l_core.meter import Meter, Metered
 from l2l_core.pause import Forward, Shadows
 from l2l_core.prefetch import Prefetch
 from l2l_core.readers import before_reads
+from l2l_core.sight import OutOfSight
 from l2l_core.stash import Stash
 from l2l_core.trace import Trace
 from l2l_core.units import Unit, outside
@@ -161,7 +162,7 @@ class Stage:
         order = self.stash.order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], attributes)
         later(order.close)
         self.stash.guards_layers = on_host and not torch.is_grad_enabled()
-        self._asides = Asides(self.stash.asked, active=torch.is_grad_enabled())
+        self._asides = Asides(self.stash.asked, self.stash.touch, active=torch.is_grad_enabled())
         later(self.stash.clear)
         later(self._asides.close)
         if on_host:
@@ -184,9 +185,12 @@ class Stage:
         self.stash.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
         enter(functions_seen())
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
-        sides = enter(SideOutputs())
-        self.shadows = enter(Shadows({unit.module: unit for unit in parts.layers}))
-        attributes = enter(Attributes(parts.shell_modules(), parts.layers, self._asides.note))
+        sides = SideOutputs()
+        attributes = Attributes(parts.shell_modules(), parts.layers, self._asides.note)
+        layers = {unit.module: unit for unit in parts.layers}
+        enter(OutOfSight(parts.model, layers, self.stash, self._asides, sides, attributes, order))
+        self.shadows = enter(Shadows(layers))
+        enter(attributes)
         self.run = Pass(
             parts.device, self.stash, self._asides, self.trace, sides, hooks, self.meter, self.clock, attributes, order
         )

@@ -75,6 +75,11 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.stash = stash
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code shall be what it is in plain training; of what runs in it, the watch sees what PyTorch runs."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = {t.untyped_storage()._cdata: t for t in _tensors((args, kwargs))}
         self.stash.before(func, reads, args)
@@ -125,6 +130,11 @@ class Stash:
         self._in_forward = True
         self.guards_layers = False  # layers are watched: in inference, where nobody else is on guard
         self.order: BufferOrder | None = None  # told of what shell code does
+
+    @property
+    def at_work(self) -> int:
+        """The micro-batch at work, or NOBODY."""
+        return self._k
 
     @property
     def guards(self) -> bool:
