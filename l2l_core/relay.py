@@ -43,6 +43,7 @@ from l2l_core.memory import Ledger
 from l2l_core.meter import Metered
 from l2l_core.optimizers import OptimizerFactory, make_optimizer, silent
 from l2l_core.past import Restorer, parts_of
+from l2l_core.process import Process
 from l2l_core.rehearsal import Rehearsal
 from l2l_core.resume import Resumption, keep
 from l2l_core.sample import same_random_numbers
@@ -139,7 +140,7 @@ class Relay:
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
-        self._busy = threading.Lock()
+        self._process, self._busy = Process(), threading.Lock()
         self._closed = False
 
     # -- what a relay is -----------------------------------------------------------------------------------------------
@@ -188,9 +189,9 @@ class Relay:
     def close(self) -> None:
         """Join every thread; the model and the optimizer are ordinary ones again. Calling it twice is fine.
 
-        Layers that wait on disk are gone.
+        Layers that wait on disk are gone. In a process that was forked nothing happens: threads and files are not its own.
         """
-        if self._closed:
+        if self._closed or not self._process.is_this:
             return
         self._closed = True
         self._parts.wires.close()
@@ -601,6 +602,7 @@ class Relay:
     def _exclusive(self) -> Iterator[None]:
         if self._closed:
             raise RuntimeError("this relay is closed: make a new Relay over the model")
+        self._process.check("this relay")
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "this relay is in the middle of a step in another thread: wait for it, or stop the session"
