@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from l2l_core.compiled import refuse_hooks, refuse_whole
 from l2l_core.units import SHELL, Unit
@@ -20,9 +21,12 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
 
     Raises:
         RuntimeError: parameters were replaced, moved, cast, or hold a gradient; the message has the remedy.
-        ValueError: gradient checkpointing is on, or layers were compiled together with what is around them.
+        ValueError: gradient checkpointing is on, layers were compiled together with what is around them or are TorchScript, or
+            parametrized weights are cached.
     """
     refuse_checkpointing(model)
+    refuse_scripted(model)
+    refuse_cached(model)
     refuse_whole(model, {unit.name: unit.module for unit in units if unit.key != SHELL})
     for unit in units:
         for module, name, param in unit.owners:
@@ -101,6 +105,32 @@ def check_keys(keys: Iterable[object]) -> list[str]:
             )
         checked.append(key)
     return checked
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise ValueError if a part of the model is TorchScript: its forward and its weights are not Python's to exchange."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            how = (
+                "traced (torch.jit.trace)"
+                if isinstance(module, torch.jit.TracedModule)
+                else "scripted (torch.jit.script)"
+            )
+            which = f"module {name!r}" if name else f"this {module.original_name}"
+            raise ValueError(
+                f"{which} is {how}: the relay stops at layers and exchanges their weights, which TorchScript does not allow. Give it "
+                "the module as it was before, script or trace it when it is trained, and use torch.compile on layers for speed"
+            )
+
+
+def refuse_cached(model: nn.Module) -> None:
+    """Raise ValueError in the middle of ``parametrize.cached()``, if the model has parametrized weights."""
+    if parametrize._cache_enabled and any(isinstance(m, parametrize.ParametrizationList) for m in model.modules()):
+        raise ValueError(
+            "the model has parametrized weights and runs in torch.nn.utils.parametrize.cached(), which keeps each of them from "
+            "its first use on: micro-batches take turns, and a layer that is recomputed needs its weight with a graph of its "
+            "own. Leave that block out around the relay and in the model's forward; within one layer's forward it may stay"
+        )
 
 
 def refuse_checkpointing(model: nn.Module) -> None:

@@ -104,6 +104,7 @@ class Forward:
         """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         for last in self.calls[-1:]:
             last.kept = None  # it was not the last layer after all
+        self._run.check_call()
         with torch._C.DisableTorchFunction():  # the crossing is for the model's own code
             self.waiting = call = Call.of(unit, real, self.k, args, kwargs, self.crossing)
             for item in call.inputs:

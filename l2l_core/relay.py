@@ -22,7 +22,7 @@ from l2l_core.ambient import RandomState
 from l2l_core.batch import Batch, ModelCall, Objective, Weight, default_weight, first_rows, join, rows_of, shares, split
 from l2l_core.branches import Branch, Branches
 from l2l_core.branches import State as BranchState
-from l2l_core.checks import check_keys, check_model, check_step, refuse_checkpointing
+from l2l_core.checks import check_keys, check_model, check_step, refuse_checkpointing, refuse_scripted
 from l2l_core.compiled import refuse_whole
 from l2l_core.config import RelayConfig
 from l2l_core.cuda import CudaDevice
@@ -114,6 +114,7 @@ class Relay:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
         refuse_checkpointing(model)
+        refuse_scripted(model)
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         found = resolve_layers(model, layers)
         refuse_whole(model, found)
@@ -276,6 +277,7 @@ class Relay:
         """
         micro_batches = self._split(batch)
         with interrupts_wait(), self._exclusive(), self.device.current(), self._preserved(), torch.enable_grad():
+            check_model(self.model, self._parts.units)  # the in-core side comes first
             return compare_step(
                 model=self.model,
                 store=self._store,

@@ -22,6 +22,7 @@ from l2l_core.aside import Asides
 from l2l_core.attributes import Attributes
 from l2l_core.buffer_order import BufferOrder
 from l2l_core.call import Pass
+from l2l_core.checks import refuse_cached
 from l2l_core.clock import Clock
 from l2l_core.config import RelayConfig
 from l2l_core.crossing import Crossing, functions_seen
@@ -191,8 +192,19 @@ class Stage:
         enter(OutOfSight(parts.model, layers, self.stash, self._asides, sides, attributes, order))
         self.shadows = enter(Shadows(layers))
         enter(attributes)
+        check = partial(refuse_cached, parts.model)
         self.run = Pass(
-            parts.device, self.stash, self._asides, self.trace, sides, hooks, self.meter, self.clock, attributes, order
+            parts.device,
+            self.stash,
+            self._asides,
+            self.trace,
+            sides,
+            hooks,
+            self.meter,
+            self.clock,
+            attributes,
+            order,
+            check,
         )
         later(self.shadows.cancel)
 
