@@ -55,7 +55,7 @@ class Attributes:
         names = {(type(m), name) for m in self._shell for name in vars(m) if name not in _OF_MODULES}
         for cls, name in names:
             self._spy(cls, name)
-        self._undo.enter_context(_told_of_sets(self.was_set))
+        self._plain_set = self._undo.enter_context(_told_of_sets(self.was_set))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -108,9 +108,11 @@ class Attributes:
         spied = [(cls, name) for cls, name in self._spies if cls in classes]
         for cls, name in spied:
             self._take_away(cls, name)
+        told, nn.Module.__setattr__ = nn.Module.__setattr__, self._plain_set  # type: ignore[method-assign]
         try:
             yield
         finally:
+            nn.Module.__setattr__ = told  # type: ignore[method-assign]
             for cls, name in spied:
                 self._set_up(cls, name)
         for place in [(m, n) for m in modules for n in vars(m) if n not in _OF_MODULES]:
@@ -191,8 +193,11 @@ class _Spy:
 
 
 @contextmanager
-def _told_of_sets(listener: Any) -> Iterator[None]:
-    """Call `listener` with every module and name that is assigned to, in the block, where no spy stands yet."""
+def _told_of_sets(listener: Any) -> Iterator[Any]:
+    """Call `listener` with every module and name that is assigned to, in the block, where no spy stands yet.
+
+    Yields what assigned before.
+    """
     before = nn.Module.__setattr__
 
     def setting(self: nn.Module, name: str, value: Any) -> None:
@@ -202,7 +207,7 @@ def _told_of_sets(listener: Any) -> Iterator[None]:
 
     nn.Module.__setattr__ = setting  # type: ignore[method-assign]
     try:
-        yield
+        yield before
     finally:
         nn.Module.__setattr__ = before  # type: ignore[method-assign]
 

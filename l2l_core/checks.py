@@ -118,8 +118,9 @@ def refuse_scripted(model: nn.Module) -> None:
             )
             which = f"module {name!r}" if name else f"this {module.original_name}"
             raise ValueError(
-                f"{which} is {how}: the relay stops at layers and exchanges their weights, which TorchScript does not allow. Give it "
-                "the module as it was before, script or trace it when it is trained, and use torch.compile on layers for speed"
+                f"{which} is {how}: the relay stops at layers and exchanges their weights, which TorchScript does not allow. "
+                "Give it the module as it was before, and script or trace it when it is trained; for speed use torch.compile on "
+                "layers"
             )
 
 

@@ -8,6 +8,8 @@ piece: which tensors go in and come out, which attributes and buffers have chang
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from l2l_core.ambient import function_modes_without
 from l2l_core.aside import Asides
@@ -27,7 +30,7 @@ from l2l_core.compiled import entry_of, is_wrapper, parts_of, wrapper_class
 from l2l_core.crossing import Crossing, crossing_in_force
 from l2l_core.cut import sequence_number
 from l2l_core.hooks import SideOutputs
-from l2l_core.stash import Stash
+from l2l_core.stash import Stash, Watch
 
 
 class OutOfSight:
@@ -56,8 +59,10 @@ class OutOfSight:
         self._undo = ExitStack()
 
     def __enter__(self) -> OutOfSight:
-        if self._parts:
+        self._undo.enter_context(_alone(bool(self._parts)))
+        if "torch._dynamo" in sys.modules:
             _hide_engine()
+        if self._parts:
             self._undo.enter_context(_plainly_called(self._parts))
         for part in self._parts:
             entry = entry_of(part)
@@ -111,7 +116,7 @@ class OutOfSight:
         for part in inner:
             self._take_away(part)
         try:
-            with self._sides.paused(), function_modes_without(Crossing):
+            with self._sides.paused(), self._stash.in_part(), function_modes_without(Crossing):
                 yield
         finally:
             for part in inner:
@@ -190,7 +195,51 @@ def _plainly_called(parts: Mapping[nn.Module, Any]) -> Iterator[None]:
 
 @cache
 def _hide_engine() -> None:
-    """Let Dynamo take no frame of the engine for the model's."""
-    from torch._dynamo import trace_rules
+    """Let Dynamo take no frame of the engine for the model's, and run nothing by itself in shell code."""
+    from torch._dynamo import eval_frame, trace_rules
 
     trace_rules.add(__package__)
+    before = eval_frame._callback_from_stance  # called whenever compiled code is about to run
+
+    def callback(compiler: Any) -> Any:
+        _refuse_function(compiler)
+        return before(compiler)
+
+    eval_frame._callback_from_stance = callback
+
+
+def _refuse_function(compiler: Any) -> None:
+    """Compiled code is about to run in this thread: refuse it in shell code, unless it is a part, which was entered properly."""
+    watches = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watch)]
+    if callable(compiler) and (crossing_in_force() is not None or any(watch.stash.needs_watch for watch in watches)):
+        raise RuntimeError(
+            "the model's own code calls a compiled function (torch.compile on a function) outside of its layers: it would be "
+            "compiled together with what the relay does around each operation. Make it the forward of a module of the model and "
+            "compile that, call it within a layer, or leave it as it is written"
+        )
+
+
+_lock = threading.Lock()
+_passes: list[tuple[int, bool]] = []  # under way: thread, and whether compiled parts are in the model
+
+
+@contextmanager
+def _alone(has_parts: bool) -> Iterator[None]:
+    """What is put away around a compiled part is the process's: nobody else's pass may count on it meanwhile.
+
+    Raises:
+        RuntimeError: a pass is under way in another thread, and one of the two has compiled parts.
+    """
+    own = threading.get_ident(), has_parts
+    with _lock:
+        if any(thread != own[0] and (has_parts or other_has) for thread, other_has in _passes):
+            raise RuntimeError(
+                "another relay is in the middle of a step in another thread, and one of the two models has compiled parts, which "
+                "run while the engine's hooks are put away, everybody's. Let one wait for the other, or use two processes"
+            )
+        _passes.append(own)
+    try:
+        yield
+    finally:
+        with _lock:
+            _passes.remove(own)
