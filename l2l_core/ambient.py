@@ -152,6 +152,24 @@ class Ambient:
             outside.put()
 
 
+@contextmanager
+def function_modes_without(kind: type) -> Iterator[None]:
+    """Run a block under the function modes in force, but for those of a kind."""
+    modes = _get_current_function_mode_stack()
+    for _ in modes:
+        _pop_function_mode()
+    kept = [mode for mode in modes if not isinstance(mode, kind)]
+    for mode in kept:
+        _push_function_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            _pop_function_mode()
+        for mode in modes:
+            _push_function_mode(mode)
+
+
 def _pop_saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:

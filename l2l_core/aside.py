@@ -60,11 +60,12 @@ class Asides:
 
     Args:
         ask: called before anything is done with a guarded tensor; raises if that must not be.
+        bring: called before anything is done, unseen, with a tensor that is not guarded.
         active: whether there is anything to guard.
     """
 
-    def __init__(self, ask: Ask, active: bool) -> None:
-        self._ask, self._active = ask, active
+    def __init__(self, ask: Ask, bring: Callable[[torch.Tensor], None], active: bool) -> None:
+        self._ask, self._bring, self._active = ask, bring, active
         self._free: list[weakref.ref[torch.Tensor]] = []  # of the micro-batch at work
         self._guarded: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -99,6 +100,14 @@ class Asides:
             if type(tensor) is Aside:
                 self._release(tensor)
 
+    def ask(self, values: Iterable[Any], k: int | None = None) -> None:
+        """Somebody is about to read the tensors among these where it is not seen; of guarded ones all, or those of `k`."""
+        for tensor in [value for value in values if isinstance(value, torch.Tensor)]:
+            if type(tensor) is not Aside:
+                self._bring(tensor)
+            elif k is None or tensor._relay_aside.k == k:
+                tensor._relay_aside.ask(tensor)
+
     def _release(self, tensor: torch.Tensor) -> None:
         back(tensor)
         ref = self._guarded.pop(id(tensor), None)
@@ -123,10 +132,10 @@ class Asides:
 class _Mark:
     """On a tensor: which micro-batch made it, and whom to ask."""
 
-    __slots__ = ("_asides", "_k")
+    __slots__ = ("_asides", "k")
 
     def __init__(self, asides: Asides, k: int) -> None:
-        self._asides, self._k = asides, k
+        self._asides, self.k = asides, k
 
     def ask(self, tensor: torch.Tensor) -> None:
-        self._asides.asked(tensor, self._k)
+        self._asides.asked(tensor, self.k)

@@ -24,7 +24,7 @@ from l2l_core.units import Unit
 Place = tuple[nn.Module, str]
 
 _MISSING = object()
-_OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
+_OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
 
 class Attributes:
@@ -48,13 +48,14 @@ class Attributes:
         self._read: dict[Place, int] = {}  # the last micro-batch that has read what others left
         self._set: dict[Place, int] = {}
         self._on_layers: dict[Unit, set[Place]] = {}  # what the shell has set there
+        self._spies: dict[tuple[type, str], tuple[_Spy, Any]] = {}  # with what the class itself had there
         self._undo = ExitStack()
 
     def __enter__(self) -> Attributes:
         names = {(type(m), name) for m in self._shell for name in vars(m) if name not in _OF_MODULES}
         for cls, name in names:
             self._spy(cls, name)
-        self._undo.enter_context(_told_of_sets(self.was_set))
+        self._plain_set = self._undo.enter_context(_told_of_sets(self.was_set))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -64,12 +65,18 @@ class Attributes:
         found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
         if hasattr(type(found), "__set__"):
             return  # a property: instances hold nothing under this name
-        own = vars(cls).get(name, _MISSING)
-        setattr(cls, name, _Spy(self, name, found))
-        if own is _MISSING:
-            self._undo.callback(delattr, cls, name)
+        self._spies[cls, name] = _Spy(self, name, found), vars(cls).get(name, _MISSING)
+        self._set_up(cls, name)
+        self._undo.callback(self._take_away, cls, name)
+
+    def _set_up(self, cls: type, name: str) -> None:
+        setattr(cls, name, self._spies[cls, name][0])
+
+    def _take_away(self, cls: type, name: str) -> None:
+        if (own := self._spies[cls, name][1]) is _MISSING:
+            delattr(cls, name)
         else:
-            self._undo.callback(setattr, cls, name, own)
+            setattr(cls, name, own)
 
     @contextmanager
     def turn(self, k: int, own: dict[Place, Any]) -> Iterator[None]:
@@ -90,6 +97,27 @@ class Attributes:
             yield
         finally:
             self._in_layer = before
+
+    @contextmanager
+    def told_of_all(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Compiled code of `modules` runs in the block, past the spies: it may read all, and what it has set shows afterwards."""
+        before = {(m, name): value for m in modules for name, value in vars(m).items() if name not in _OF_MODULES}
+        for place in before:
+            self.was_read(*place)
+        classes = {cls for kind in {type(module) for module in modules} for cls in kind.__mro__}
+        spied = [(cls, name) for cls, name in self._spies if cls in classes]
+        for cls, name in spied:
+            self._take_away(cls, name)
+        told, nn.Module.__setattr__ = nn.Module.__setattr__, self._plain_set  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = told  # type: ignore[method-assign]
+            for cls, name in spied:
+                self._set_up(cls, name)
+        for place in [(m, n) for m in modules for n in vars(m) if n not in _OF_MODULES]:
+            if vars(place[0])[place[1]] is not before.get(place, _MISSING):
+                self.was_set(*place)
 
     def was_read(self, module: nn.Module, name: str) -> None:
         """Somebody has read an attribute.
@@ -165,8 +193,11 @@ class _Spy:
 
 
 @contextmanager
-def _told_of_sets(listener: Any) -> Iterator[None]:
-    """Call `listener` with every module and name that is assigned to, in the block, where no spy stands yet."""
+def _told_of_sets(listener: Any) -> Iterator[Any]:
+    """Call `listener` with every module and name that is assigned to, in the block, where no spy stands yet.
+
+    Yields what assigned before.
+    """
     before = nn.Module.__setattr__
 
     def setting(self: nn.Module, name: str, value: Any) -> None:
@@ -176,7 +207,7 @@ def _told_of_sets(listener: Any) -> Iterator[None]:
 
     nn.Module.__setattr__ = setting  # type: ignore[method-assign]
     try:
-        yield
+        yield before
     finally:
         nn.Module.__setattr__ = before  # type: ignore[method-assign]
 

@@ -71,6 +71,14 @@ class BufferOrder:
             self.writes(k, [place for place, old, new in trios if not _same(old, new)])
             self._note_replaced(buffers)
 
+    def part_ran(
+        self, k: int, buffers: Buffers, before: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor | None]
+    ) -> None:
+        """A compiled part of the shell has run, which nobody could watch: as `layer_ran`, for buffers of the shell."""
+        self.layer_ran(k, buffers, before, after)
+        trios = zip(buffers.places, before, after, strict=True)
+        self._fresh.update(place for place, old, new in trios if not _same(old, new))
+
     # -- what shell code does ------------------------------------------------------------------------------------------
 
     def begin_turn(self) -> None:

@@ -65,6 +65,7 @@ class Pass:
     clock: Clock
     attributes: Attributes
     order: BufferOrder
+    check_call: Callable[[], None]  # refuses what no layer may be called in
     runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
     influence: Influence = field(default_factory=Influence)
     recomputes: Recomputes = field(default_factory=Recomputes)

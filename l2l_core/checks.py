@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from l2l_core.units import Unit
+from l2l_core.compiled import refuse_hooks, refuse_whole
+from l2l_core.units import SHELL, Unit
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 _TAKEN = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # files of a save that are no layer's
@@ -19,9 +21,13 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
 
     Raises:
         RuntimeError: parameters were replaced, moved, cast, or hold a gradient; the message has the remedy.
-        ValueError: gradient checkpointing is on.
+        ValueError: gradient checkpointing is on, layers were compiled together with what is around them or are TorchScript, or
+            parametrized weights are cached.
     """
     refuse_checkpointing(model)
+    refuse_scripted(model)
+    refuse_cached(model)
+    refuse_whole(model, {unit.name: unit.module for unit in units if unit.key != SHELL})
     for unit in units:
         for module, name, param in unit.owners:
             if module._parameters.get(name) is not param:
@@ -50,6 +56,8 @@ def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Uni
         ValueError: hooks that run in the middle of backward, sparse gradients, code that looks for function modes.
     """
     for unit in units:
+        if unit.key != SHELL:
+            refuse_hooks(unit.module, unit.name)
         for block in unit.blocks:
             for param, name in zip(block.params, block.names, strict=True):
                 if getattr(param, "_post_accumulate_grad_hooks", None):
@@ -97,6 +105,33 @@ def check_keys(keys: Iterable[object]) -> list[str]:
             )
         checked.append(key)
     return checked
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise ValueError if a part of the model is TorchScript: its forward and its weights are not Python's to exchange."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            how = (
+                "traced (torch.jit.trace)"
+                if isinstance(module, torch.jit.TracedModule)
+                else "scripted (torch.jit.script)"
+            )
+            which = f"module {name!r}" if name else f"this {module.original_name}"
+            raise ValueError(
+                f"{which} is {how}: the relay stops at layers and exchanges their weights, which TorchScript does not allow. "
+                "Give it the module as it was before, and script or trace it when it is trained; for speed use torch.compile on "
+                "layers"
+            )
+
+
+def refuse_cached(model: nn.Module) -> None:
+    """Raise ValueError in the middle of ``parametrize.cached()``, if the model has parametrized weights."""
+    if parametrize._cache_enabled and any(isinstance(m, parametrize.ParametrizationList) for m in model.modules()):
+        raise ValueError(
+            "the model has parametrized weights and runs in torch.nn.utils.parametrize.cached(), which keeps each of them from "
+            "its first use on: micro-batches take turns, and a layer that is recomputed needs its weight with a graph of its "
+            "own. Leave that block out around the relay and in the model's forward; within one layer's forward it may stay"
+        )
 
 
 def refuse_checkpointing(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -62,6 +62,7 @@ class Crossing(TorchFunctionMode):
         self.autocasts = False  # some layer was called under an autocast that keeps its casts
         self._casts: Counter[torch.Tensor] = Counter()
         self._changed: dict[int, int] = {}  # storages that were changed through a view, and when
+        self._was_in_place = False  # something older than a layer call was changed in place after it
 
     # -- the engine's side ---------------------------------------------------------------------------------------------
 
@@ -93,6 +94,9 @@ class Crossing(TorchFunctionMode):
 
     def turn(self) -> Segment:
         """The shell code that follows is a segment of its own; returns the one that has ended."""
+        for entry in self._entries.values():
+            if _is_changed(entry):
+                self._note_changed(entry)
         self._entries.clear()
         self._begins.append(self._layers[-1][1])
         self.segments.append(Segment())
@@ -132,14 +136,23 @@ class Crossing(TorchFunctionMode):
             segment.uses.update(found.leaves)
             for leaf in segment.uses:
                 if leaf in inside:
-                    raise RuntimeError(self._reads_inside(inside[leaf]))
+                    raise RuntimeError(self._reads_parameter(leaf, inside[leaf]))
             if found.first < begin or found.last >= end:
-                self._refuse_stray(next(node for node in found.nodes if not begin <= node._sequence_nr() < end))
+                strays = {node for node in found.nodes if not begin <= node._sequence_nr() < end}
+                readers = [n for n in found.nodes - strays if any(behind in strays for behind, _ in n.next_functions)]
+                self._refuse_stray(next(iter(strays)), {reader.name() for reader in readers})
             if self.autocasts:
                 self.casts(found.cast)
 
-    def _refuse_stray(self, node: Any) -> None:
+    def _refuse_stray(self, node: Any, readers: Collection[str]) -> None:
+        """Refuse a graph that reads a node of an earlier segment; autograd reads the base of a view anew when it was changed."""
         self._refuse_inside(node)
+        if self._was_in_place or "AsStridedBackward0" in readers:
+            raise RuntimeError(
+                f"micro-batch {self._k}: the model's own code changes a tensor in place, after a layer call, of which it took a "
+                f"view before ({node.name()} is behind it), so that the view's gradient would miss the change or the relay. "
+                "Change a copy instead (x = x + y rather than x += y), or take the view anew"
+            )
         raise RuntimeError(
             f"micro-batch {self._k}: {node.name()} in the model's own code reads a tensor from before a layer call in a way that "
             "PyTorch's function modes do not show (scripted code, an operation of an extension), so its gradient would miss "
@@ -173,6 +186,14 @@ class Crossing(TorchFunctionMode):
             "layer"
         )
 
+    def _reads_parameter(self, param: torch.Tensor, layer: str) -> str:
+        return (
+            f"micro-batch {self._k}: the loss, or the model's own code, reads a parameter of layer {layer} (shape "
+            f"{tuple(param.shape)}) outside of the layer, as a penalty over model.parameters() does; at that time it is not on "
+            "the device, and the gradient would miss the relay. Let the optimizer's weight_decay do it, or compute the penalty "
+            "in the layer's forward and keep it on an attribute of the layer (self.penalty = ...), where the loss may read it"
+        )
+
     # -- the model's side ----------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,25 +212,30 @@ class Crossing(TorchFunctionMode):
             for target in pytree.tree_leaves(kwargs["out"]):
                 if isinstance(target, torch.Tensor) and self._is_older(target):
                     self._enter_in_place(target)
+        return self._on_entries(func, args, kwargs)
+
+    def _on_entries(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation on entries in place of tensors from before the last layer call."""
         given: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         out = func(*self.hand(args, given), **self.hand(kwargs, given))
         if not given:
             return self.asides.note(out, self._k)
         for tensor, entry, version in given.values():
             if entry._version != version:
+                name = getattr(func, "__name__", "an operation")
                 raise RuntimeError(
-                    f"{getattr(func, '__name__', func)} of the model's own code changes a tensor of shape {tuple(tensor.shape)} "
-                    "in place that was made before a layer call. Change a copy instead (inplace=False, x = x + y, not x += y)"
+                    f"{name} of the model's own code changes a tensor of shape {tuple(tensor.shape)} in place that was made "
+                    "before a layer call. Change a copy instead (inplace=False, x = x + y, not x += y)"
                 )
         if isinstance(out, torch.Tensor) and id(out) in (kept := {id(e): t for t, e, _ in given.values()}):
             return kept[id(out)]  # `x.contiguous()` of what is contiguous is x
         return self.asides.note(out, self._k)
 
     def applied(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A custom autograd function in the model's own code."""
-        if torch.is_grad_enabled():
-            args = self.hand(args, {})
-        return self.asides.note(function(*args, **kwargs), self._k)
+        """Something in the model's own code that is to be seen as one operation: a custom autograd function, a compiled part."""
+        if len(self.segments) == 1 or not torch.is_grad_enabled():
+            return self.asides.note(function(*args, **kwargs), self._k)
+        return self._on_entries(function, args, kwargs)
 
     def hand(self, tree: Any, given: dict[int, tuple[torch.Tensor, torch.Tensor, int]]) -> Any:
         """Arguments, with entries in place of tensors that were made before the last layer call."""
@@ -233,20 +259,22 @@ class Crossing(TorchFunctionMode):
 
     def _entry(self, tensor: torch.Tensor) -> torch.Tensor:
         key = tensor.grad_fn, tensor.output_nr
-        self._check_unchanged(tensor, tensor.grad_fn)
         if key not in self._entries:
             sink = self.sink_of(tensor)
             self._entries[key] = entry = enter(tensor, sink)
             self._entered(entry, sink)
             self.asides.note(entry, self._k)
+        elif not _is_changed(self._entries[key]):  # one that is knows it
+            self._check_unchanged(tensor, tensor.grad_fn)
         return self._entries[key]
 
     def _enter_in_place(self, tensor: torch.Tensor) -> None:
         """`tensor` is about to be changed in place: from now on it belongs to the present segment."""
         sink = self.sink_of(tensor)
         self.asides.forget(tensor)
+        self._was_in_place = True
         if tensor._is_view():
-            self._changed[tensor.untyped_storage()._cdata] = sequence_number()
+            self._note_changed(tensor)
         try:
             enter_in_place(tensor, sink)
         except RuntimeError as error:
@@ -256,8 +284,15 @@ class Crossing(TorchFunctionMode):
 
     def _check_unchanged(self, tensor: torch.Tensor, node: Any) -> None:
         """Refuse a tensor that was changed through a view after a layer call: its own graph does not know it."""
+        entry = self._entries.get((node, tensor.output_nr))
         if self._changed and node._sequence_nr() < self._changed.get(tensor.untyped_storage()._cdata, 0):
             raise RuntimeError(_changes_view(tensor))
+        if entry is not None and entry is not tensor and _is_changed(entry):
+            raise RuntimeError(_changes_view(tensor))
+
+    def _note_changed(self, tensor: torch.Tensor) -> None:
+        self._was_in_place = True
+        self._changed[tensor.untyped_storage()._cdata] = sequence_number()
 
     def _refuse_backward(self, func: Any) -> None:
         raise RuntimeError(
@@ -290,11 +325,21 @@ def _kind_of(func: Any) -> _Kind:
     return _Kind(func in _HOOKS, func in _OF_THE_OBJECT or sets or gets, func in _BACKWARD, changes)
 
 
+def _is_changed(entry: torch.Tensor) -> bool:
+    """Whether an entry was changed in place since, through a view of it: what it stands for does not know of that."""
+    return not is_entry(entry.grad_fn)
+
+
 def _changes_view(tensor: torch.Tensor) -> str:
     return (
         f"the model's own code changes a view in place, after a layer call, of a tensor that others see (shape "
         f"{tuple(tensor.shape)}). Change a copy instead (x = x + y rather than x += y)"
     )
+
+
+def crossing_in_force() -> Crossing | None:
+    """The crossing of the micro-batch at work, while its shell code runs."""
+    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Crossing)), None)
 
 
 @contextmanager
@@ -303,7 +348,7 @@ def functions_seen() -> Iterator[None]:
     before = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        crossing = next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Crossing)), None)
+        crossing = crossing_in_force()
         if crossing is None:
             return before.__func__(cls, *args, **kwargs)
         return crossing.applied(partial(before.__func__, cls), args, kwargs)

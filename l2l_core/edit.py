@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from l2l_core.change import Change, Held, Lose, Restack, Retrain, Rewrite, Spill
+from l2l_core.compiled import deep_copy
 from l2l_core.editor import Editor
 from l2l_core.stacks import Where
 from l2l_core.units import Unit
@@ -381,7 +382,7 @@ def _mix_states(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, weight
 
 def _copy_of(unit: Unit) -> nn.Module:
     """A layer's module once more; that of a frozen layer is trained all the same, since it is new."""
-    module = copy.deepcopy(unit.module)
+    module = deep_copy(unit.module)
     return module.requires_grad_(True) if unit.frozen else module
 
 

@@ -16,6 +16,7 @@ import torch
 
 from l2l_core.device import Copy, Device, Record, Ticket
 from l2l_core.memory import Ledger, format_bytes
+from l2l_core.process import Process
 
 
 class _Pending:
@@ -134,6 +135,23 @@ class EmulatedDevice(Device):
         self._arena.clear()
 
 
+class _Serial(ThreadPoolExecutor):
+    """One thread, of the process that made it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(max_workers=1, thread_name_prefix=f"relay-{name}")
+        self._name, self._process = name, Process()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As in the base class.
+
+        Raises:
+            RuntimeError: in a process that was forked since.
+        """
+        self._process.check(f"the device's or the relay's thread {self._name!r}")
+        return super().submit(fn, *args, **kwargs)
+
+
 def serial_thread(name: str, cores: int = 1) -> ThreadPoolExecutor:
     """One worker thread that runs what is submitted in order, each operation of PyTorch on `cores` cores.
 
@@ -141,7 +159,7 @@ def serial_thread(name: str, cores: int = 1) -> ThreadPoolExecutor:
     was told before, so it asks first and is told then. `set_num_threads` also changes the default for others, so the
     caller's number is put back.
     """
-    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"relay-{name}")
+    executor = _Serial(name)
     threads = torch.get_num_threads()
     executor.submit(torch.get_num_threads).result()
     executor.submit(torch.set_num_threads, cores).result()

@@ -43,11 +43,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from l2l_core.ambient import RandomState
 from l2l_core.config import RelayConfig
+from l2l_core.disk import is_full, no_room, write_tensors
 from l2l_core.store import LayerStore
 from l2l_core.ties import ties_of
 from l2l_core.units import Block, Unit
@@ -57,6 +58,10 @@ logger = logging.getLogger("l2l_core")
 _SCHEMA = 1
 _POINTER, _MANIFEST, _COMMON = "latest.json", "manifest.json", "relay.safetensors"
 _GENERATION = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
+
+_AFTER_FULL = (
+    "Free some, or save to another disk. Nothing is lost: the last save in this folder is as it was, the relay goes on"
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -163,7 +168,7 @@ def save(folder: Path, state: State) -> Path:
 
     Raises:
         ValueError: the optimizer keeps something that is neither tensor nor plain data.
-        OSError: disk full, no permission, and so on.
+        OSError: disk full (says how much is needed, and free), no permission, and so on.
     """
     manifest, contents = _describe(state)
     if not folder.is_dir():
@@ -172,19 +177,25 @@ def save(folder: Path, state: State) -> Path:
     if current := _current(folder):
         _delete_generations(folder, but=current)  # first of all: what crashed saves left may be what fills the disk
     generation = folder / f"step-{state.steps:08d}-{secrets.token_hex(4)}"
-    generation.mkdir()
     try:
+        generation.mkdir()
         manifest["files"] = _write_tensors(generation, contents)
         _write(generation / _MANIFEST, encoded := json.dumps(manifest).encode())
         _sync(generation)
         _sync(folder)
         _point(folder, generation.name, encoded)
-    except BaseException:
+    except BaseException as error:
         if _current(folder) != generation.name:
             shutil.rmtree(generation, ignore_errors=True)
+        if is_full(error):
+            raise no_room(error, folder, _nbytes(contents), _AFTER_FULL) from error
         raise
     _delete_generations(folder, but=generation.name)
     return folder
+
+
+def _nbytes(contents: Mapping[str, Tensors]) -> int:
+    return sum(tensor.nbytes for tensors in contents.values() for tensor in tensors.values())
 
 
 def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
@@ -230,7 +241,7 @@ def _write_tensors(generation: Path, contents: Mapping[str, Tensors]) -> dict[st
 def _write_file(path: Path, tensors: Tensors) -> Path:
     content = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     # Buffers may overlap, and safetensors refuses tensors that do.
-    save_file({name: t.clone() if name.startswith("buffers/") else t for name, t in content.items()}, path)
+    write_tensors({name: t.clone() if name.startswith("buffers/") else t for name, t in content.items()}, path)
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors leaves it to the owner alone
     return path
 

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
 
+from l2l_core.compiled import compiled_below, parts_of
 from l2l_core.cut import is_entry
 
 Locator = tuple[str, ...]  # ("output", path, call, index) or ("attribute", path, name)
@@ -26,7 +28,7 @@ Locator = tuple[str, ...]  # ("output", path, call, index) or ("attribute", path
 class SideOutputs:
     """Watches the submodules of the layer that runs.
 
-    Use as a context manager around a pass: it installs one global forward hook.
+    It installs one global forward hook while a layer runs, and none in the shell.
     """
 
     def __init__(self) -> None:
@@ -35,13 +37,7 @@ class SideOutputs:
         self._calls: dict[str, int] = {}  # how often each has been called in this run, less one
         self._seen: dict[Locator, Any] | None = None
         self._strong = False
-
-    def __enter__(self) -> SideOutputs:
-        self._handle = nn_module.register_module_forward_hook(self._on_output)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._handle.remove()
+        self._handle: RemovableHandle | None = None
 
     @contextmanager
     def watching(self, layer: nn.Module, strong: bool = False) -> Iterator[dict[Locator, Any]]:
@@ -50,10 +46,24 @@ class SideOutputs:
             self._known[layer] = {module: path for path, module in layer.named_modules() if path}
         self._paths, self._strong, self._seen = self._known[layer], strong, {}
         self._calls.clear()
+        self._handle = nn_module.register_module_forward_hook(self._on_output)
         try:
             yield self._seen
         finally:
-            self._seen = None
+            self._handle.remove()
+            self._handle = self._seen = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No hook of the engine is there in the block."""
+        if self._handle is None:
+            yield
+            return
+        self._handle.remove()
+        try:
+            yield
+        finally:
+            self._handle = nn_module.register_module_forward_hook(self._on_output)
 
     def attributes(self, layer: nn.Module) -> dict[Locator, torch.Tensor]:
         """Tensors with a graph that the layer's modules keep as plain attributes."""
@@ -138,7 +148,10 @@ class UserHooks:
     def adopt(self, layer: nn.Module) -> None:
         """Keep the hooks on a layer's submodules in check too that were put there since."""
         if layer not in self._modules:
-            self._modules[layer] = [module for module in layer.modules() if module is not layer]
+            compiled = {
+                module for part in parts_of(layer) for module in compiled_below(part)
+            }  # of those there are none
+            self._modules[layer] = [m for m in layer.modules() if m is not layer and m not in compiled]
         for module in self._modules[layer]:
             if module._forward_pre_hooks or module._forward_hooks:
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
+from l2l_core.compiled import is_wrapper
+
 __all__ = ["find_layers", "resolve_layers"]
 
 logger = logging.getLogger("l2l_core")
@@ -190,7 +192,7 @@ def _members(container: nn.Module, name: str) -> Named:
 
 
 def _can_run(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or is_wrapper(module)
 
 
 def _is_parameterised(module: nn.Module) -> bool:
@@ -198,8 +200,8 @@ def _is_parameterised(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> type:
-    """The class of a module; torch makes up a new class for every parametrized one (spectral norm)."""
-    return type_before_parametrizations(module)
+    """The class of a module, compiled or not; torch makes up a new class for every parametrized one (spectral norm)."""
+    return type_before_parametrizations(module._orig_mod if is_wrapper(module) else module)  # type: ignore[arg-type]
 
 
 def _rank(module: nn.Module) -> int:

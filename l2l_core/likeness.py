@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from l2l_core.compiled import is_wrapper
 from l2l_core.depth import is_config, words
 from l2l_core.ties import ties_of
 
@@ -70,7 +71,7 @@ def kind_of(layer: nn.Module) -> str:
         rows.append((path, "class", type(module).__qualname__))
         buffers = module._buffers.items()
         rows += [(path, name, None if b is None else (tuple(b.shape), str(b.dtype))) for name, b in buffers]
-        for name, value in vars(module).items():
+        for name, value in () if is_wrapper(module) else vars(module).items():
             if (
                 not name.startswith("_")
                 and name not in _TORCH_OWN

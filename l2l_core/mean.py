@@ -23,7 +23,9 @@ from l2l_core.recent import Recent
 from l2l_core.targets import ROWS, Counts, candidates
 
 Weight = Callable[[Any], float]
-Measure = Callable[[Sequence[Any], bool], Sequence[float]]  # losses of small batches, with weights as they are or shaken
+Measure = Callable[
+    [Sequence[Any], bool], Sequence[float]
+]  # losses of small batches, with weights as they are or shaken
 Divisors = tuple[float, ...]
 
 TOLERANCE = 1e-5  # relative, of a loss in float32 that was added up in another order

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from l2l_core.ambient import RandomState
+from l2l_core.checks import refuse_scripted
 from l2l_core.sample import same_random_numbers
 
 
@@ -17,12 +18,13 @@ def check_new(model: nn.Module, params: Collection[nn.Parameter], module: object
 
     Raises:
         TypeError: no module.
-        ValueError: it, or a parameter of it, is part of the model already.
+        ValueError: it is TorchScript; it, or a parameter of it, is part of the model already.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"module is a {type(module).__name__}: give a torch.nn.Module, or leave it out for one like another layer"
         )
+    refuse_scripted(module)
     if module in set(model.modules()) or not set(params).isdisjoint(module.parameters()):
         raise ValueError(
             f"this {type(module).__name__} is part of the model already: give a module of its own, as copy.deepcopy(...)"

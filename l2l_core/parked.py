@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from l2l_core.disk import is_full, no_room, write_tensors
+from l2l_core.process import Process
 from l2l_core.store import Side
 from l2l_core.units import Block, Unit
+
+_AFTER_FULL = "Free some, or let TMPDIR name a larger disk; the layer is in memory as before"
 
 
 @dataclass(eq=False)
@@ -37,19 +41,22 @@ class Parked:
         """Move weights and state to a temporary file, which is deleted with the layer or with the process.
 
         Raises:
-            OSError: disk full; then everything is in memory as before.
+            OSError: disk full (says how much is needed, and free); then everything is in memory as before.
         """
         if self.path is not None:
             return
         handle, name = tempfile.mkstemp(prefix=f"parked-{self.unit.key}-", suffix=".safetensors")
         os.close(handle)
+        tensors = self._tensors()
         try:
-            save_file(self._tensors(), name)
-        except BaseException:
+            write_tensors(tensors, name)
+        except BaseException as error:
             os.unlink(name)
+            if is_full(error):
+                raise no_room(error, Path(name).parent, sum(t.nbytes for t in tensors.values()), _AFTER_FULL) from error
             raise
         self.path = Path(name)
-        weakref.finalize(self, self.path.unlink, missing_ok=True)
+        self._delete = weakref.finalize(self, _delete, self.path, Process())
         self._empty_weights()
         for index, side in enumerate(self.sides.values()):
             for number, master in enumerate(side.masters):
@@ -61,7 +68,7 @@ class Parked:
     def close(self) -> None:
         """Delete the temporary file; what is in it cannot be fetched any more."""
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            self._delete()
 
     def empty(self) -> None:
         """Let go of weights and state, wherever the layer is still known."""
@@ -100,7 +107,7 @@ class Parked:
             block.hold(empty(block.layout.numel).copy_(held[f"{index}/master"]), side.masters)
             for known in side.state.values():
                 known.update({key: _bring(value, held) for key, value in known.items()})
-        self.path.unlink(missing_ok=True)
+        self._delete()
         self.path = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -111,6 +118,12 @@ class Parked:
                     if isinstance(value, torch.Tensor):
                         held[f"{index}/{number}/{key}"] = value.contiguous()
         return held
+
+
+def _delete(path: Path, process: Process) -> None:
+    """A process that was forked from ours must not delete what ours counts on."""
+    if process.is_this:
+        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import nn
 from l2l_core.ambient import Ambient
 from l2l_core.attributes import Place
 from l2l_core.call import Call, Pass
+from l2l_core.compiled import call_of
 from l2l_core.crossing import Crossing
 from l2l_core.units import SHELL, Unit
 
@@ -103,6 +104,7 @@ class Forward:
         """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         for last in self.calls[-1:]:
             last.kept = None  # it was not the last layer after all
+        self._run.check_call()
         with torch._C.DisableTorchFunction():  # the crossing is for the model's own code
             self.waiting = call = Call.of(unit, real, self.k, args, kwargs, self.crossing)
             for item in call.inputs:
@@ -159,27 +161,28 @@ class Forward:
 
 
 class Shadows:
-    """Shadows the layers' ``forward`` while a pass is on.
+    """Shadows the layers' ``forward`` while a pass is on, or what stands for it where a layer is compiled.
 
     Invariant: after the block every module has the forward that it had before, whatever happened.
     """
 
     def __init__(self, units: Mapping[nn.Module, Unit]) -> None:
         self._units = units
-        self._before: dict[nn.Module, Any] = {}
+        self._before: dict[nn.Module, tuple[str, Any]] = {}
         self.forwards: list[Forward] = []
 
     def __enter__(self) -> Shadows:
         for module, unit in self._units.items():
-            self._before[module] = vars(module).get("forward")
-            module.forward = self._shadow(unit, module.forward)  # type: ignore[method-assign]
+            called = call_of(module)
+            self._before[module] = called, vars(module).get(called)
+            setattr(module, called, self._shadow(unit, getattr(module, called)))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for module, own in self._before.items():
-            del module.forward
+        for module, (called, own) in self._before.items():
+            delattr(module, called)
             if own is not None:
-                module.forward = own
+                setattr(module, called, own)
         self._before.clear()
 
     def cancel(self) -> None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core.ambient import Ambient, RandomState
+from l2l_core.compiled import deep_copy, not_compiled
 from l2l_core.hidden import is_cache
 from l2l_core.sample import Sample, same_random_numbers
 
@@ -114,11 +115,11 @@ class Probe:
 
 @contextmanager
 def clean_state() -> Iterator[None]:
-    """Run a block without autocast, modes or saved-tensor hooks and with gradients; nothing of it stays behind."""
+    """Run a block without autocast, modes, saved-tensor hooks or compiled code and with gradients; nothing stays behind."""
     with same_random_numbers():
         outside = Ambient.take()
         try:
-            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            with torch.enable_grad(), torch.autocast("cpu", enabled=False), not_compiled():
                 yield
         finally:
             Ambient.take()
@@ -170,7 +171,7 @@ def _copy(layer: nn.Module) -> nn.Module:
         for value in vars(module).values():  # a weight that a hook left there, with its graph
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = value.detach().clone()
-    twin = copy.deepcopy(layer, memo)
+    twin = deep_copy(layer, memo)
     for module in twin.modules():
         module.training = False
     return twin

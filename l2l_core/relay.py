@@ -22,7 +22,8 @@ from l2l_core.batch import Batch, RowsOf
 from l2l_core.branches import Branch, Branches
 from l2l_core.branches import State as BranchState
 from l2l_core.caches import Caches
-from l2l_core.checks import check_keys, check_model, check_step, refuse_checkpointing
+from l2l_core.checks import check_keys, check_model, check_step, refuse_checkpointing, refuse_scripted
+from l2l_core.compiled import refuse_whole
 from l2l_core.config import RelayConfig
 from l2l_core.cuda import CudaDevice
 from l2l_core.device import Device
@@ -45,6 +46,7 @@ from l2l_core.nested import form_of, leaves_in, map_tensors
 from l2l_core.objective import ModelCall, Objective, join
 from l2l_core.optimizers import OptimizerFactory, make_optimizer, silent
 from l2l_core.past import Restorer, parts_of
+from l2l_core.process import Process
 from l2l_core.recent import Recent
 from l2l_core.rehearsal import Rehearsal
 from l2l_core.resume import Resumption, keep
@@ -118,8 +120,10 @@ class Relay:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
         refuse_checkpointing(model)
+        refuse_scripted(model)
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         found = resolve_layers(model, layers)
+        refuse_whole(model, found)
         keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
         self.config = config
@@ -144,7 +148,7 @@ class Relay:
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
-        self._busy = threading.Lock()
+        self._process, self._busy = Process(), threading.Lock()
         self._closed = False
 
     # -- what a relay is -----------------------------------------------------------------------------------------------
@@ -193,9 +197,9 @@ class Relay:
     def close(self) -> None:
         """Join every thread; the model and the optimizer are ordinary ones again. Calling it twice is fine.
 
-        Layers that wait on disk are gone.
+        Layers that wait on disk are gone. In a process that was forked nothing happens: threads and files are not its own.
         """
-        if self._closed:
+        if self._closed or not self._process.is_this:
             return
         self._closed = True
         self._parts.wires.close()
@@ -297,6 +301,7 @@ class Relay:
             torch.enable_grad(),
             self._caches.off(),  # in the copy as well
         ):
+            check_model(self.model, self._parts.units)  # the in-core side comes first
             return compare_step(
                 model=self.model,
                 store=self._store,
@@ -668,6 +673,7 @@ class Relay:
     def _exclusive(self) -> Iterator[None]:
         if self._closed:
             raise RuntimeError("this relay is closed: make a new Relay over the model")
+        self._process.check("this relay")
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "this relay is in the middle of a step in another thread: wait for it, or stop the session"

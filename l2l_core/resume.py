@@ -7,7 +7,6 @@ come about as they did in the relay that was saved. Nothing here writes a value.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from l2l_core.compiled import deep_copy
 from l2l_core.edited import Edited
 from l2l_core.editor import Editor
 from l2l_core.files import Saved
@@ -132,7 +132,7 @@ class Resumption:
             return self.modules[key]
         like = [module for other, module in there.items() if (self._kinds.get(other) or kind_of(module)) == kind]
         like += [module for module in self.modules.values() if kind_of(module) == kind]
-        return copy.deepcopy(like[0]) if like else None
+        return deep_copy(like[0]) if like else None
 
     def missing(self, key: str, kind: str) -> str:
         """Why a layer is not there, and what would help."""

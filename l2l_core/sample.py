@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from l2l_core.ambient import RandomState
+from l2l_core.compiled import not_compiled
 from l2l_core.hidden import is_cache
 
 _SHARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)
@@ -99,7 +100,7 @@ class _SeenAllError(BaseException):
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Run a block in eval mode, then put modes and buffers back."""
+    """Run a block in eval mode, nothing compiled, then put modes and buffers back."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
@@ -109,7 +110,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     for module, _ in modes:  # not model.eval(): a model may do more than that there
         module.training = False
     try:
-        yield
+        with not_compiled():
+            yield
     finally:
         for module, training in modes:
             module.training = training

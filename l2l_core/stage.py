@@ -21,6 +21,7 @@ from l2l_core.aside import Asides
 from l2l_core.attributes import Attributes
 from l2l_core.buffer_order import BufferOrder
 from l2l_core.call import Pass
+from l2l_core.checks import refuse_cached
 from l2l_core.clock import Clock
 from l2l_core.config import RelayConfig
 from l2l_core.crossing import Crossing, functions_seen
@@ -34,6 +35,7 @@ from l2l_core.nested import map_tensors
 from l2l_core.pause import Forward, Shadows
 from l2l_core.prefetch import Prefetch
 from l2l_core.readers import before_reads
+from l2l_core.sight import OutOfSight
 from l2l_core.stash import Stash
 from l2l_core.trace import Trace
 from l2l_core.units import Unit, outside
@@ -162,7 +164,7 @@ class Stage:
         order = self.stash.order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], attributes)
         later(order.close)
         self.stash.guards_layers = on_host and not torch.is_grad_enabled()
-        self._asides = Asides(self.stash.asked, active=torch.is_grad_enabled())
+        self._asides = Asides(self.stash.asked, self.stash.touch, active=torch.is_grad_enabled())
         later(self.stash.clear)
         later(self._asides.close)
         if on_host:
@@ -185,11 +187,25 @@ class Stage:
         self.stash.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
         enter(functions_seen())
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
-        sides = enter(SideOutputs())
-        self.shadows = enter(Shadows({unit.module: unit for unit in parts.layers}))
-        attributes = enter(Attributes(parts.shell_modules(), parts.layers, self._asides.note))
+        sides = SideOutputs()
+        attributes = Attributes(parts.shell_modules(), parts.layers, self._asides.note)
+        layers = {unit.module: unit for unit in parts.layers}
+        enter(OutOfSight(parts.model, layers, self.stash, self._asides, sides, attributes, order))
+        self.shadows = enter(Shadows(layers))
+        enter(attributes)
+        check = partial(refuse_cached, parts.model)
         self.run = Pass(
-            parts.device, self.stash, self._asides, self.trace, sides, hooks, self.meter, self.clock, attributes, order
+            parts.device,
+            self.stash,
+            self._asides,
+            self.trace,
+            sides,
+            hooks,
+            self.meter,
+            self.clock,
+            attributes,
+            order,
+            check,
         )
         later(self.shadows.cancel)
 

@@ -75,6 +75,11 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.stash = stash
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code shall be what it is in plain training; of what runs in it, the watch sees what PyTorch runs."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = {t.untyped_storage()._cdata: t for t in _tensors((args, kwargs))}
         self.stash.before(func, reads, args)
@@ -123,8 +128,28 @@ class Stash:
         self._layer_inputs: set[int] | None = None  # set while a layer runs
         self.watch = Watch(self)
         self._in_forward = True
+        self._in_part = False  # a compiled part runs, to which everything was brought
         self.guards_layers = False  # layers are watched: in inference, where nobody else is on guard
         self.order: BufferOrder | None = None  # told of what shell code does
+
+    @property
+    def at_work(self) -> int:
+        """The micro-batch at work, or NOBODY."""
+        return self._k
+
+    @property
+    def needs_watch(self) -> bool:
+        """Whether shell code is at work that may read what is not on the device."""
+        return self._on_host and self._layer_inputs is None and not self._in_part
+
+    @contextmanager
+    def in_part(self) -> Iterator[None]:
+        """A compiled part runs in the block; what it reads has been brought."""
+        before, self._in_part = self._in_part, True
+        try:
+            yield
+        finally:
+            self._in_part = before
 
     @property
     def guards(self) -> bool:

@@ -6,7 +6,6 @@ made of copies of state, groups, defaults and attributes. `Relay.verify` sees to
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from l2l_core.compiled import deep_copy
 from l2l_core.nested import map_tensors
 from l2l_core.reference import train_step
 from l2l_core.sample import same_random_numbers
@@ -134,7 +134,7 @@ def _twin_of(model: nn.Module) -> nn.Module:
     graphs = {
         id(value): value.detach().clone() for value in held if isinstance(value, torch.Tensor) and not value.is_leaf
     }
-    return copy.deepcopy(model, graphs)
+    return deep_copy(model, graphs)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""Parts of a model that `torch.compile` has compiled: which they are, where they may be, and copies of them.
+
+A compiled part must lie within one layer, or between layers: code of one graph cannot stop at a layer call. There are three
+ways to compile a module: in place (``module.compile()``), by a module around it (``torch.compile(module)``), and by its
+``forward``. How such a part runs in a pass is told in `sight.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+_ENTRIES = ("_compiled_call_impl", "forward")  # where a module keeps what `torch.compile` has made of it
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile(module)`` returns: a module around the one that is compiled."""
+    return "torch._dynamo.eval_frame" in sys.modules and isinstance(module, wrapper_class())
+
+
+def entry_of(module: nn.Module) -> str | None:
+    """The attribute that is called when a compiled module is; None for a module that is not compiled."""
+    if vars(module).get("_compiled_call_impl") is not None:
+        return "_compiled_call_impl"
+    is_compiled = is_wrapper(module) or hasattr(getattr(module, "forward", None), "get_compiler_config")
+    return "forward" if is_compiled else None
+
+
+def call_of(module: nn.Module) -> str:
+    """The attribute of a module to be shadowed in order to be asked before it runs."""
+    return entry_of(module) or "forward"
+
+
+def parts_of(root: nn.Module) -> list[nn.Module]:
+    """Compiled modules in and below `root`."""
+    return [module for module in root.modules() if entry_of(module) is not None]
+
+
+def compiled_below(part: nn.Module) -> list[nn.Module]:
+    """The modules whose code, hooks included, a compiled part has in its graph."""
+    modules = list(part.modules())
+    return modules if entry_of(part) == "_compiled_call_impl" else modules[1:]
+
+
+def refuse_whole(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Refuse what is compiled together with layers in it; `layers` by name.
+
+    Raises:
+        ValueError: names the part and a layer, and says how to compile instead.
+    """
+    for name, part in model.named_modules():
+        if entry_of(part) is None:
+            continue
+        inside = set(part.modules()) - {part}
+        held = [layer for layer, module in layers.items() if module in inside]
+        if held or part is model:
+            what = f"module {name!r}" if name else "the model"
+            raise ValueError(
+                f"{what} is compiled as a whole, {f'layer {held[0]}' if held else 'layers'} included: one graph cannot stop "
+                "where a relay loads the next layer. Compile the layers one by one instead, for example "
+                "`for layer in model.layers: layer.compile()`, and give the relay the model that is not compiled"
+            )
+
+
+def refuse_hooks(layer: nn.Module, name: str) -> None:
+    """Refuse hooks of the user's own in what is compiled of a layer: a recompute could not keep them from firing again.
+
+    Raises:
+        ValueError: names the module.
+    """
+    for part in parts_of(layer):
+        for module in compiled_below(part):
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
+                    raise ValueError(
+                        f"a {type(module).__name__} in the compiled part of layer {name} has a forward hook. It is compiled "
+                        "too, and would fire again when the layer is recomputed. Remove it, or put torch.compile(layer) in the "
+                        "layer's place and the hook on that: what torch.compile returns has hooks outside of the graph"
+                    )
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """In such a block compiled modules run as they are written, so that hooks and modes see what is in them."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy that is compiled as the module is; `copy.deepcopy` forgets it, or leaves the original's code in the copy."""
+    twin = copy.deepcopy(module, memo)
+    copies = dict(twin.named_modules())
+    for name, own in module.named_modules():
+        for entry in [] if is_wrapper(own) else _ENTRIES:
+            if hasattr(made := vars(own).get(entry), "get_compiler_config"):
+                vars(copies[name])[entry] = _made_again(made, own, copies[name])
+    return twin
+
+
+def _made_again(made: Callable[..., Any], own: nn.Module, new: nn.Module) -> Callable[..., Any]:
+    """What was made of a method of `own`, made of the same method of `new`."""
+    method = made._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    if getattr(method, "__self__", None) is not own:
+        return made
+    held = dict(zip(made.__code__.co_freevars, made.__closure__ or (), strict=True))
+    compiler = held["self"].cell_contents  # backend and options; PyTorch keeps them nowhere else
+    return compiler(types.MethodType(method.__func__, new))
+
+
+def wrapper_class() -> type:
+    """The class of what ``torch.compile(module)`` returns; Dynamo must have been imported."""
+    return sys.modules["torch._dynamo.eval_frame"].OptimizedModule

@@ -1,0 +1,268 @@
+"""What a relay refuses is refused for its true reason, before anything is trained, and the remedy that is named works."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from l2l_core import Insert, Relay, RelayConfig
+from l2l_core.reference import train_step
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Chain(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module] = Block, head: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.ModuleList(make() for _ in range(3)), head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def objective(model: nn.Module, part: Any) -> Tensor:
+    return model(part[0]).square().mean()
+
+
+CONFIG = RelayConfig(micro_batches=2)
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def relay_over(model: nn.Module, objective: Any = objective, **options: Any) -> Relay:
+    options = {"optimizer": sgd, "config": CONFIG} | options
+    return Relay(model, objective=objective, **options)
+
+
+def batch(step: int = 0) -> tuple[Tensor]:
+    return (torch.randn(4, 8, generator=torch.Generator().manual_seed(step)),)
+
+
+def copied(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def assert_as_before(model: nn.Module, before: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def assert_equal_to_plain(make: Callable[[], nn.Module], objective: Any = objective, optimizer: Any = sgd) -> None:
+    """Two steps of the relay give the bits of plain training."""
+    model, twin = make(), make()
+    plain = optimizer(twin.parameters())
+    with relay_over(model, objective, optimizer=optimizer) as relay:
+        for step in range(2):
+            parts = [(half,) for half in batch(step)[0].chunk(2)]
+            seeds = [CONFIG.micro_batch_seed(step, k) for k in range(2)]
+            assert relay.step(batch(step)).loss == float(sum(train_step(twin, plain, parts, objective, [2, 2], seeds)))
+            assert_as_before(model, copied(twin))
+
+
+# -- TorchScript -------------------------------------------------------------------------------------------------------
+
+
+class Holding(nn.Module):
+    """A layer with a scripted part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.own = torch.jit.script(Block()), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.part(x))
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(Block())
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(Block(), torch.randn(2, 8))
+
+
+SCRIPTED = {
+    "layers": (lambda: Chain(scripted), r"module 'layers\.0' is scripted"),
+    "traced layers": (lambda: Chain(traced), r"module 'layers\.0' is traced"),
+    "part of layers": (lambda: Chain(Holding), r"module 'layers\.0\.part' is scripted"),
+    "shell": (lambda: Chain(head=scripted), "module 'head' is scripted"),
+    "model": (lambda: torch.jit.script(nn.Sequential(Block(), Block())), "this Sequential is scripted"),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*Tracer:Warning")
+
+
+@pytest.mark.parametrize("case", SCRIPTED)
+def test_torchscript_is_refused_when_the_relay_is_made(case: str) -> None:
+    make, cause = SCRIPTED[case]
+    with pytest.raises(ValueError, match=f"{cause}.*as it was before.*torch.compile on layers"):
+        relay_over(make(), layers=["layers.0"] if case == "shell" else None)
+
+
+def test_a_scripted_module_cannot_become_a_layer() -> None:
+    with relay_over(Chain()) as relay:
+        relay.step(batch())
+        with pytest.raises(ValueError, match="is scripted"):
+            relay.apply(Insert(at=1, module=scripted(), init="copy"))
+        relay.step(batch())
+
+
+def test_a_scripted_function_in_a_layer_is_fine() -> None:
+    @torch.jit.script
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    class Calling(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(twice(x))
+
+    assert_equal_to_plain(lambda: Chain(Calling))
+
+
+# -- parametrize.cached ------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+class Parametrized(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrize.register_parametrization(self.inner, "weight", Doubled())
+
+
+class CachedInside(Parametrized):
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return super().forward(x) + super().forward(x)
+
+
+class CachedAround(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("do", ["step", "evaluate", "verify", "forecast"])
+@pytest.mark.parametrize(
+    "make", [partial(Chain, Parametrized), partial(Chain, head=Parametrized)], ids=["layers", "shell"]
+)
+def test_a_step_in_a_cached_block_is_refused(make: Callable[[], nn.Module], do: str) -> None:
+    model = make()
+    with relay_over(model) as relay:
+        before = copied(model)
+        with parametrize.cached(), pytest.raises(ValueError, match=r"parametrize\.cached.*Leave that block out"):
+            getattr(relay, do)(batch())
+        assert_as_before(model, before)
+        relay.step(batch())
+        assert relay.verify(batch(1)).equal
+
+
+@pytest.mark.parametrize("parts", [{"make": Parametrized}, {"head": Parametrized}], ids=["layers", "shell"])
+def test_a_cached_block_around_layers_is_refused(parts: dict[str, Any]) -> None:
+    model = CachedAround(**parts)
+    with relay_over(model) as relay:
+        before = copied(model)
+        with pytest.raises(ValueError, match=r"parametrize\.cached.*Leave that block out"):
+            relay.step(batch())
+        assert_as_before(model, before)
+    assert not parametrize._cache_enabled
+
+
+def test_a_cached_block_in_one_layer_is_fine() -> None:
+    assert_equal_to_plain(partial(Chain, CachedInside))
+
+
+def test_a_cached_block_without_parametrized_weights_is_fine() -> None:
+    assert_equal_to_plain(CachedAround)
+
+
+# -- penalties ---------------------------------------------------------------------------------------------------------
+
+
+def penalised(model: nn.Module, part: Any) -> Tensor:
+    return objective(model, part) + 0.01 * sum(param.square().sum() for param in model.parameters())
+
+
+def penalised_first(model: nn.Module, part: Any) -> Tensor:
+    return 0.01 * sum(param.square().sum() for param in model.parameters()) + objective(model, part)
+
+
+class Inward(Chain):
+    """The model's own code reads a layer's weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.layers[1].inner.weight.mean()
+
+
+@pytest.mark.parametrize("make, loss", [(Chain, penalised), (Chain, penalised_first), (Inward, objective)])
+def test_a_penalty_on_weights_of_layers_is_refused(make: Callable[[], nn.Module], loss: Any) -> None:
+    model = make()
+    with relay_over(model, loss) as relay:
+        before = copied(model)
+        with pytest.raises(
+            RuntimeError, match=r"reads a parameter of layer layers\.\d .*weight_decay.*on an attribute of the layer"
+        ):
+            relay.step(batch())
+        assert_as_before(model, before)
+
+
+class KeepingPenalty(Block):
+    """The first remedy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = 0.01 * sum(param.square().sum() for param in self.parameters())
+        return super().forward(x)
+
+
+def penalised_by_attributes(model: Any, part: Any) -> Tensor:
+    return objective(model, part) + sum(layer.penalty for layer in model.layers)
+
+
+def test_a_penalty_kept_on_an_attribute_is_equal() -> None:
+    assert_equal_to_plain(partial(Chain, KeepingPenalty), penalised_by_attributes)
+
+
+def test_the_optimizers_weight_decay_is_equal() -> None:
+    """The second one."""
+    assert_equal_to_plain(Chain, optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.02))
+
+
+def test_a_penalty_on_weights_of_the_shell_is_equal() -> None:
+    def loss(model: Any, part: Any) -> Tensor:
+        return objective(model, part) + 0.01 * sum(param.square().sum() for param in model.head.parameters())
+
+    assert_equal_to_plain(Chain, loss)
+
+
+def test_a_tensor_from_inside_is_another_matter() -> None:
+    """It is no parameter, and the message says so."""
+    kept: list[Tensor] = []
+
+    class Leaking(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.inner(x)
+            kept.append(inner.sum())
+            return x + torch.tanh(inner)
+
+    def loss(model: nn.Module, part: Any) -> Tensor:
+        kept.clear()
+        return objective(model, part) + kept[1]
+
+    with relay_over(Chain(Leaking), loss, config=RelayConfig(micro_batches=1)) as relay:
+        with pytest.raises(RuntimeError, match="a tensor from inside layer"):
+            relay.step(batch())
