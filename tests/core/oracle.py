@@ -47,7 +47,8 @@ def targets_in(model: nn.Module, micro_batch: Any) -> int:
     labels = micro_batch.get("labels") if isinstance(micro_batch, dict) else None
     if labels is None:
         return len(next(iter(micro_batch.values() if isinstance(micro_batch, dict) else micro_batch)))
-    is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))  # they shift the labels by one
+    names = (type(module).__name__ for module in model.modules())  # the model may be inside of another one
+    is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)  # they shift the labels by one
     return int(((labels[:, 1:] if is_causal else labels) != -100).sum())
 
 
