@@ -210,25 +210,6 @@ def check_blockwise(optimizer: Optimizer) -> None:
         )
 
 
-def spares_others(optimizer: Optimizer) -> bool:
-    """Whether the optimizer leaves parameters without a gradient as they are, and keeps no state of them: tried on a toy."""
-    toy = _toy(optimizer)
-    for group in toy.param_groups:  # a schedule may begin at 0, and go on from there
-        for name in {"lr", "weight_decay"}.intersection(group):
-            group[name] = torch.full_like(group[name], 0.1) if isinstance(group[name], torch.Tensor) else 0.1
-    params = _params(toy)
-    before = [param.detach().clone() for param in params]
-    for step in range(3):
-        _fill_grads(params[::2], step)
-        try:
-            with silent(optimizer):
-                toy.step()
-        except Exception:  # it cannot do without: then there is nothing to know
-            return False
-    pairs = zip(params[1::2], before[1::2], strict=True)
-    return all(torch.equal(param, was) and not toy.state.get(param) for param, was in pairs)
-
-
 def _toy(optimizer: Optimizer) -> Optimizer:
     generator = torch.Generator().manual_seed(0)
     groups = []

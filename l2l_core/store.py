@@ -30,8 +30,9 @@ from l2l_core.device import Ticket
 from l2l_core.emulated import serial_thread
 from l2l_core.memento import keep, keep_without
 from l2l_core.memory import Ledger
-from l2l_core.optimizers import copy_over, fire_hooks, over, replace_params, slice_of, spares_others, update_part
+from l2l_core.optimizers import copy_over, fire_hooks, over, replace_params, slice_of, update_part
 from l2l_core.settings import Changes, settle
+from l2l_core.spares import spares_others
 from l2l_core.trace import Event, Trace
 from l2l_core.trained import GradientPiece, Trained
 from l2l_core.units import Block, Unit, shared_key

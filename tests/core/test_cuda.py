@@ -31,7 +31,10 @@ from l2l_core.pinned import Pinned
 from l2l_core.relay import resolve_device
 from l2l_core.trace import Trace
 
-LATE = ["chain", "random_skip", "frozen_prefix", "tied_layers", "batch_norm", "unet", "gpt2", "bert", "t5", "qwen3_moe"]
+LATE = [
+    "chain", "random_skip", "frozen_prefix", "lora", "lora_tied", "tied_layers", "batch_norm", "unet", "gpt2", "bert", "t5",
+    "qwen3_moe",
+]  # fmt: skip
 ON_GPU = [
     "chain", "residual_outside", "norm_outside", "frozen_layer", "frozen_prefix", "tied_layers", "batch_norm",
     "spectral_norm", "mixture", "unet", "gpt2", "gpt2_padded", "bert", "llama", "gemma3", "t5", "vit", "resnet",

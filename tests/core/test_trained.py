@@ -12,7 +12,7 @@ import torch
 from oracle import adamw, assert_equal, assert_state, both, copy_state, differences
 from small import assert_same, make_batch, make_gpt, make_relay, whole
 from torch import nn
-from zoo import BY_NAME, Chain, ResidualMlp, adapted, cross_entropy
+from zoo import BY_NAME, KINDS, Chain, ResidualMlp, adapted, cross_entropy
 
 from l2l_core import (
     Drop,
@@ -29,7 +29,7 @@ from l2l_core import (
     Unfreeze,
     simulate,
 )
-from l2l_core.optimizers import spares_others
+from l2l_core.spares import spares_others
 
 LORA = ["lora", "lora_tied", "lora_llama", "lora_albert"]
 stashes = pytest.mark.parametrize("stash", ["device", "host"])
@@ -90,6 +90,21 @@ def test_adapters_train_bit_by_bit_and_push_only_themselves(kind: Any, stash: st
         apart = 3 * 3 if kind.name in ("lora_tied", "lora_albert") else 1  # micro-batches, and visits
         assert 0 < steps[-1].result.bytes_pushed <= apart * padded
         assert pushed(steps[-1].result.trace).isdisjoint(u.key for u in pair.relay.stack if u.frozen)
+
+
+def some_frozen(model: nn.Module, every: int, at: int) -> None:
+    for number, param in enumerate(model.parameters()):
+        param.requires_grad_(number % every == at)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_any_model_with_any_third_of_its_parameters_trained(kind: Any) -> None:
+    """Another third in every step: whatever a model shares, ties, parks or lays out in an order of its own."""
+    with both(kind, RelayConfig(micro_batches=2, stash="host")) as pair:
+        for seed in range(3):
+            for model in (pair.relay.model, pair.in_core.model):
+                some_frozen(model, 3, seed)
+            assert_equal([pair.step(kind.make_batch(5, seed))])
 
 
 def _like(kind: Any, state: dict[str, torch.Tensor]) -> nn.Module:

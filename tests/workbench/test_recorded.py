@@ -13,8 +13,11 @@ from patience import HANG_S
 from recordings import record
 from sessions import make_batches, make_relay, train
 
+from workbench.guess import Guess
+from workbench.past import Pasts
 from workbench.recorded import load_run
 from workbench.recorder import Recorder
+from workbench.run_format import Told, to_json
 from workbench.session import Session
 from workbench.snapshot import Snapshot
 
@@ -251,3 +254,21 @@ def test_a_file_that_is_no_gzip_is_refused(tmp_path: Path, path: Path, seen: lis
     (tmp_path / "run.jsonl.gz").write_bytes(whole)
     with pytest.raises(ValueError, match="damaged|not what Recorder writes"):
         load_run(tmp_path)
+
+
+def test_a_run_of_an_older_version_does_not_tell_what_is_trained() -> None:
+    with make_relay() as relay, Session(relay, make_batches()) as session:
+        now = session.snapshot()
+    row = json.loads(to_json(Told().tell(now)))
+    told = Told()
+    told.take(row)
+    again = told.show(1, Pasts("main", ["main"]), None)
+    assert again.shell_trained == relay.shell.num_trained and again.layers[0].num_trained == now.layers[0].num_trained
+    assert row["plain"].pop("shell_trained") == again.shell_trained
+    for layer in row["lists"]["stack"][1]:
+        assert layer.pop("num_trained") == again.layers[0].num_trained
+    older = Told()
+    older.take(row)
+    old = older.show(1, Pasts("main", ["main"]), None)
+    assert old.shell_trained is None and {layer.num_trained for layer in old.layers} == {None}
+    assert Guess.of(old).layer_trained is None and Guess.of(again).layer_trained is not None

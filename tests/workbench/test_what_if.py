@@ -386,3 +386,26 @@ def test_a_guess_knows_what_is_trained() -> None:
     assert pushed(known) == (4 * size, 8 * size)
     assert pushed(known, depth=8) == (2 * 4 * size, 8 * size)
     assert pushed(known, depth=1)[0] == 4 * size, "something is trained at any depth"
+
+
+def test_steps_that_train_other_weights_are_forgotten_and_need_other_bytes_in_core(session: Session) -> None:
+    """A part of each layer is frozen by hand, so no layer is frozen as a whole."""
+    known = KnownSteps()
+
+    def train() -> Any:
+        session.step()
+        known.note(now := session.wait(HANG_S))
+        return now
+
+    session.reconfigure(stash="device")
+    first = train()
+    session.reconfigure(stash="host")
+    second = train()
+    assert known.nearest(Question.of(first.last)).trace is first.last
+    for unit in session.relay.stack:
+        for param in unit.params:
+            param.requires_grad_(param.dim() < 2)
+    other = train()
+    assert not any(row.frozen for row in other.layers)
+    assert known.nearest(Question.of(first.last)).trace is other.last, "the first is no step of this kind"
+    assert 0 < other.in_core_bytes < second.in_core_bytes
