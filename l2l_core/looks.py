@@ -46,12 +46,15 @@ class Look:
         return self.together, self.first, self.second
 
     def error(self, name: str, losses: Sequence[float]) -> float:
-        """How far the loss together is from what a candidate makes of the others, relative."""
+        """How far the loss together is from what a candidate makes of the others; relative where losses are above 1.
+
+        Below, as of a model that is nearly done, rounding stays what it is: a loss is a difference of logits.
+        """
         together, first, second = losses
         expected = first + second
         if (pair := self.counts[name]) is not None:
             expected = (pair[0] * first + pair[1] * second) / sum(pair)
-        return abs(together - expected) / max(abs(together), abs(first), abs(second), 1e-30)
+        return abs(together - expected) / max(abs(together), abs(first), abs(second), 1.0)
 
 
 # -- one row, with other targets ---------------------------------------------------------------------------------------
@@ -96,9 +99,8 @@ def _masked(rows: RowsOf, counts: Counts, name: str, row: int, kept: tuple[Any, 
     def keep(where: str, part: Any, choice: int) -> Any:
         if where != name:
             return part
-        masks = [kept] if choice == 0 else [kept[choice - 1 : choice]]
         other = part.clone() if isinstance(part, torch.Tensor) else part.copy()
-        for i, mask in enumerate(masks[0]):
+        for i, mask in enumerate(kept if choice == 0 else kept[choice - 1 : choice]):
             other[i][~mask] = IGNORED
         return other
 

@@ -31,6 +31,7 @@ from l2l_core.editor import Editor
 from l2l_core.emulated import EmulatedDevice
 from l2l_core.forecast import Forecast
 from l2l_core.forecast_costs import LastStep, forecast_step
+from l2l_core.full_precision import full_precision
 from l2l_core.interrupt import interrupts_wait
 from l2l_core.journal import Entry, History
 from l2l_core.known import Known, KnownInPart, Layers
@@ -585,7 +586,7 @@ class Relay:
         config = replace(self.config, micro_batches=len(small), precision="fp32", ahead=0)
         back = [self._parts.copy_buffers(), keep_attributes(self.model.modules())]
         try:
-            with same_random_numbers(), torch.autocast(self.device.torch_device.type, enabled=False):
+            with same_random_numbers(), full_precision(self.device.torch_device):
                 prepare = Stage.shake if shaken else bool
                 return [float(loss) for loss in self._infer(small, self._call.objective, config, prepare)]
         except Exception as error:

@@ -6,7 +6,7 @@ In core is the whole batch at once, in plain torch: nothing is cut, weighed or s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -197,6 +197,20 @@ def test_a_micro_batch_without_targets_is_refused() -> None:
         Mean(None, never).divisors(two, two.split(2))
     with pytest.raises(ValueError, match="micro-batch 0 counts for -1"):
         shares([1, 2], lambda part: -1)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_rounding_does_not_hide_the_mean(size: float) -> None:
+    """A small loss is a difference of logits, and off by their rounding; a large one by its own."""
+    batch = uneven() | {"value": torch.rand(6, 8) * size}
+    rows = RowsOf(batch)
+
+    def loss(part: Batch) -> float:
+        is_target = part["labels"] != IGNORED
+        return float(((part["value"] + 10) - 10)[is_target].mean())
+
+    divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, rows.split(3))
+    assert divisors == [33 / 11, 33 / 9, 33 / 13]
 
 
 @pytest.mark.parametrize(
@@ -430,6 +444,37 @@ def test_bfloat16_does_not_hide_what_the_loss_is_a_mean_over() -> None:
         expected = relay.model(**uneven()).loss.item()
         assert relay.evaluate(uneven()) == pytest.approx(expected, rel=1e-2)
         assert list(relay._mean._alive._values.values()) == [{"targets in batch['labels'] after a shift by one"}]
+
+
+PRECISIONS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul)
+
+
+@pytest.fixture
+def low_precisions() -> Iterator[list[str]]:
+    """As a caller may have set them."""
+    before = [kind.fp32_precision for kind in PRECISIONS]
+    low = ["tf32", "tf32", "bf16"]
+    for kind, precision in zip(PRECISIONS, low, strict=True):
+        kind.fp32_precision = precision
+    yield low
+    for kind, precision in zip(PRECISIONS, before, strict=True):
+        kind.fp32_precision = precision
+
+
+def test_a_look_is_in_full_precision_whatever_is_set(low_precisions: list[str]) -> None:
+    """TF32 would round what is compared, and so would autocast; both are the caller's again in the step."""
+    seen: list[tuple[bool, list[str]]] = []
+
+    class Told(Around):
+        def forward(self, **inputs: Any) -> Any:
+            seen.append((torch.is_autocast_enabled("cpu"), [kind.fp32_precision for kind in PRECISIONS]))
+            return super().forward(**inputs)
+
+    with Relay(Told(gpt()), sgd, config=THREE) as relay, torch.autocast("cpu", torch.bfloat16):
+        relay.step(uneven())
+    looks, step = seen[:-3], seen[-3:]
+    assert looks and all(not autocast and precisions == ["ieee"] * 3 for autocast, precisions in looks)
+    assert step == [(True, low_precisions)] * 3
 
 
 class OnlyTrains(nn.Module):
