@@ -156,6 +156,10 @@ def test_pixels_are_no_targets() -> None:
         rows = RowsOf({"pixels": pixels, "labels": torch.arange(5)})
         assert list(candidates(rows)) == ["rows", "targets in batch['labels']"]
         assert Mean(None, never).divisors(rows, rows.split(2)) == [5 / 3, 5 / 2]
+    hashes = RowsOf({"x": torch.zeros(2), "hash": [2**64 - 1, 5], "label": [1, IGNORED]})
+    assert list(candidates(hashes)) == ["rows", "targets in batch['label']"], (
+        "numbers that no tensor holds are no classes"
+    )
 
 
 def test_uneven_micro_batches_add_up_to_the_mean_over_the_batch() -> None:
