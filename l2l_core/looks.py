@@ -53,6 +53,8 @@ class Look:
         together, first, second = losses
         expected = first + second
         if (pair := self.counts[name]) is not None:
+            if not any(pair):
+                return math.inf  # there would be no mean, and there is
             expected = (pair[0] * first + pair[1] * second) / sum(pair)
         return abs(together - expected) / max(abs(together), abs(first), abs(second), 1.0)
 

@@ -83,6 +83,10 @@ class StepResult:
     bytes_pushed: int
 
 
+def _as_it_is(stage: Stage) -> None:
+    """A pass with the weights that there are."""
+
+
 class Relay:
     """Train a model one layer at a time, with the same result as plain training.
 
@@ -538,7 +542,11 @@ class Relay:
         ) from error
 
     def _infer(
-        self, micro_batches: Sequence[Any], task: Task, config: RelayConfig, prepare: Callable[[Stage], None] = bool
+        self,
+        micro_batches: Sequence[Any],
+        task: Task,
+        config: RelayConfig,
+        prepare: Callable[[Stage], None] = _as_it_is,
     ) -> list[Any]:
         """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
         check_model(self.model, self._parts.units)
@@ -579,15 +587,14 @@ class Relay:
     def _losses_of(self, small: Sequence[Any], shaken: bool) -> list[float]:
         """Losses of a few rows each, in evaluation mode and float32; nothing that a forward may change stays changed.
 
-        `shaken` are the weights outside of layers, on the device alone.
-
-        Weights in float32 take twice the room of bfloat16 on the device, so none is loaded ahead.
+        Weights outside of layers may be `shaken`, on the device alone. Weights in float32 take twice the room of bfloat16 there,
+        so none is loaded ahead.
         """
         config = replace(self.config, micro_batches=len(small), precision="fp32", ahead=0)
         back = [self._parts.copy_buffers(), keep_attributes(self.model.modules())]
         try:
             with same_random_numbers(), full_precision(self.device.torch_device):
-                prepare = Stage.shake if shaken else bool
+                prepare = Stage.shake if shaken else _as_it_is
                 return [float(loss) for loss in self._infer(small, self._call.objective, config, prepare)]
         except Exception as error:
             error.add_note(

@@ -172,6 +172,18 @@ def test_uneven_micro_batches_add_up_to_the_mean_over_the_batch() -> None:
     assert mean == pytest.approx(float(values.mean()), abs=1e-6)
 
 
+def test_targets_that_are_first_alone() -> None:
+    """After a shift nothing is left of some rows, the ones with most targets among them."""
+    labels = torch.full((4, 6, 2), IGNORED)
+    labels[:, :, 0] = 1
+    labels[1, 3:] = labels[3, 2:] = IGNORED
+    labels[2, :2, 1] = 1
+    rows = RowsOf({"labels": labels, "value": torch.rand(labels.shape)})
+    loss = lambda part: float(part["value"][part["labels"] != IGNORED].mean())  # noqa: E731
+    divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, rows.split(2))
+    assert divisors == [19 / 9, 19 / 10]
+
+
 def test_targets_in_lists_and_arrays() -> None:
     """One item per row, of different lengths: a mean over boxes is no mean over images."""
     boxes = [5, 1, 2, 2, 3, 7]
