@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from l2l_core.batch import RowsOf
@@ -95,9 +96,10 @@ class Mean:
     def _reproducing(self, looks: Sequence[Look], shaken: bool, counts: Counts, sizes: Sequence[int]) -> Counts:
         """The candidates that are right about all of these looks whose losses are finite."""
         losses = self._measure([batch for look in looks for batch in look.batches], shaken) if looks else []
-        seen = [(look, losses[3 * i : 3 * i + 3]) for i, look in enumerate(looks)]
-        seen = [(look, three) for look, three in seen if all(map(math.isfinite, three))]
-        errors = {name: max((look.error(name, three) for look, three in seen), default=0.0) for name in counts}
+        rest = iter(losses)
+        seen = [(look, list(islice(rest, len(look.batches)))) for look in looks]
+        seen = [(look, own) for look, own in seen if all(map(math.isfinite, own))]
+        errors = {name: max((look.error(name, own, TOLERANCE) for look, own in seen), default=0.0) for name in counts}
         if min(errors.values()) > TOLERANCE:
             raise _unknown(_table(counts, sizes), min(errors.values()))
         return {name: counts[name] for name, error in errors.items() if error <= TOLERANCE}

@@ -360,6 +360,31 @@ def test_a_step_is_one_on_the_whole_batch(case: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
 
 
+class TwoMeans(Around):
+    """A language model with a second loss, of rows; the first is a mean over targets."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.judge = nn.Linear(32, 2)
+
+    def forward(self, score: Tensor, **inputs: Any) -> Any:
+        outputs = self.inner(**inputs)
+        outputs.loss = outputs.loss + F.cross_entropy(self.judge(outputs.logits[:, -1]), score)
+        return outputs
+
+
+def test_a_second_mean_over_something_else_is_refused() -> None:
+    """One divisor cannot serve both; and what of a loss does not change with the targets is not overlooked."""
+    batch = uneven() | {"score": torch.tensor([0, 1, 0, 1, 1, 0])}
+    with Relay(TwoMeans(gpt()), sgd, config=THREE) as relay:
+        with pytest.raises(ValueError, match="a sum of several means.*weight="):
+            relay.step(batch)
+        assert relay.steps == 0
+        assert relay.step(uneven((8, 2, 2, 8, 5, 5)) | {"score": batch["score"]}).samples == 6, (
+            "even, so nothing is asked"
+        )
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "bert", "t5"])
 def test_stock_models_with_padded_targets_train(kind: str) -> None:
     """A router's auxiliary loss is a mean over nothing that could be weighed; it must not stand in the way."""
