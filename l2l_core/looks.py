@@ -1,8 +1,9 @@
 """A few rows together and in two parts: on the losses of these, candidates for what a loss is a mean over part company.
 
-Two kinds. One row twice, with other targets taken away in either copy: all that is no mean over targets, as what a router
-adds for the balance of its experts, is the same in both parts and together, so it tells nothing wrong. And real rows, in
-groups, for candidates that do not differ by what is -100.
+Three kinds. One row twice, with other targets taken away in either copy: what is no mean over targets is the same in both parts
+and together. Two rows with other targets, where a second mean over something else shows; unless the loss does not even add up
+where both count alike under every candidate, for then it has a part that cannot be weighed at all, as what a router adds for the
+balance of its experts. And real rows, in groups, for candidates that do not differ by what is -100.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from l2l_core.targets import IGNORED, Counts, counts_of, is_integer
 Group = tuple[int, ...]  # rows
 Pair = tuple[float, float]  # what the first and the second part count for
 
-FEW = (2, 3)  # targets that are left in the two copies of a row: few, so that the first position weighs
+FEW = (2, 3)  # targets that are left of a row: few, so that the first position weighs
 MOST_ROWS = 16  # of those that count differently, to choose from
 PER_PAIR = 2  # looks at real rows for every two candidates that disagree
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Parts:
     """Two small batches and both of them as one.
 
     Attributes:
@@ -40,32 +41,55 @@ class Look:
     second: Any
     counts: Mapping[str, Pair | None]
 
-    @property
-    def batches(self) -> tuple[Any, Any, Any]:
-        """Those whose losses `error` needs."""
-        return self.together, self.first, self.second
-
-    def error(self, name: str, losses: Sequence[float]) -> float:
-        """How far the loss together is from what a candidate makes of the others, relative."""
+    def excess(self, name: str, losses: Sequence[float]) -> float:
+        """By how much the loss together is more than what a candidate makes of the others."""
         together, first, second = losses
-        expected = first + second
-        if (pair := self.counts[name]) is not None:
-            expected = (pair[0] * first + pair[1] * second) / sum(pair)
-        return abs(together - expected) / max(abs(together), abs(first), abs(second), 1e-30)
+        if (pair := self.counts[name]) is None:
+            return together - (first + second)
+        if not any(pair):
+            return math.inf  # there would be no mean, and there is
+        return together - (pair[0] * first + pair[1] * second) / sum(pair)
 
 
-# -- one row, with other targets ---------------------------------------------------------------------------------------
+class Look:
+    """What is looked at, and what must hold before it counts.
+
+    Args:
+        parts: which tell candidates apart.
+        alike: which count alike under every candidate; where a loss is no mean even of these, `parts` tell nothing.
+    """
+
+    def __init__(self, parts: Parts, alike: Parts | None = None) -> None:
+        self._parts = (parts,) if alike is None else (parts, alike)
+        self.batches = [batch for each in self._parts for batch in (each.together, each.first, each.second)]
+
+    def error(self, name: str, losses: Sequence[float], tolerance: float) -> float:
+        """How far a candidate is off, given the losses of `batches`; relative where these are above 1.
+
+        Below, as of a model that is nearly done, rounding stays what it is: a loss is a difference of logits.
+        """
+        scale = max(1.0, *map(abs, losses))
+        error, *alike = (
+            abs(each.excess(name, losses[3 * i : 3 * i + 3])) / scale for i, each in enumerate(self._parts)
+        )
+        return 0.0 if alike and alike[0] > tolerance else error
+
+
+# -- rows with other targets -------------------------------------------------------------------------------------------
 
 
 def looks_at_targets(rows: RowsOf, counts: Counts, kinds: Sequence[str]) -> Iterator[Look]:
-    """For every tensor that holds targets, a row with most of them under every reading, twice."""
+    """For every tensor that holds targets, looks at rows with many of them."""
     for name, column in rows.columns():
         if not has_rows(column) or column.ndim < 2 or not is_integer(column) or bool((column != IGNORED).all()):
             continue
-        for row in _best_rows(column):
-            kept = _two_choices(column[row])
-            if kept is not None:
-                yield _masked(rows, counts, name, row, kept)
+        kept = {row: masks for row in _best_rows(column) if (masks := _two_choices(column[row])) is not None}
+        for row, (few, more) in kept.items():
+            yield Look(_masked(rows, counts, name, (row, row), (few, more)))
+        if len(kept) == 2:
+            (one, (few, more)), (other, (_, other_more)) = kept.items()
+            unlike, alike = (_masked(rows, counts, name, (one, other), (mask, other_more)) for mask in (few, more))
+            yield Look(unlike, alike)
 
 
 def _best_rows(column: Any, most: int = 2) -> list[int]:
@@ -92,22 +116,24 @@ def _two_choices(row: Any) -> tuple[Any, Any] | None:
     return chosen[0], chosen[1]
 
 
-def _masked(rows: RowsOf, counts: Counts, name: str, row: int, kept: tuple[Any, Any]) -> Look:
+def _masked(rows: RowsOf, counts: Counts, name: str, pair: tuple[int, int], kept: tuple[Any, Any]) -> Parts:
+    """Two rows, of which some targets are kept."""
+
     def keep(where: str, part: Any, choice: int) -> Any:
         if where != name:
             return part
-        masks = [kept] if choice == 0 else [kept[choice - 1 : choice]]
         other = part.clone() if isinstance(part, torch.Tensor) else part.copy()
-        for i, mask in enumerate(masks[0]):
+        for i, mask in enumerate(kept if choice == 0 else kept[choice - 1 : choice]):
             other[i][~mask] = IGNORED
         return other
 
-    batches = rows.pick([[row, row], [row], [row]], keep)
-    now = {each: None if of is None else (float(of[row]), float(of[row])) for each, of in counts.items()}
+    a, b = pair
+    batches = rows.pick([[a, b], [a], [b]], keep)
+    now = {each: None if of is None else (float(of[a]), float(of[b])) for each, of in counts.items()}
     left = torch.stack([torch.as_tensor(mask) for mask in kept])
     for each, (first, second) in counts_of(name, torch.where(left, 0, IGNORED)):
         now[each] = (float(first), float(second))
-    return Look(*batches, {each: now[each] for each in counts})
+    return Parts(*batches, {each: now[each] for each in counts})
 
 
 # -- real rows ---------------------------------------------------------------------------------------------------------
@@ -129,7 +155,7 @@ def looks_at_rows(rows: RowsOf, counts: Counts, kinds: Sequence[str]) -> Iterato
         chosen |= dict.fromkeys(sorted(pairs, key=apart.__getitem__, reverse=True)[:PER_PAIR])
     for a, b in chosen:
         pairs_of = {name: None if each is None else (_total(each, a), _total(each, b)) for name, each in counts.items()}
-        yield Look(*rows.pick([[*a, *b], [*a], [*b]]), pairs_of)
+        yield Look(Parts(*rows.pick([[*a, *b], [*a], [*b]]), pairs_of))
 
 
 def _total(counts: Sequence[int], group: Group) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from l2l_core.batch import RowsOf
@@ -28,7 +29,7 @@ Measure = Callable[
 ]  # losses of small batches, with weights as they are or shaken
 Divisors = tuple[float, ...]
 
-TOLERANCE = 1e-5  # relative, of a loss in float32 that was added up in another order
+TOLERANCE = 1e-5  # of a loss in float32 that was added up in another order
 MOST_KINDS = 64  # structures of batches of which is remembered what their loss is a mean over
 _REMEDY = (
     "Pass weight=lambda micro_batch: ... to the relay, what the loss of a micro-batch counts for (by number of what it is a "
@@ -95,9 +96,10 @@ class Mean:
     def _reproducing(self, looks: Sequence[Look], shaken: bool, counts: Counts, sizes: Sequence[int]) -> Counts:
         """The candidates that are right about all of these looks whose losses are finite."""
         losses = self._measure([batch for look in looks for batch in look.batches], shaken) if looks else []
-        seen = [(look, losses[3 * i : 3 * i + 3]) for i, look in enumerate(looks)]
-        seen = [(look, three) for look, three in seen if all(map(math.isfinite, three))]
-        errors = {name: max((look.error(name, three) for look, three in seen), default=0.0) for name in counts}
+        rest = iter(losses)
+        seen = [(look, list(islice(rest, len(look.batches)))) for look in looks]
+        seen = [(look, own) for look, own in seen if all(map(math.isfinite, own))]
+        errors = {name: max((look.error(name, own, TOLERANCE) for look, own in seen), default=0.0) for name in counts}
         if min(errors.values()) > TOLERANCE:
             raise _unknown(_table(counts, sizes), min(errors.values()))
         return {name: counts[name] for name, error in errors.items() if error <= TOLERANCE}
@@ -161,7 +163,11 @@ def _table(counts: Counts, sizes: Sequence[int]) -> str:
     """Candidates that differ from rows, with what micro-batches count for."""
     added = {name: None if each is None else _added(each, sizes) for name, each in counts.items()}
     shown = {name: each for name, each in added.items() if name == ROWS or each is None or len({*each}) > 1}
-    return "; ".join(f"{name}: {'-' if each is None else each}" for name, each in shown.items())
+    return "; ".join(f"{name}: {'-' if each is None else _listed(each)}" for name, each in shown.items())
+
+
+def _listed(counts: Sequence[int], most: int = 8) -> str:
+    return f"[{', '.join(map(str, counts[:most]))}{', ...' if len(counts) > most else ''}]"
 
 
 def _counts_for_nothing(k: int, count: float, of: str) -> ValueError:
@@ -174,8 +180,8 @@ def _counts_for_nothing(k: int, count: float, of: str) -> ValueError:
 def _unknown(table: str, error: float) -> ValueError:
     return ValueError(
         f"what the loss is a mean over cannot be found out, and micro-batches hold unequal shares of what it may be ({table}): "
-        f"the loss of a few rows together is not the mean of their losses under any of these (off by {error:.2g} or more, "
-        f"relative). A sum, or a sum of several means, has no such mean. {_REMEDY}"
+        f"the loss of a few rows together is not the mean of their losses under any of these (off by {error:.2g} or "
+        f"more). A sum, or a sum of several means, has no such mean. {_REMEDY}"
     )
 
 

@@ -42,12 +42,8 @@ class ModelCall:
 
     def check(self, batch: Any) -> None:
         """Raise TypeError for a batch that says nothing of how the model is called."""
-        if self._objective is None and not isinstance(batch, Mapping | Sequence):
-            raise TypeError(
-                f"batch is a {type(batch).__name__}, which does not say how the model is called: pass "
-                "objective=lambda model, micro_batch: ..., or batches that are a dict of keyword arguments or a tuple of "
-                "positional ones, as (batch,)"
-            )
+        if self._objective is None:
+            _check_arguments(batch)
 
     def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
         """The scalar loss of one micro-batch."""
@@ -59,7 +55,8 @@ class ModelCall:
         return _check_scalar(_loss_of(outputs), "outputs.loss")
 
     def outputs(self, model: nn.Module, micro_batch: Any) -> Any:
-        """The model's own outputs for one micro-batch."""
+        """The model's own outputs for one micro-batch. Raises TypeError as `check` does, also where there is an objective."""
+        _check_arguments(micro_batch)
         if isinstance(micro_batch, Mapping):
             taken = self._taken(micro_batch)
             return model(**{**self._fixed, **taken})
@@ -70,6 +67,15 @@ class ModelCall:
         if self._loss is None or self._takes_any:
             return micro_batch
         return {name: value for name, value in micro_batch.items() if name in self._names}
+
+
+def _check_arguments(batch: Any) -> None:
+    if not isinstance(batch, Mapping | Sequence):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}, which does not say how the model is called: give a dict of keyword arguments or "
+            "a tuple of positional ones, as (batch,); or pass objective=lambda model, micro_batch: ... to the relay, which is "
+            "enough to train and evaluate"
+        )
 
 
 def _loss_of(outputs: Any) -> Any:

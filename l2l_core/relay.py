@@ -33,6 +33,7 @@ from l2l_core.editor import Editor
 from l2l_core.emulated import EmulatedDevice
 from l2l_core.forecast import Forecast
 from l2l_core.forecast_costs import LastStep, forecast_step
+from l2l_core.full_precision import full_precision
 from l2l_core.interrupt import interrupts_wait
 from l2l_core.journal import Entry, History
 from l2l_core.known import Known, KnownInPart, Layers
@@ -83,6 +84,10 @@ class StepResult:
     peak_device_bytes: int
     bytes_loaded: int
     bytes_pushed: int
+
+
+def _as_it_is(stage: Stage) -> None:
+    """A pass with the weights that there are."""
 
 
 class Relay:
@@ -557,7 +562,11 @@ class Relay:
         ) from error
 
     def _infer(
-        self, micro_batches: Sequence[Any], task: Task, config: RelayConfig, prepare: Callable[[Stage], None] = bool
+        self,
+        micro_batches: Sequence[Any],
+        task: Task,
+        config: RelayConfig,
+        prepare: Callable[[Stage], None] = _as_it_is,
     ) -> list[Any]:
         """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
         check_model(self.model, self._parts.units)
@@ -603,15 +612,14 @@ class Relay:
     def _losses_of(self, small: Sequence[Any], shaken: bool) -> list[float]:
         """Losses of a few rows each, in evaluation mode and float32; nothing that a forward may change stays changed.
 
-        `shaken` are the weights outside of layers, on the device alone.
-
-        Weights in float32 take twice the room of bfloat16 on the device, so none is loaded ahead.
+        Weights outside of layers may be `shaken`, on the device alone. Weights in float32 take twice the room of bfloat16 there,
+        so none is loaded ahead.
         """
         config = replace(self.config, micro_batches=len(small), precision="fp32", ahead=0)
         back = [self._parts.copy_buffers(), keep_attributes(self.model.modules())]
         try:
-            with same_random_numbers(), torch.autocast(self.device.torch_device.type, enabled=False):
-                prepare = Stage.shake if shaken else bool
+            with same_random_numbers(), full_precision(self.device.torch_device):
+                prepare = Stage.shake if shaken else _as_it_is
                 return [float(loss) for loss in self._infer(small, self._call.objective, config, prepare)]
         except Exception as error:
             error.add_note(

@@ -58,7 +58,7 @@ def _sums(mask: Any) -> list[int]:
 
 def _as_tensor(value: Any) -> Any:
     """A list of integers as a tensor; anything else as it is."""
-    is_numbers = is_sequence(value) and len(value) > 0 and all(isinstance(number, int) for number in value)
+    is_numbers = is_sequence(value) and len(value) > 0 and all(isinstance(n, int) and abs(n) < 2**63 for n in value)
     return torch.tensor(list(value)) if is_numbers else value
 
 

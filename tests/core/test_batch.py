@@ -398,6 +398,15 @@ def test_a_refused_batch_has_trained_nothing(batch: Any, message: str) -> None:
         assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
+def test_a_dataclass_is_enough_to_train_on_with_an_objective_and_not_for_outputs() -> None:
+    objective = lambda model, part: (model(part.x) - part.y).square().mean()  # noqa: E731
+    with Relay(Net(), sgd, layers=["layers.0", "layers.1"], objective=objective) as relay:
+        batch = Slotted(*two_tensors())
+        assert relay.step(batch).samples == ROWS
+        with pytest.raises(TypeError, match="Slotted, which does not say how the model is called"):
+            relay.forward(batch)
+
+
 def test_one_micro_batch_takes_what_cannot_be_cut() -> None:
     """Nothing is cut, so nothing has to be known of it."""
     pair = [torch.ones(2, WIDTH), torch.zeros(2, WIDTH)]

@@ -142,7 +142,7 @@ def test_compute_reads_nothing_on_the_host(kind: Kind, stash: str) -> None:
     """On a GPU that would be an error ("expected all tensors to be on the same device"); the double could not tell."""
     device = LateDevice()
     with both(kind, RelayConfig(micro_batches=3, stash=stash), device=device) as pair:
-        pair.relay.evaluate(kind.make_batch(7, 0))  # what its loss is a mean over is found out on rows picked on the host
+        pair.relay.evaluate(kind.make_batch(7, 0))  # finds out what its loss is a mean over, on rows of the host
         for step in range(2):
             batch = kind.make_batch(7, step)
             host = [*pytree.tree_leaves(batch), *(b for b in pair.relay.model.buffers() if b.numel())]

@@ -6,7 +6,7 @@ In core is the whole batch at once, in plain torch: nothing is cut, weighed or s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -156,6 +156,10 @@ def test_pixels_are_no_targets() -> None:
         rows = RowsOf({"pixels": pixels, "labels": torch.arange(5)})
         assert list(candidates(rows)) == ["rows", "targets in batch['labels']"]
         assert Mean(None, never).divisors(rows, rows.split(2)) == [5 / 3, 5 / 2]
+    hashes = RowsOf({"x": torch.zeros(2), "hash": [2**64 - 1, 5], "label": [1, IGNORED]})
+    assert list(candidates(hashes)) == ["rows", "targets in batch['label']"], (
+        "numbers that no tensor holds are no classes"
+    )
 
 
 def test_uneven_micro_batches_add_up_to_the_mean_over_the_batch() -> None:
@@ -166,6 +170,18 @@ def test_uneven_micro_batches_add_up_to_the_mean_over_the_batch() -> None:
     assert sum(1 / d for d in divisors) == pytest.approx(1)
     mean = sum(float(part[0].mean()) / d for part, d in zip(parts, divisors, strict=True))
     assert mean == pytest.approx(float(values.mean()), abs=1e-6)
+
+
+def test_targets_that_are_first_alone() -> None:
+    """After a shift nothing is left of some rows, the ones with most targets among them."""
+    labels = torch.full((4, 6, 2), IGNORED)
+    labels[:, :, 0] = 1
+    labels[1, 3:] = labels[3, 2:] = IGNORED
+    labels[2, :2, 1] = 1
+    rows = RowsOf({"labels": labels, "value": torch.rand(labels.shape)})
+    loss = lambda part: float(part["value"][part["labels"] != IGNORED].mean())  # noqa: E731
+    divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, rows.split(2))
+    assert divisors == [19 / 9, 19 / 10]
 
 
 def test_targets_in_lists_and_arrays() -> None:
@@ -197,6 +213,20 @@ def test_a_micro_batch_without_targets_is_refused() -> None:
         Mean(None, never).divisors(two, two.split(2))
     with pytest.raises(ValueError, match="micro-batch 0 counts for -1"):
         shares([1, 2], lambda part: -1)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_rounding_does_not_hide_the_mean(size: float) -> None:
+    """A small loss is a difference of logits, and off by their rounding; a large one by its own."""
+    batch = uneven() | {"value": torch.rand(6, 8) * size}
+    rows = RowsOf(batch)
+
+    def loss(part: Batch) -> float:
+        is_target = part["labels"] != IGNORED
+        return float(((part["value"] + 10) - 10)[is_target].mean())
+
+    divisors = Mean(None, lambda small, _: [loss(each) for each in small]).divisors(rows, rows.split(3))
+    assert divisors == [33 / 11, 33 / 9, 33 / 13]
 
 
 @pytest.mark.parametrize(
@@ -330,6 +360,31 @@ def test_a_step_is_one_on_the_whole_batch(case: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
 
 
+class TwoMeans(Around):
+    """A language model with a second loss, of rows; the first is a mean over targets."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.judge = nn.Linear(32, 2)
+
+    def forward(self, score: Tensor, **inputs: Any) -> Any:
+        outputs = self.inner(**inputs)
+        outputs.loss = outputs.loss + F.cross_entropy(self.judge(outputs.logits[:, -1]), score)
+        return outputs
+
+
+def test_a_second_mean_over_something_else_is_refused() -> None:
+    """One divisor cannot serve both; and what of a loss does not change with the targets is not overlooked."""
+    batch = uneven() | {"score": torch.tensor([0, 1, 0, 1, 1, 0])}
+    with Relay(TwoMeans(gpt()), sgd, config=THREE) as relay:
+        with pytest.raises(ValueError, match="a sum of several means.*weight="):
+            relay.step(batch)
+        assert relay.steps == 0
+        assert relay.step(uneven((8, 2, 2, 8, 5, 5)) | {"score": batch["score"]}).samples == 6, (
+            "even, so nothing is asked"
+        )
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "bert", "t5"])
 def test_stock_models_with_padded_targets_train(kind: str) -> None:
     """A router's auxiliary loss is a mean over nothing that could be weighed; it must not stand in the way."""
@@ -430,6 +485,37 @@ def test_bfloat16_does_not_hide_what_the_loss_is_a_mean_over() -> None:
         expected = relay.model(**uneven()).loss.item()
         assert relay.evaluate(uneven()) == pytest.approx(expected, rel=1e-2)
         assert list(relay._mean._alive._values.values()) == [{"targets in batch['labels'] after a shift by one"}]
+
+
+PRECISIONS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul)
+
+
+@pytest.fixture
+def low_precisions() -> Iterator[list[str]]:
+    """As a caller may have set them."""
+    before = [kind.fp32_precision for kind in PRECISIONS]
+    low = ["tf32", "tf32", "bf16"]
+    for kind, precision in zip(PRECISIONS, low, strict=True):
+        kind.fp32_precision = precision
+    yield low
+    for kind, precision in zip(PRECISIONS, before, strict=True):
+        kind.fp32_precision = precision
+
+
+def test_a_look_is_in_full_precision_whatever_is_set(low_precisions: list[str]) -> None:
+    """TF32 would round what is compared, and so would autocast; both are the caller's again in the step."""
+    seen: list[tuple[bool, list[str]]] = []
+
+    class Told(Around):
+        def forward(self, **inputs: Any) -> Any:
+            seen.append((torch.is_autocast_enabled("cpu"), [kind.fp32_precision for kind in PRECISIONS]))
+            return super().forward(**inputs)
+
+    with Relay(Told(gpt()), sgd, config=THREE) as relay, torch.autocast("cpu", torch.bfloat16):
+        relay.step(uneven())
+    looks, step = seen[:-3], seen[-3:]
+    assert looks and all(not autocast and precisions == ["ieee"] * 3 for autocast, precisions in looks)
+    assert step == [(True, low_precisions)] * 3
 
 
 class OnlyTrains(nn.Module):
