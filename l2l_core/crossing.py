@@ -191,7 +191,8 @@ class Crossing(TorchFunctionMode):
             f"micro-batch {self._k}: the loss, or the model's own code, reads a parameter of layer {layer} (shape "
             f"{tuple(param.shape)}) outside of the layer, as a penalty over model.parameters() does; at that time it is not on "
             "the device, and the gradient would miss the relay. Let the optimizer's weight_decay do it, or compute the penalty "
-            "in the layer's forward and keep it on an attribute of the layer (self.penalty = ...), where the loss may read it"
+            "in the layer's forward, or in a forward hook on a module in it that returns the output, and keep it on an attribute "
+            "of the layer (self.penalty = ...), where the loss may read it"
         )
 
     # -- the model's side ----------------------------------------------------------------------------------------------

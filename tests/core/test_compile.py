@@ -20,7 +20,11 @@ from torch.nn import functional as F
 from l2l_core import Drop, Duplicate, Insert, Relay, RelayConfig, Swap
 from l2l_core.reference import train_step
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(  # of PyTorch's own code
+    "ignore:.*grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:.*torch.jit:DeprecationWarning",
+    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning",
+)
 
 WIDTH, TOKENS = 8, 11
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -426,9 +430,8 @@ def test_layers_that_are_compiled_later_relay_too() -> None:
 def test_a_compiled_function_outside_of_layers_is_refused(backend: str, stash: Any) -> None:
     twice = torch.compile(lambda x: x * 2, backend=backend)
     model = Model()
-    with Relay(
-        model, adamw, objective=lambda model, part: twice(objective(model, part)), config=RelayConfig(2, stash=stash)
-    ) as relay:
+    config = RelayConfig(micro_batches=2, stash=stash)
+    with Relay(model, adamw, objective=lambda *given: twice(objective(*given)), config=config) as relay:
         before = state_of(model)
         with pytest.raises(RuntimeError, match="calls a compiled function.*outside of its layers.*forward of a module"):
             relay.step(batch())

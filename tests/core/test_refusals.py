@@ -237,6 +237,27 @@ def test_a_penalty_kept_on_an_attribute_is_equal() -> None:
     assert_equal_to_plain(partial(Chain, KeepingPenalty), penalised_by_attributes)
 
 
+class Hooked(Chain):
+    """The same for layers that somebody else has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.inner.register_forward_hook(self.keep_penalty)
+
+    @staticmethod
+    def keep_penalty(module: Any, _args: Any, output: Tensor) -> Tensor:
+        module.penalty = 0.01 * sum(param.square().sum() for param in module.parameters())
+        return output
+
+
+def test_a_penalty_kept_by_a_hook_is_equal() -> None:
+    def loss(model: Any, part: Any) -> Tensor:
+        return objective(model, part) + sum(layer.inner.penalty for layer in model.layers)
+
+    assert_equal_to_plain(Hooked, loss)
+
+
 def test_the_optimizers_weight_decay_is_equal() -> None:
     """The second one."""
     assert_equal_to_plain(Chain, optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.02))
