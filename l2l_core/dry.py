@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 from l2l_core.config import RelayConfig
 from l2l_core.flat import Layout
 from l2l_core.memory import Ledger
-from l2l_core.optimizers import over
-from l2l_core.store import LayerStore, clone_state
+from l2l_core.parts import over, step_alone
+from l2l_core.states import clone_state
+from l2l_core.step_hooks import StepHooks
+from l2l_core.store import LayerStore
 from l2l_core.trace import Trace
 from l2l_core.units import Block
 
@@ -39,6 +41,7 @@ class DryStore(LayerStore):
     def __init__(self, store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor]) -> None:
         self.__dict__.update(store.__dict__)
         self.optimizer = over(store.optimizer, store.optimizer.param_groups, store.optimizer.state)
+        self._hooks = StepHooks(self.optimizer, dict, lambda block: None, of_all=False)
         self.host, self._empty = host, empty
         self._owner = {}  # nobody's statistics
         self._pool, self._under_way, self._room = {}, set(), threading.Condition()
@@ -67,15 +70,24 @@ class DryStore(LayerStore):
         """Scratch memory of the block's form; blocks of one form share it."""
         form = block.layout, touched, tuple(self.side_of(block).groups)
         if form not in self._scratch:
-            self._scratch[form] = _Scratch(block.layout, form[2], touched, self.optimizer)
+            known = [self.optimizer.state.get(master) for master in self._masters[block].params]
+            self._scratch[form] = _Scratch(block.layout, form[2], touched, self.optimizer, known)
         return self._scratch[form]
 
 
 class _Scratch:
-    """Weights of one block's form, and an optimizer of the user's kind over them."""
+    """Weights of one block's form, and an optimizer of the user's kind over them.
+
+    It begins with what the optimizer knows of such a block: what is counted in groups belongs to that.
+    """
 
     def __init__(
-        self, layout: Layout, groups: tuple[int, ...], touched: tuple[bool, ...], optimizer: Optimizer
+        self,
+        layout: Layout,
+        groups: tuple[int, ...],
+        touched: tuple[bool, ...],
+        optimizer: Optimizer,
+        known: Sequence[Mapping[str, Any] | None],
     ) -> None:
         self.flat = torch.full((layout.numel,), 0.01)
         self._params = [nn.Parameter(view) for view in layout.views(self.flat)]
@@ -86,6 +98,8 @@ class _Scratch:
             [{**group, "params": mine} for group, mine in zip(optimizer.param_groups, members, strict=True)],
             defaultdict(dict),
         )
+        states = zip(self._params, known, strict=True)
+        self._part.state.update({param: clone_state(state) for param, state in states if state})
         warm = layout.views(torch.full((layout.numel,), 0.01))
         self.step(warm, touched)  # the first one makes the state
 
@@ -93,7 +107,7 @@ class _Scratch:
         """Update the scratch weights with a gradient, given by parameter."""
         for param, view, has in zip(self._params, views, touched, strict=True):
             param.grad = view if has else None
-        self._part.step()
+        step_alone(self._part)
         for param in self._params:
             param.grad = None
 

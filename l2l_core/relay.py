@@ -40,7 +40,8 @@ from l2l_core.loop import Loop, TrainLoop
 from l2l_core.memento import keep_attributes
 from l2l_core.memory import Ledger
 from l2l_core.meter import Metered
-from l2l_core.optimizers import OptimizerFactory, make_optimizer, silent
+from l2l_core.optimizers import OptimizerFactory, make_optimizer
+from l2l_core.parts import silent
 from l2l_core.past import Restorer, parts_of
 from l2l_core.rehearsal import Rehearsal
 from l2l_core.resume import Resumption, keep
@@ -121,12 +122,14 @@ class Relay:
         self._weight = weight or default_weight(model, loss is not None)
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
-        made = make_optimizer(optimizer, model)
+        made, findings = make_optimizer(optimizer, model)
         modules = dict(zip(keys, found.values(), strict=True))
         shell, units = build_units(model, modules, self.device.host_empty)
         self._parts = Parts(model, self.device, self.host, shell, units, Wires(self.device, self.host))
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
-        self._store = LayerStore(self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores)
+        self._store = LayerStore(
+            self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings
+        )
         self._steps = 0
         self._predicted: Sequence[Unit] = units
         self._known = Known()  # of the last metered step

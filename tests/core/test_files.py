@@ -34,6 +34,7 @@ from zoo import BY_NAME, Chain, ResidualMlp, sequences
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap, files
 from l2l_core.past import parts_of
+from l2l_core.plain_data import encode
 
 KINDS = ["gpt2", "batch_norm", "llama", "tied_layers", "frozen_layer", "spectral_norm_old", "convnext"]
 IN_NEW_PROCESS = KINDS[:3]
@@ -508,7 +509,7 @@ def past_of(relay: Relay) -> str:
     content = hashlib.sha256(repr(relay.journal).encode())
     for name, part in sorted(parts_of(relay._editor, relay._history, relay._branches).items()):
         tensors: files.Tensors = {}
-        content.update(repr(files._encode(part, name, tensors)).encode())
+        content.update(repr(encode(part, name, tensors)).encode())
         for tensor in tensors.values():
             content.update(tensor.detach().contiguous().numpy().tobytes())
     return content.hexdigest()
