@@ -25,7 +25,7 @@ from l2l_core.flat import Layout
 from l2l_core.parts import copy_over, slice_of, step_alone, update_part
 from l2l_core.plain_data import Tensors, decode, encode
 from l2l_core.sample import same_random_numbers
-from l2l_core.settings import Changes, differing_settings, is_same, merge, put, settings_of, settle
+from l2l_core.settings import Changes, differing_settings, is_same, merge, put, settings_of, settle, to_save
 from l2l_core.states import clone_state, differing
 
 _STEPS, _JOINS = 10, 4
@@ -192,11 +192,11 @@ class _Form:
     def resumed(self, toy: _Toy) -> _Toy:
         """A new optimizer that knows of `toy` what a save would hold."""
         tensors: Tensors = {}
-        state, settings = toy.optimizer.state, settings_of(toy.optimizer)
+        state = toy.optimizer.state
         _check_keys(toy.optimizer)
         try:
             encoded = [encode(state.get(p, {}), f"state {i}", tensors) for i, p in enumerate(toy.params)]
-            plain = encode(settings, "settings", tensors)
+            plain = [encode(part, f"settings {i}", tensors) for i, part in enumerate(to_save(toy.optimizer))]
             held = [clone_state(state[param]) for param in toy.params if param in state]
         except Exception as error:
             raise ValueError(
@@ -211,7 +211,7 @@ class _Form:
                 new.optimizer.state.pop(param, None)
                 if known := decode(values, tensors, read):
                     new.optimizer.state[param] = known
-        put(new.optimizer, decode(plain, tensors, read))
+        put(new.optimizer, [held for part in plain for held in decode(part, tensors, read)])
         return new
 
     def _copied(self, state: Any) -> Any:

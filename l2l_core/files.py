@@ -49,7 +49,7 @@ from torch import nn
 from l2l_core.ambient import RandomState
 from l2l_core.config import RelayConfig
 from l2l_core.plain_data import Tensors, decode, encode
-from l2l_core.settings import put, settings_of
+from l2l_core.settings import put, to_save
 from l2l_core.store import LayerStore
 from l2l_core.ties import ties_of
 from l2l_core.units import Block, Unit
@@ -195,7 +195,7 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
         for name in [name.removeprefix("weights/") for name in tensors if name.startswith("weights/")]:
             if masters[name] in optimizer.state:
                 optimizer_state[name] = encode(optimizer.state[masters[name]], f"optimizer/{name}", tensors)
-    own_settings, settings = (kept := settings_of(optimizer))[:2], kept[2:]
+    own_settings, settings = to_save(optimizer)
     common: Tensors = {}
     parts: dict[str, Tensors] = {name: {} for name in state.past}
     manifest = {

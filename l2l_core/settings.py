@@ -35,6 +35,12 @@ def settings_of(optimizer: Optimizer) -> Settings:
     ]
 
 
+def to_save(optimizer: Optimizer) -> tuple[Settings, Settings]:
+    """What a save holds: plain values among attributes and defaults, and everything in the groups but parameters."""
+    groups = [{name: value for name, value in group.items() if _is_setting(name)} for group in optimizer.param_groups]
+    return settings_of(optimizer)[:2], groups
+
+
 def lend(whole: Optimizer, part: Optimizer) -> None:
     """Give a part the state of the whole, and settings of its own that are equal to those of the whole."""
     part.state = whole.state
@@ -76,14 +82,19 @@ def merge(changes: Changes, more: Changes) -> None:
 
 
 def settle(whole: Optimizer, changes: Changes) -> None:
-    """Take over what parts have made of the settings."""
+    """Take over what parts have made of the settings; a tensor stays the one that others hold."""
     holders = _holders(whole)
     for (index, name), value in changes.items():
-        _put(holders[index], name, value)
+        held = holders[index].get(name)
+        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
+            with torch.no_grad():
+                held.copy_(value)
+        else:
+            holders[index][name] = value
 
 
 def put(optimizer: Optimizer, settings: Settings, only: bool = True) -> None:
-    """Give an optimizer copies of settings that another moment, or another process, had.
+    """Give an optimizer the settings that another moment, or another process, had; they are its own from now on.
 
     Args:
         settings: of the instance, its defaults and its groups, or of its groups alone.
@@ -95,17 +106,7 @@ def put(optimizer: Optimizer, settings: Settings, only: bool = True) -> None:
             del held[name]
         for name, value in wanted.items():
             if not (isinstance(value, str) and value == _IN_COMMON):
-                _put(held, name, own(value))
-
-
-def _put(held: dict[str, Any], name: str, value: Any) -> None:
-    """Set a value; a tensor stays the one that others hold."""
-    old = held.get(name)
-    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
-        with torch.no_grad():
-            old.copy_(value)
-    else:
-        held[name] = value
+                held[name] = value
 
 
 def differing_settings(one: Settings, other: Settings) -> list[str]:
