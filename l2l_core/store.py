@@ -263,8 +263,6 @@ class LayerStore:
         self.wait()
         if self._config.max_grad_norm is not None:
             self._submit(self._clip)
-        if not self.updated and not self._whole:
-            self._submit(self._count)
         self.wait()
         deferred = self._config.update == "deferred"
         if deferred:
@@ -402,11 +400,6 @@ class LayerStore:
         block.version += 1
         self._give_back(grad)
         self._record("update", block, start_s)
-
-    def _count(self) -> None:
-        """Let a step in which nothing is trained count, as it does in core."""
-        every = over(self.optimizer, self.optimizer.param_groups, self.optimizer.state)
-        merge(self._settings, update_part(every, self.optimizer))
 
     def _all_masters(self) -> dict[Block, list[nn.Parameter]]:
         return {block: master.params for block, master in self._masters.items()}
