@@ -30,7 +30,9 @@ from l2l_core.states import clone_state, differing
 
 _STEPS, _JOINS = 10, 4
 _SITS_OUT = (6, 7)  # steps in which the second block has no gradient
+_WEAK = 0.001  # gradients of the second block, beside 0.1 of the first: what is taken from both is then unlike
 _RATE = 1e-3  # for a group whose learning rate is 0, as at the beginning of a warm-up
+_HIGH_RATE = 1e-2
 _GROUPS = 8  # at most so many that differ in numbers alone; one after another, they cost time
 _LONG = (
     4096  # elements of a vector; fewer where the model has none so long, since the inverse of a Gram matrix takes long
@@ -94,15 +96,33 @@ def check_blockwise(optimizer: Optimizer) -> Findings:
         ValueError: they differ (it couples parameters, keeps state outside of them or draws random numbers), it does not
             step, or what it keeps cannot be saved or copied.
     """
-    form = _Form(optimizer)
     with same_random_numbers():
-        try:
-            return _try(form, sits_out=_SITS_OUT)
-        except _NeedsGradientsError:
-            return _try(form, sits_out=())
+        form = _Form(optimizer)
+        _try(form)
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        if any(isinstance(rate, float) and rate < _RATE for rate in rates):
+            _try_at_a_rate_that_shows(optimizer)
+        return Findings(form.is_elementwise(), form.newcomers())
 
 
-def _try(form: _Form, sits_out: Sequence[int]) -> Findings:
+def _try_at_a_rate_that_shows(optimizer: Optimizer) -> None:
+    """At a low rate, what couples layers may be lost in rounding for ten steps, and not for a thousand."""
+    try:
+        _try(_Form(optimizer, _HIGH_RATE))
+    except _CoupledError:
+        raise
+    except ValueError:
+        pass  # it is what the user's own rate is that must work
+
+
+def _try(form: _Form) -> None:
+    try:
+        _train(form, sits_out=_SITS_OUT)
+    except _NeedsGradientsError:
+        _train(form, sits_out=())
+
+
+def _train(form: _Form, sits_out: Sequence[int]) -> None:
     whole, blocks = form.toy(), form.toy()
     parts = [slice_of(blocks.optimizer, params) for params in (blocks.second, blocks.first)]
     resumed = whole
@@ -115,9 +135,8 @@ def _try(form: _Form, sits_out: Sequence[int]) -> Findings:
             form.step_in_core(resumed, grads)
         form.step_in_parts(blocks, parts, grads)
     form.check_moved(whole)
-    form.compare(whole, blocks, _COUPLED)
-    form.compare(whole, resumed, _UNSAVED)
-    return Findings(form.is_elementwise(), form.newcomers())
+    form.compare(whole, blocks, _CoupledError, _COUPLED)
+    form.compare(whole, resumed, ValueError, _UNSAVED)
 
 
 _COUPLED = (
@@ -155,7 +174,8 @@ class _Toy:
 class _Form:
     """What toys of one optimizer have in common: shapes, first weights, gradients, settings."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, rate: float = 0.0) -> None:
+        self.rate = rate  # at least that of every group
         _check_keys(optimizer)
         self.optimizer = optimizer
         self.name = type(optimizer).__name__
@@ -163,8 +183,8 @@ class _Form:
         noise = torch.Generator().manual_seed(0)
         self.likes = [_likes(group["params"], optimizer.state, noise) for group in self.groups]
         every = [like for likes in self.likes for like in likes]
-        self.slopes = [torch.randn(like.shape, generator=noise) for like in every]
-        self.noises = [torch.randn(like.shape, generator=noise) for like in every]
+        self.slopes = [(_WEAK if i % 2 else 0.1) * torch.randn(x.shape, generator=noise) for i, x in enumerate(every)]
+        self.noises = [slope.abs().mean() * torch.randn(slope.shape, generator=noise) for slope in self.slopes]
 
     # -- toys ----------------------------------------------------------------------------------------------------------
 
@@ -183,8 +203,8 @@ class _Form:
         twin = copy_over(self.optimizer, groups, state, counterparts)
         for group in twin.param_groups:
             group.pop("param_names", None)
-            if isinstance(group.get("lr"), float | int) and group["lr"] == 0:
-                group["lr"] = _RATE
+            if isinstance(group.get("lr"), float | int):
+                group["lr"] = max(group["lr"], self.rate) or _RATE
         if callable(getattr(twin, "train", None)):  # averages of weights: the mode in which it trains
             twin.train()
         return _Toy(twin)
@@ -257,7 +277,7 @@ class _Form:
                 try:
                     merge(changes, update_part(part, toy.optimizer))
                 except Exception as error:
-                    raise ValueError(f"{self.name} cannot run block by block: {error}") from error
+                    raise _CoupledError(f"{self.name} cannot run block by block: {error}") from error
         settle(toy.optimizer, changes)
 
     # -- judgements ----------------------------------------------------------------------------------------------------
@@ -275,7 +295,7 @@ class _Form:
                 "on to its parameters outside of its groups; use an optimizer that reads them from there"
             )
 
-    def compare(self, whole: _Toy, other: _Toy, message: str) -> None:
+    def compare(self, whole: _Toy, other: _Toy, kind: type[ValueError], message: str) -> None:
         """Refuse the optimizer if weights, states or settings differ."""
         pairs = list(zip(whole.params, other.params, strict=True))
         names = [
@@ -286,7 +306,7 @@ class _Form:
         names += ["weights"] if not all(is_same(p.detach(), q.detach()) for p, q in pairs) else []
         if names:
             listed = ", ".join(names[:4])
-            raise ValueError(f"{self.name} {message.format(f'other {listed}')}")
+            raise kind(f"{self.name} {message.format(f'other {listed}')}")
 
     def is_elementwise(self) -> bool:
         """Whether weights whose elements have changed places are updated alike."""
@@ -310,6 +330,10 @@ class _Form:
         except ValueError as error:
             return str(error.__cause__ or error)
         return ""
+
+
+class _CoupledError(ValueError):
+    """Updates of parts give other weights, states or settings than one step over all."""
 
 
 class _NeedsGradientsError(Exception):

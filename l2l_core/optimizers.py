@@ -32,6 +32,7 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
         ValueError: a ready optimizer holds parameters of some other model, or the optimizer cannot work block by block.
     """
     made = optimizer if isinstance(optimizer, Optimizer) else _call_factory(optimizer, model)
+    _check_kind(made)
     known = set(model.parameters())
     foreign = [p for group in made.param_groups for p in group["params"] if p not in known]
     if foreign:
@@ -39,7 +40,6 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
             f"the optimizer holds {len(foreign)} parameter(s) that are not the model's (first of shape "
             f"{tuple(foreign[0].shape)}): build it from this model's parameters()"
         )
-    _check_kind(made)
     findings = check_blockwise(made)
     if isinstance(made, torch.optim.AdamW | torch.optim.Adam) and made.defaults.get("fused") is None:
         logger.info(

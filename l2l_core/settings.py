@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
+from enum import Enum
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def put(optimizer: Optimizer, settings: Settings, only: bool = True) -> None:
 
     Args:
         settings: of the instance, its defaults and its groups, or of its groups alone.
-        only: whether plain values that are not among them go. What is no plain value stays as it is.
+        only: whether plain values that are not among them go. What is no plain value stays as it is; an enumeration's stays one.
     """
     holders = _holders(optimizer)
     for held, wanted in zip(holders[len(holders) - len(settings) :], settings, strict=True):
@@ -106,7 +107,7 @@ def put(optimizer: Optimizer, settings: Settings, only: bool = True) -> None:
             del held[name]
         for name, value in wanted.items():
             if not (isinstance(value, str) and value == _IN_COMMON):
-                held[name] = value
+                held[name] = type(old)(value) if isinstance(old := held.get(name), Enum) else value
 
 
 def differing_settings(one: Settings, other: Settings) -> list[str]:
