@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -502,6 +503,49 @@ def test_a_warm_up_that_begins_at_zero_is_tried_with_a_rate() -> None:
         relay_of(partial(CouplesLate, lr=0.0))
     with relay_of(partial(AdamW, lr=0.0)) as relay:
         assert relay.optimizer.param_groups[0]["lr"] == 0.0
+
+
+class Kind(StrEnum):
+    ROW = "row"
+
+
+class HasAnEnumeration(SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["kind"] = Kind.ROW
+
+
+def test_a_setting_of_an_enumeration_stays_one(tmp_path: Path) -> None:
+    with relay_of(HasAnEnumeration) as relay:
+        relay.save(tmp_path)
+    with Relay.load(tmp_path, Net(), HasAnEnumeration, device="cpu", loss=squared_error) as resumed:
+        assert resumed.optimizer.param_groups[0]["kind"] is Kind.ROW
+
+
+def test_many_groups_are_tried_by_kind() -> None:
+    def by_parameter(kind: Any) -> Any:
+        return lambda params: kind([{"params": [p], "lr": 1e-2 / (i + 1)} for i, p in enumerate(params)])
+
+    with pytest.raises(ValueError, match="couples"):
+        relay_of(by_parameter(partial(CouplesLate, lr=1e-2)))
+    with relay_of(by_parameter(AdamW)) as relay:
+        assert len(relay.optimizer.param_groups) == 14
+        assert relay.verify(batch(0)).equal
+
+
+def test_what_a_low_rate_hides_is_found_at_a_higher_one() -> None:
+    """A weight decay that depends on all weights, and is too small to show in ten steps."""
+
+    class DecaysByAll(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            every = [(g["lr"], p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+            size = sum(float(p.grad.norm()) for _, p in every)
+            for rate, p in every:
+                p.mul_(1 - rate * 1e-2 / size).sub_(p.grad, alpha=rate)
+
+    with pytest.raises(ValueError, match="couples"):
+        relay_of(partial(DecaysByAll, lr=1e-8))
 
 
 # -- all of torch.optim -------------------------------------------------------------------------------------------------
