@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 from torch.optim import Optimizer
 
-from l2l_core.parts import slice_of, step_alone, update_part
+from l2l_core.parts import scale_rate, slice_of, step_alone, update_part
 from l2l_core.plain_data import Tensors, decode, encode
 from l2l_core.sample import same_random_numbers
 from l2l_core.settings import Changes, differing_settings, is_same, merge, put, settings_of, settle, to_save
@@ -39,10 +39,24 @@ class Findings:
         elementwise: whether it treats each element by itself. Otherwise it adds elements up, and bits depend on the number
             of cores that share an operation.
         newcomers: why it cannot take a parameter that has its first gradient in a later step; empty where it can.
+        follows_rate: whether what it keeps in its settings depends on the learning rate, so that a layer that warms up would
+            have others.
     """
 
     elementwise: bool = True
     newcomers: str = ""
+    follows_rate: bool = False
+
+    def refuse_warm_up(self, who: str, optimizer: Optimizer) -> NoReturn:
+        """Say that no layer can warm up.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"layer {who} warms up, and {type(optimizer).__name__} keeps in its settings what it computes from the learning "
+            "rate: those would be of one layer or of the others. Insert layers with warmup=0; nothing has been trained"
+        )
 
     def refuse_newcomer(self, who: str, optimizer: Optimizer) -> NoReturn:
         """Say that the optimizer cannot train a layer that it has no state of.
@@ -85,7 +99,7 @@ def check_blockwise(optimizer: Optimizer) -> Findings:
         rates = [group.get("lr") for group in optimizer.param_groups]
         if any(isinstance(rate, float) and rate < RATE for rate in rates):
             _try_at_a_rate_that_shows(optimizer)
-        return Findings(_is_elementwise(form), _newcomers(form))
+        return Findings(_is_elementwise(form), _newcomers(form), _follows_rate(form))
 
 
 def _try_at_a_rate_that_shows(optimizer: Optimizer) -> None:
@@ -234,6 +248,20 @@ def _newcomers(form: Form) -> str:
     except ValueError as error:
         return str(error.__cause__ or error)
     return ""
+
+
+def _follows_rate(form: Form) -> bool:
+    """Whether settings but for the rate itself are others where the rate is."""
+    toys = [form.toy(lambda like: like) for _ in range(2)]
+    if not all("lr" in group for group in form.groups):
+        return False
+    scale_rate(toys[1].optimizer, 0.5)
+    try:
+        for toy in toys:
+            _step_in_core(form, toy, form.grads(0))
+    except ValueError:
+        return False
+    return differing_settings(*(settings_of(toy.optimizer) for toy in toys)) not in ([], ["lr"])
 
 
 class _CoupledError(ValueError):

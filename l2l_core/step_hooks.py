@@ -50,16 +50,20 @@ class StepHooks:
     before_write: Callable[[Block], None]
     of_all: bool = True
 
+    @property
+    def has_pre(self) -> bool:
+        """Whether there are hooks to fire before a step."""
+        return bool(self._pre)
+
     def fire_before_gradients(self) -> None:
         """Pre-hooks of a step that updates layers as their gradients come.
 
         Raises:
             ValueError: a hook touches a gradient or changes a weight.
         """
-        if hooks := self._pre:
-            rows = self._rows({})
-            with self._masters_in_place(rows), _watched(rows, hooks, _refuse_write) as fire:
-                fire(self.optimizer)
+        rows = self._rows({})
+        with self._masters_in_place(rows), _watched(rows, self._pre, _refuse_write) as fire:
+            fire(self.optimizer)
 
     def fire_with_gradients(self, whole: dict[Block, Piece]) -> None:
         """Pre-hooks of a step whose gradients are all there; what they make of those is in `whole` afterwards.
@@ -67,17 +71,15 @@ class StepHooks:
         Raises:
             ValueError: a hook gives a gradient to a parameter that has none, or two to one.
         """
-        if hooks := self._pre:
-            rows = self._rows(whole)
-            with self._masters_in_place(rows), _watch_writes(rows, self._note_write):
-                for hook in hooks:
-                    _call(hook, self.optimizer)
-                for block, (flat, covers) in list(whole.items()):
-                    whole[block] = flat, tuple(row.take_back() for row in rows if row.block is block)
-                    assert len(whole[block][1]) == len(covers)
-                for row in rows:
-                    if row.block not in whole:
-                        row.check_none()
+        rows = self._rows(whole)
+        with self._masters_in_place(rows), _watch_writes(rows, self._note_write):
+            for hook in self._pre:
+                _call(hook, self.optimizer)
+            for block, (flat, _) in list(whole.items()):
+                whole[block] = flat, tuple(row.take_back() for row in rows if row.block is block)
+            for row in rows:
+                if row.block not in whole:
+                    row.check_none()
 
     def fire_after(self, whole: Mapping[Block, Piece], has_gradients: bool) -> None:
         """Post-hooks, with the gradients that the step had, if there is a moment at which all are there.

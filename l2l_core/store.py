@@ -148,7 +148,17 @@ class LayerStore:
         self._begin(config, trace)
         self._check_ready()
         if config.update == "eager":
-            self._hooks.fire_before_gradients()
+            self._fire_before(self._hooks.fire_before_gradients)
+
+    def _fire_before(self, fire: Callable[[], None]) -> None:
+        """Fire pre-hooks; what they make of the settings is taken back with the step."""
+        if self._hooks.has_pre:
+            self._settings_back = keep_without(vars(self.optimizer), {"state"})
+            try:
+                fire()
+            except BaseException:
+                self._settings_back()
+                raise
 
     def _check_ready(self) -> None:
         """Whether the optimizer would take a step now, as far as that can be known before it."""
@@ -160,6 +170,8 @@ class LayerStore:
                 ]
                 if unit.key != SHELL and params and not any(param in state for param in params):
                     self._findings.refuse_newcomer(f"layer {unit.key} ({unit.name})", self.optimizer)
+        if self._findings.follows_rate and (warm := [block for block in self._blocks if warmth_of(block) < 1]):
+            self._findings.refuse_warm_up(warm[0].key, self.optimizer)
         if callable(getattr(self.optimizer, "train", None)):
             check_mode(slice_of(self.optimizer, []))
 
@@ -173,6 +185,7 @@ class LayerStore:
         self._jobs: list[Future[None]] = []
         self._undo: list[Callable[[], None]] = []
         self._settings: Changes = {}  # what parts of the optimizer have made of settings in this step
+        self._settings_back: Callable[[], None] = lambda: None  # to what they were before hooks
         self._failed = False
         self.updated: list[Block] = []
 
@@ -266,7 +279,7 @@ class LayerStore:
         self.wait()
         deferred = self._config.update == "deferred"
         if deferred:
-            self._hooks.fire_with_gradients(self._whole)
+            self._fire_before(lambda: self._hooks.fire_with_gradients(self._whole))
         whole = dict(self._whole)
         for block in whole:
             self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
@@ -302,6 +315,8 @@ class LayerStore:
             self.updated.clear()
         if self.updated:  # for them the step has counted
             settle(self.optimizer, self._settings)
+        else:
+            self._settings_back()
         for master in self._model_params:
             master.grad = None  # clipping may have set it; the next step's norm must not see it
         self._pool.clear()  # gradients under way are lost with the step, and their buffers with them

@@ -236,6 +236,30 @@ def test_an_optimizer_with_modes_is_taken_and_asked_before_a_step() -> None:
         assert relay.verify(batch(0)).equal
 
 
+class KeepsTheHighestRate(ShortAdam):
+    def count(self, group: dict[str, Any]) -> float:
+        group["highest"] = max(group["lr"], group.get("highest", 0.0))
+        group["n"] = group.get("n", 0) + 1
+        return group["n"]
+
+
+def test_a_layer_that_warms_up_is_refused_where_settings_follow_the_rate() -> None:
+    with relay_of(KeepsTheHighestRate) as relay:
+        relay.step(batch(0))
+        relay.apply(Insert(at=1, like=0, init="copy", optimizer="copy", warmup=4))
+        before = values_of(relay.model, relay.optimizer)
+        with pytest.raises(ValueError, match="warms up, and KeepsTheHighestRate keeps in its settings"):
+            relay.step(batch(1))
+        assert_same(values_of(relay.model, relay.optimizer), before)
+        relay.undo()
+        relay.apply(Insert(at=1, like=0, init="copy", optimizer="copy"))
+        assert relay.verify(batch(1)).equal
+    with relay_of(CountsInTheGroup) as relay:
+        relay.step(batch(0))
+        relay.apply(Insert(at=1, like=0, init="copy", warmup=4))
+        assert relay.verify(batch(1)).equal
+
+
 # -- sums ---------------------------------------------------------------------------------------------------------------
 
 

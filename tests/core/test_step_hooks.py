@@ -232,6 +232,17 @@ def test_arguments_for_step_are_refused() -> None:
         relay.step(batch(0))
 
 
+@pytest.mark.parametrize("config", [EAGER, DEFERRED, KEPT_WHOLE], ids=["eager", "deferred", "rollback"])
+def test_what_hooks_make_of_settings_is_taken_back_with_a_step_that_fails(config: RelayConfig) -> None:
+    with relay_of(config) as relay:
+        sets_the_rate(relay.model, relay.optimizer)
+        with pytest.raises(FloatingPointError):
+            relay.step((torch.full((8, 6), torch.inf),))
+        assert relay.optimizer.param_groups[0]["lr"] == 1e-2
+        relay.step(batch(0))
+        assert relay.optimizer.param_groups[0]["lr"] == 0.5e-2
+
+
 # -- after the step -----------------------------------------------------------------------------------------------------
 
 
