@@ -24,7 +24,8 @@ from l2l_core.editor import Editor
 from l2l_core.group import all_or_nothing
 from l2l_core.journal import History
 from l2l_core.memory import Ledger
-from l2l_core.store import clone_state, state_bytes
+from l2l_core.settings import Settings, put, settings_of
+from l2l_core.states import clone_state, state_bytes
 from l2l_core.units import Block, Unit
 
 FIRST = "main"
@@ -81,7 +82,7 @@ class State:
         values: by block, None where it holds the present values.
         trained: which parameters are, by block.
         buffers: copies, by unit.
-        settings: of the optimizer's groups.
+        settings: of the optimizer, see `settings.py`; of its groups alone where a save is from before there were others.
         random: generators.
         units: the shell, layers that it has, and layers that it may bring back.
         stats: what its last step told of each layer.
@@ -94,7 +95,7 @@ class State:
     values: dict[Block, Values | None]
     trained: dict[Block, tuple[bool, ...]]
     buffers: dict[Unit, list[torch.Tensor | None]]
-    settings: list[dict[str, Any]]
+    settings: Settings
     random: RandomState
     units: tuple[Unit, ...]
     stats: dict[Unit, dict[str, float]]
@@ -185,8 +186,7 @@ class Branches:
             editor.train_only(block, flags)
         for unit, buffers in target.buffers.items():
             unit.buffers.restore(buffers)
-        for group_, settings in zip(editor.store.optimizer.param_groups, target.settings, strict=True):
-            group_.update(settings)
+        put(editor.store.optimizer, target.settings)
         for unit, stats in target.stats.items():
             unit.stats = dict(stats)
         target.random.put()
@@ -228,7 +228,7 @@ class Branches:
             values=dict.fromkeys(blocks),
             trained={block: tuple(param.requires_grad for param in block.params) for block in blocks},
             buffers={unit: unit.buffers.copy() for unit in units},
-            settings=[_settings(group) for group in editor.store.optimizer.param_groups],
+            settings=settings_of(editor.store.optimizer),
             random=RandomState.take(),
             units=units,
             stats={unit: dict(unit.stats) for unit in units},
@@ -280,12 +280,3 @@ class Branches:
 
 
 _ABSENT = object()  # a block that a branch does not know
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a group, without what it holds; tensors among them (a learning rate of a compiled optimizer) are copied."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name not in ("params", "param_names")
-    }

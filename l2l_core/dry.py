@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
 from l2l_core.memory import Ledger
-from l2l_core.optimizers import over
-from l2l_core.store import LayerStore, clone_state, state_bytes
+from l2l_core.parts import over, step_alone
+from l2l_core.states import clone_state, state_bytes
+from l2l_core.step_hooks import StepHooks
+from l2l_core.store import LayerStore
 from l2l_core.trace import Trace
 from l2l_core.trained import GradientPiece
 from l2l_core.units import Block
@@ -40,6 +42,7 @@ class DryStore(LayerStore):
     def __init__(self, store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor]) -> None:
         self.__dict__.update(store.__dict__)
         self.optimizer = over(store.optimizer, store.optimizer.param_groups, store.optimizer.state)
+        self._hooks = StepHooks(self.optimizer, dict, lambda block: None, of_all=False)
         self.host, self._empty = host, empty
         self._owner = {}  # nobody's statistics
         self._pool, self._under_way, self._room = {}, set(), threading.Condition()
@@ -73,14 +76,25 @@ class DryStore(LayerStore):
         groups = self.side_of(block).groups
         form = piece.trained.layout, piece.covers, tuple(groups[i] for i in piece.trained.indices)
         if form not in self._scratch:
-            self._scratch[form] = _Scratch(piece, form[2], self.optimizer)
+            masters = self._masters[block].params
+            known = [self.optimizer.state.get(masters[i]) for i in piece.trained.indices]
+            self._scratch[form] = _Scratch(piece, form[2], self.optimizer, known)
         return self._scratch[form]
 
 
 class _Scratch:
-    """Weights of the form of one gradient, and an optimizer of the user's kind over them."""
+    """Weights of the form of one gradient, and an optimizer of the user's kind over them.
 
-    def __init__(self, piece: GradientPiece, groups: tuple[int, ...], optimizer: Optimizer) -> None:
+    It begins with what the optimizer knows of such weights: what is counted in groups belongs to that.
+    """
+
+    def __init__(
+        self,
+        piece: GradientPiece,
+        groups: tuple[int, ...],
+        optimizer: Optimizer,
+        known: Sequence[Mapping[str, Any] | None],
+    ) -> None:
         layout = piece.trained.layout
         self.flat = torch.full((layout.numel,), 0.01)
         self._params = [nn.Parameter(view) for view in layout.views(self.flat)]
@@ -91,6 +105,8 @@ class _Scratch:
             [{**group, "params": mine} for group, mine in zip(optimizer.param_groups, members, strict=True)],
             defaultdict(dict),
         )
+        states = zip(self._params, known, strict=True)
+        self._part.state.update({param: clone_state(state) for param, state in states if state})
         self.step(replace(piece, flat=torch.full((layout.numel,), 0.01)))  # the first one makes the state
 
     def step(self, piece: GradientPiece) -> None:
@@ -98,7 +114,7 @@ class _Scratch:
         views = piece.views()
         for param, index in zip(self._params, piece.trained.indices, strict=True):
             param.grad = views.get(index)
-        self._part.step()
+        step_alone(self._part)
         for param in self._params:
             param.grad = None
 

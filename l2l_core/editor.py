@@ -26,7 +26,8 @@ from l2l_core.parked import Parked
 from l2l_core.parking import Parking
 from l2l_core.rearrange import rearrange
 from l2l_core.stacks import Resolver, Stack, Where, find_stacks
-from l2l_core.store import LayerStore, Side, clone_state, state_bytes
+from l2l_core.states import clone_state, state_bytes
+from l2l_core.store import LayerStore, Side
 from l2l_core.ties import ties_of
 from l2l_core.units import Block, Unit, build_layer
 

@@ -49,6 +49,8 @@ from torch import nn
 from l2l_core.ambient import RandomState
 from l2l_core.config import RelayConfig
 from l2l_core.disk import is_full, no_room, write_tensors
+from l2l_core.plain_data import Tensors, decode, encode
+from l2l_core.settings import put, to_save
 from l2l_core.store import LayerStore
 from l2l_core.ties import ties_of
 from l2l_core.units import Block, Unit
@@ -62,8 +64,6 @@ _GENERATION = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 _AFTER_FULL = (
     "Free some, or save to another disk. Nothing is lost: the last save in this folder is as it was, the relay goes on"
 )
-
-Tensors = dict[str, torch.Tensor]
 
 
 # -- what is saved -----------------------------------------------------------------------------------------------------
@@ -205,8 +205,8 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
     for tensors in contents.values():
         for name in [name.removeprefix("weights/") for name in tensors if name.startswith("weights/")]:
             if masters[name] in optimizer.state:
-                optimizer_state[name] = _encode(optimizer.state[masters[name]], f"optimizer/{name}", tensors)
-    settings = [{name: v for name, v in group.items() if name != "params"} for group in optimizer.param_groups]
+                optimizer_state[name] = encode(optimizer.state[masters[name]], f"optimizer/{name}", tensors)
+    own_settings, settings = to_save(optimizer)
     common: Tensors = {}
     parts: dict[str, Tensors] = {name: {} for name in state.past}
     manifest = {
@@ -219,13 +219,14 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
         "ties": state.ties,
         "warmups": {block.key: block.warmup for block in state.blocks if block.warmup},
         "edits": state.edits,
-        "past": {name: _encode(part, f"past/{name}", parts[name]) for name, part in state.past.items()},
+        "past": {name: encode(part, f"past/{name}", parts[name]) for name, part in state.past.items()},
         "trainable": state.trainable,
         "optimizer": state.optimizer_class,
         "groups": state.groups(),
-        "settings": _encode(settings, "settings", common),
+        "settings": encode(settings, "settings", common),
+        "own_settings": encode(own_settings, "own_settings", common),  # attributes and defaults
         "optimizer_state": optimizer_state,
-        "random": _encode({n: getattr(state.random_state, n) for n in RandomState.__slots__}, "random", common),
+        "random": encode({n: getattr(state.random_state, n) for n in RandomState.__slots__}, "random", common),
     }
     contents |= {name: tensors for name, tensors in parts.items() if tensors}
     return manifest, {**{f"{key}.safetensors": tensors for key, tensors in contents.items()}, _COMMON: common}
@@ -320,7 +321,7 @@ class Saved:
     @property
     def past(self) -> dict[str, dict[str, Any]]:
         """What `State.past` was, in memory of its own."""
-        return {name: _decode(part, self.tensors, {}) for name, part in self.manifest.get("past", {}).items()}
+        return {name: decode(part, self.tensors, {}) for name, part in self.manifest.get("past", {}).items()}
 
     def restore_into(self, state: State) -> None:
         """Give the relay that `state` was taken from the saved weights, buffers, optimizer and random state.
@@ -329,18 +330,19 @@ class Saved:
         """
         live, masters, optimizer = _merged(state.tensors().values()), state.masters, state.store.optimizer
         read: Tensors = {}
-        settings = _decode(self.manifest["settings"], self.tensors, read)
+        settings = decode(self.manifest["settings"], self.tensors, read)
+        own_settings = decode(self.manifest.get("own_settings", []), self.tensors, read)
         encoded = self.manifest["optimizer_state"]
-        optimizer_state = {masters[name]: _decode(values, self.tensors, read) for name, values in encoded.items()}
-        random_state = RandomState(**_decode(self.manifest["random"], self.tensors, read))
+        optimizer_state = {masters[name]: decode(values, self.tensors, read) for name, values in encoded.items()}
+        random_state = RandomState(**decode(self.manifest["random"], self.tensors, read))
         # All memory is taken and nothing can fail from here on, where the relay begins to change.
         with torch.no_grad():
             for name, tensor in live.items():
                 _copy(tensor, self.tensors[name])
+        only = bool(optimizer.state)  # it has trained before: what it has counted goes
         optimizer.state.clear()
         optimizer.state.update(optimizer_state)
-        for group, values in zip(optimizer.param_groups, settings, strict=True):
-            group.update(values)
+        put(optimizer, [*own_settings, *settings], only)
         state.store.book_optimizer()
         for block in state.blocks:
             block.version = self.manifest["versions"][block.key]
@@ -500,40 +502,3 @@ def _together(versions: Iterable[str]) -> dict[str, str]:
 
 def _trained(names: Iterable[str]) -> dict[str, str]:
     return dict.fromkeys(names, "trained")
-
-
-# -- plain data as JSON ------------------------------------------------------------------------------------------------
-
-
-def _encode(value: Any, at: str, tensors: Tensors) -> Any:
-    """`value` as JSON; its tensors go to `tensors` under the name `at`, one that several places share only once."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value  # JSON keeps the bits of a float: repr
-    if isinstance(value, torch.Tensor):
-        name = next((name for name, tensor in tensors.items() if tensor is value), at)
-        tensors[name] = value
-        return {"tensor": name, "stride": torch.empty_like(value, device="meta").stride()}
-    if type(value) in (tuple, list):
-        return {type(value).__name__: [_encode(v, f"{at}/{i}", tensors) for i, v in enumerate(value)]}
-    if isinstance(value, dict):
-        return {"dict": [[_encode(k, at, tensors), _encode(v, f"{at}/{k}", tensors)] for k, v in value.items()]}
-    raise ValueError(
-        f"{at} is a {type(value).__name__}, which cannot be saved: only tensors and plain data can, since nothing is "
-        "pickled. Keep it out of the optimizer's settings and state"
-    )
-
-
-def _decode(value: Any, tensors: Tensors, read: Tensors) -> Any:
-    """What `_encode` was given, in memory of its own; `read` has the tensors that were met before."""
-    if not isinstance(value, dict):
-        return value
-    kind, content = next(iter(value.items()))
-    if kind == "tensor":
-        if content not in read:
-            saved = tensors[content]
-            read[content] = torch.empty_strided(saved.shape, value["stride"], dtype=saved.dtype).copy_(saved)
-        return read[content]
-    if kind == "dict":
-        return {_decode(k, tensors, read): _decode(v, tensors, read) for k, v in content}
-    items = [_decode(v, tensors, read) for v in content]
-    return tuple(items) if kind == "tuple" else items

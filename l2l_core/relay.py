@@ -45,7 +45,8 @@ from l2l_core.memory import Ledger
 from l2l_core.meter import Metered
 from l2l_core.nested import form_of, leaves_in, map_tensors
 from l2l_core.objective import ModelCall, Objective, join
-from l2l_core.optimizers import OptimizerFactory, make_optimizer, silent
+from l2l_core.optimizers import OptimizerFactory, make_optimizer
+from l2l_core.parts import silent
 from l2l_core.past import Restorer, parts_of
 from l2l_core.process import Process
 from l2l_core.recent import Recent
@@ -137,12 +138,14 @@ class Relay:
         self._mean = Mean(weight, self._losses_of)
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
-        made = make_optimizer(optimizer, model)
+        made, findings = make_optimizer(optimizer, model)
         modules = dict(zip(keys, found.values(), strict=True))
         shell, units = build_units(model, modules, self.device.host_empty)
         self._parts = Parts(model, self.device, self.host, shell, units, Wires(self.device, self.host))
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
-        self._store = LayerStore(self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores)
+        self._store = LayerStore(
+            self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings
+        )
         self._steps = 0
         self._predicted: Sequence[Unit] = units
         self._known = Known()  # of the last metered step

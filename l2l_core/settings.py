@@ -4,17 +4,18 @@ An optimizer that runs block by block would count a step once per block, or each
 starts every update with copies of the whole's settings, and what it makes of them is taken over once, when the step is
 over: the whole has counted one step, as in core.
 
-Only plain values travel so: numbers, strings, small tensors, and lists and dictionaries of them. Anything else (a
-dictionary by parameter, an object) the parts have in common.
+Only plain values travel so: numbers, strings, small tensors, and containers of them. Anything else (a dictionary by
+parameter, an object) the parts have in common.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict, deque
+from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 Settings = list[dict[str, Any]]  # of the instance, of its defaults, of each group
@@ -22,12 +23,23 @@ Changes = dict[tuple[int, str], Any]  # which of these, name -> value
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SMALL = 64  # elements: a tensor of more is no setting
-_NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "defaults"})
+_IN_COMMON = "\0in common"  # in place of what is no plain value
+_MARKS = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name")  # PyTorch's own notes
+_NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "defaults", *_MARKS})
 
 
 def settings_of(optimizer: Optimizer) -> Settings:
-    """Copies of the plain values."""
-    return [{n: own(value) for n, value in held.items() if _counts(n, value)} for held in _holders(optimizer)]
+    """Copies of the plain values; of the others only that there are such."""
+    return [
+        {n: own(value) if is_plain(value) else _IN_COMMON for n, value in held.items() if _is_setting(n)}
+        for held in _holders(optimizer)
+    ]
+
+
+def to_save(optimizer: Optimizer) -> tuple[Settings, Settings]:
+    """What a save holds: plain values among attributes and defaults, and everything in the groups but parameters."""
+    groups = [{name: value for name, value in group.items() if _is_setting(name)} for group in optimizer.param_groups]
+    return settings_of(optimizer)[:2], groups
 
 
 def lend(whole: Optimizer, part: Optimizer) -> None:
@@ -53,6 +65,23 @@ def changes_of(part: Optimizer, given: Settings) -> Changes:
     }
 
 
+def merge(changes: Changes, more: Changes) -> None:
+    """Add what another part has made of the settings in the same step.
+
+    Raises:
+        ValueError: another part has made something else of one of them, so they do not count the step alike.
+    """
+    unlike = [place for place, value in more.items() if place in changes and not is_same(changes[place], value)]
+    if unlike:
+        _, name = unlike[0]
+        raise ValueError(
+            f"the optimizer has made {changes[unlike[0]]!r} of its setting {name!r} for one layer and {more[unlike[0]]!r} for "
+            "another: it computes it from several layers, or from a learning rate that warms up. Use an optimizer that "
+            "treats each parameter by itself, and insert layers with warmup=0"
+        )
+    changes.update(more)
+
+
 def settle(whole: Optimizer, changes: Changes) -> None:
     """Take over what parts have made of the settings; a tensor stays the one that others hold."""
     holders = _holders(whole)
@@ -65,28 +94,55 @@ def settle(whole: Optimizer, changes: Changes) -> None:
             holders[index][name] = value
 
 
+def put(optimizer: Optimizer, settings: Settings, only: bool = True) -> None:
+    """Give an optimizer the settings that another moment, or another process, had; they are its own from now on.
+
+    Args:
+        settings: of the instance, its defaults and its groups, or of its groups alone.
+        only: whether plain values that are not among them go. What is no plain value stays as it is; an enumeration's stays one.
+    """
+    holders = _holders(optimizer)
+    for held, wanted in zip(holders[len(holders) - len(settings) :], settings, strict=True):
+        for name in [name for name, value in held.items() if only and name not in wanted and _counts(name, value)]:
+            del held[name]
+        for name, value in wanted.items():
+            if not (isinstance(value, str) and value == _IN_COMMON):
+                held[name] = type(old)(value) if isinstance(old := held.get(name), Enum) else value
+
+
+def differing_settings(one: Settings, other: Settings) -> list[str]:
+    """Names of settings and counters that differ."""
+    names = (
+        name
+        for ours, theirs in zip(one, other, strict=True)
+        for name in {**ours, **theirs}
+        if name not in ours or name not in theirs or not is_same(ours[name], theirs[name])
+    )
+    return list(dict.fromkeys(names))
+
+
 def own(value: Any) -> Any:
     """A copy of a plain value; the value itself if it is none."""
-    if isinstance(value, _ATOMS):
-        return value
-    if not is_plain(value):
+    if isinstance(value, _ATOMS) or not is_plain(value):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: own(item) for key, item in value.items()}
-    return [own(item) for item in value] if isinstance(value, list) else tuple(own(item) for item in value)
+        return type(value)((key, own(item)) for key, item in value.items())
+    if isinstance(value, deque):
+        return deque(map(own, value), value.maxlen)
+    return type(value)(map(own, value))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a string, a small tensor, or a list, tuple or dictionary of such."""
+    """Whether it is a number, a string, a small tensor, or a container of such."""
     if isinstance(value, _ATOMS):
         return True
     if isinstance(value, torch.Tensor):
-        return not isinstance(value, nn.Parameter) and value.layout is torch.strided and value.numel() <= _SMALL
-    if type(value) is dict:
+        return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= _SMALL
+    if type(value) in (dict, OrderedDict):
         return all(isinstance(key, str | int) for key in value) and all(map(is_plain, value.values()))
-    return type(value) in (list, tuple) and all(map(is_plain, value))
+    return type(value) in (list, tuple, deque, set, frozenset) and all(map(is_plain, value))
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -99,7 +155,9 @@ def is_same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and (torch.equal(one, other) or _same_with_nan(one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_same(item, other[key]) for key, item in one.items())
-    if isinstance(one, list | tuple):
+    if isinstance(one, deque) and one.maxlen != other.maxlen:
+        return False
+    if isinstance(one, list | tuple | deque):
         return len(one) == len(other) and all(map(is_same, one, other))
     return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
@@ -113,5 +171,9 @@ def _holders(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [optimizer.__dict__, optimizer.defaults, *optimizer.param_groups]
 
 
+def _is_setting(name: str) -> bool:
+    return name not in _NOT_SETTINGS and not name.startswith("_optimizer_")
+
+
 def _counts(name: str, value: Any) -> bool:
-    return name not in _NOT_SETTINGS and not name.startswith("_optimizer_") and is_plain(value)
+    return _is_setting(name) and is_plain(value)

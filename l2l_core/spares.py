@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.optimizers import over, silent
+from l2l_core.parts import over, silent
 
 _STEPS = 3
 _MOVING = 0.1  # in place of rates that may be 0 for now, at the beginning of a schedule

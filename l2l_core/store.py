@@ -9,7 +9,6 @@ piece per micro-batch: those are kept apart and added in ascending k when all ha
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
@@ -23,19 +22,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
+from l2l_core.blockwise import Findings, check_mode
 from l2l_core.config import RelayConfig
 from l2l_core.device import Ticket
 from l2l_core.emulated import serial_thread
 from l2l_core.memento import keep, keep_without
 from l2l_core.memory import Ledger
-from l2l_core.optimizers import copy_over, fire_hooks, over, replace_params, slice_of, update_part
-from l2l_core.settings import Changes, settle
+from l2l_core.parts import copy_over, over, replace_params, slice_of, update_part
+from l2l_core.settings import Changes, merge, settle
 from l2l_core.spares import spares_others
+from l2l_core.states import clone_state, state_bytes
+from l2l_core.step_hooks import StepHooks
 from l2l_core.trace import Event, Trace
 from l2l_core.trained import GradientPiece, Trained
-from l2l_core.units import Block, Unit, shared_key
+from l2l_core.units import SHELL, Block, Unit, shared_key
 
 _SAMPLED = 4096
 MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
@@ -92,6 +93,8 @@ class LayerStore:
         host: gets the bytes booked.
         empty: makes a float32 host buffer of so many elements for a gradient; a device's `host_empty` copies fast.
         cores: for reducing and updating. One where compute is on the CPU too; most of them beside a GPU.
+        findings: about the optimizer. One that adds elements up gets as many cores as it would have in core, since the order
+            in which they are added depends on that.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class LayerStore:
         host: Ledger,
         empty: Callable[[int], torch.Tensor] = torch.empty,
         cores: int = 1,
+        findings: Findings = Findings(),  # noqa: B008 - frozen
     ) -> None:
         self.units = list(units)
         self.optimizer = optimizer
@@ -118,7 +122,8 @@ class LayerStore:
             block: _Master(own := [masters[p] for p in block.params], slice_of(optimizer, own))
             for block in self._blocks
         }
-        self._thread = serial_thread("eps", cores)
+        self._findings = findings
+        self._thread = serial_thread("eps", cores if findings.elementwise else torch.get_num_threads())
         self._room = threading.Condition()
         self._under_way: set[int] = set()
         self._in_order = order
@@ -130,14 +135,46 @@ class LayerStore:
             host.book("weights", block.key, block.nbytes)
         self.book_optimizer()
         self.before_write: Callable[[Block], None] = lambda block: None  # called before a block's master changes
+        self._hooks = StepHooks(optimizer, self._all_masters, self._before_hook_writes)
         self._begin(RelayConfig(), Trace())
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def begin(self, config: RelayConfig, trace: Trace) -> None:
-        """Open a step."""
+        """Open a step.
+
+        Raises:
+            ValueError: a step hook wants what there will be in deferred updates only, or the optimizer would not step.
+        """
         self._begin(config, trace)
-        fire_hooks(self.optimizer._optimizer_step_pre_hooks, self.optimizer)
+        self._check_ready()
+        if config.update == "eager":
+            self._fire_before(self._hooks.fire_before_gradients)
+
+    def _fire_before(self, fire: Callable[[], None]) -> None:
+        """Fire pre-hooks; what they make of the settings is taken back with the step."""
+        if self._hooks.has_pre:
+            self._settings_back = keep_without(vars(self.optimizer), {"state"})
+            try:
+                fire()
+            except BaseException:
+                self._settings_back()
+                raise
+
+    def _check_ready(self) -> None:
+        """Whether the optimizer would take a step now, as far as that can be known before it."""
+        state = self.optimizer.state
+        if self._findings.newcomers and state:
+            for block, unit in self._owner.items():
+                params = [
+                    p for group in self._masters[block].part.param_groups for p in group["params"] if p.requires_grad
+                ]
+                if unit.key != SHELL and params and not any(param in state for param in params):
+                    self._findings.refuse_newcomer(f"layer {unit.key} ({unit.name})", self.optimizer)
+        if self._findings.follows_rate and (warm := [block for block in self._blocks if warmth_of(block) < 1]):
+            self._findings.refuse_warm_up(warm[0].key, self.optimizer)
+        if callable(getattr(self.optimizer, "train", None)):
+            check_mode(slice_of(self.optimizer, []))
 
     def _begin(self, config: RelayConfig, trace: Trace) -> None:
         self._config, self._trace = config, trace
@@ -149,6 +186,7 @@ class LayerStore:
         self._jobs: list[Future[None]] = []
         self._undo: list[Callable[[], None]] = []
         self._settings: Changes = {}  # what parts of the optimizer have made of settings in this step
+        self._settings_back: Callable[[], None] = lambda: None  # to what they were before hooks
         self._failed = False
         self.updated: list[Block] = []
 
@@ -236,14 +274,19 @@ class LayerStore:
         self.wait()
         if self._config.max_grad_norm is not None:
             self._submit(self._clip)
-        for block in list(self._whole):
+        self.wait()
+        deferred = self._config.update == "deferred"
+        if deferred:
+            self._fire_before(lambda: self._hooks.fire_with_gradients(self._whole))
+        whole = dict(self._whole)
+        for block in whole:
             self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
         self.wait()
         if self._undo:  # a hook may still fail
             self._undo.append(keep_without(vars(self.optimizer), {"state"}))
         settle(self.optimizer, self._settings)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
-        fire_hooks(self.optimizer._optimizer_step_post_hooks, self.optimizer)
+        self._hooks.fire_after(whole, deferred)
         self._undo.clear()
         self.book_optimizer()
 
@@ -270,6 +313,8 @@ class LayerStore:
             self.updated.clear()
         if self.updated:  # for them the step has counted
             settle(self.optimizer, self._settings)
+        else:
+            self._settings_back()
         for master in self._model_params:
             master.grad = None  # clipping may have set it; the next step's norm must not see it
         self._pool.clear()  # gradients under way are lost with the step, and their buffers with them
@@ -348,7 +393,7 @@ class LayerStore:
         self.before_write(block)
         try:
             self.updated.append(block)  # from here on the block may hold new weights
-            self._settings.update(update_part(master.part, self.optimizer, warmth_of(block)))
+            merge(self._settings, update_part(master.part, self.optimizer, warmth_of(block)))
         finally:
             for param in master.params:
                 param.grad = None
@@ -364,6 +409,15 @@ class LayerStore:
         views = piece.views()
         for index, param in enumerate(self._masters[block].params):
             param.grad = views.get(index)
+
+    def _all_masters(self) -> dict[Block, list[nn.Parameter]]:
+        return {block: master.params for block, master in self._masters.items()}
+
+    def _before_hook_writes(self, block: Block) -> None:
+        """A step hook is about to change weights: branches and the way back need those that there are."""
+        if self._config.rollback or self._config.update == "deferred":
+            self._undo.append(self._snapshot(block))
+        self.before_write(block)
 
     def _clip(self) -> None:
         start_s = time.perf_counter()
@@ -382,10 +436,10 @@ class LayerStore:
             self._pool.setdefault(grad.numel(), []).append(grad)
             self._room.notify_all()
 
-    def _snapshot(self, block: Block, piece: GradientPiece) -> Callable[[], None]:
-        """An undo for one block: of what the update may change, 12 bytes per parameter with AdamW."""
+    def _snapshot(self, block: Block, piece: GradientPiece | None = None) -> Callable[[], None]:
+        """An undo for one block: of what an update with this gradient may change, 12 bytes per parameter with AdamW."""
         params, version = self._masters[block].params, block.version
-        indices = list(piece.views()) if self._spares_others else range(len(params))
+        indices = list(piece.views()) if piece is not None and self._spares_others else range(len(params))
         values = {params[i]: block.views[i].clone() for i in indices}
         state = {p: clone_state(self.optimizer.state[p]) for p in values if p in self.optimizer.state}
 
@@ -573,21 +627,3 @@ def _sample(block: Block, trained: Trained) -> torch.Tensor:
     places = [(block.layout.pieces[i].offset, math.prod(block.layout.pieces[i].size)) for i in trained.indices]
     stride = -(-trained.layout.used // _SAMPLED) or 1
     return torch.cat([block.master[start : start + numel : stride] for start, numel in places])
-
-
-def clone_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what the optimizer knows of a parameter; tensors may be in lists and dicts of it."""
-    return {name: pytree.tree_map(_copied, value) for name, value in state.items()}
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
-
-
-def state_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes of the tensors in what the optimizer knows of a parameter."""
-    return sum(leaf.nbytes for value in state.values() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def _leaves(value: Any) -> Sequence[Any]:
-    return pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,)

@@ -58,13 +58,16 @@ class GradientPiece:
 
     def views(self) -> dict[int, torch.Tensor]:
         """The gradient by index of the parameter in its block, of those that have one."""
-        each = zip(self.trained.indices, self.trained.layout.views(self.flat), self.covers, strict=True)
-        return {i: view for i, view, has in each if has}
+        return {i: view for (i, view), has in zip(self.places().items(), self.covers, strict=True) if has}
+
+    def places(self) -> dict[int, torch.Tensor]:
+        """Where the gradient of every trained parameter is, or would be."""
+        return dict(zip(self.trained.indices, self.trained.layout.views(self.flat), strict=True))
 
     def plus(self, other: GradientPiece) -> GradientPiece:
         """The sum, in the buffer of this one."""
         mine, added = self.views(), other.views()
-        for place, view in zip(self.trained.indices, self.trained.layout.views(self.flat), strict=True):
+        for place, view in self.places().items():
             if place in added:
                 view.add_(added[place]) if place in mine else view.copy_(added[place])
         return GradientPiece(self.flat, self.trained, tuple(i in mine or i in added for i in self.trained.indices))

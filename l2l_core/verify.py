@@ -20,7 +20,8 @@ from l2l_core.compiled import deep_copy
 from l2l_core.nested import map_tensors
 from l2l_core.reference import train_step
 from l2l_core.sample import same_random_numbers
-from l2l_core.settings import Settings, is_same, settings_of
+from l2l_core.settings import differing_settings, is_same, settings_of
+from l2l_core.states import differing
 from l2l_core.store import LayerStore
 from l2l_core.units import Unit
 
@@ -117,7 +118,7 @@ def compare_step(
     if len(settings) == len(
         found := settings_of(store.optimizer)
     ):  # a layer that warms up has a group of its own in core
-        kept += _differing_settings(settings, found)
+        kept += [f"setting {name!r}" for name in differing_settings(settings, found)]
     return VerifyReport(
         equal=result.loss == reference_loss and all(row.equal for row in rows) and not kept,
         max_abs_diff=max((row.max_abs_diff for row in rows), default=0.0),
@@ -191,37 +192,8 @@ def _differing_state(
     expected: Mapping[nn.Parameter, Mapping[str, Any]], found: Mapping[nn.Parameter, Mapping[str, Any]]
 ) -> list[str]:
     """Names in the optimizer's state that differ for some parameter."""
-    names = (
-        name
-        for param, theirs in expected.items()
-        for ours in [found.get(param, {})]
-        for name in {**theirs, **ours}
-        if name not in ours or name not in theirs or not _alike(ours[name], theirs[name])
-    )
+    names = (name for param, theirs in expected.items() for name in differing(theirs, found.get(param, {})))
     return list(dict.fromkeys(f"state {name!r}" for name in names))
-
-
-def _differing_settings(expected: Settings, found: Settings) -> list[str]:
-    """Names of settings and counters that differ."""
-    names = (
-        name
-        for theirs, ours in zip(expected, found, strict=True)
-        for name in {**theirs, **ours}
-        if name not in ours or name not in theirs or not is_same(ours[name], theirs[name])
-    )
-    return list(dict.fromkeys(f"setting {name!r}" for name in names if name not in _MARKS))
-
-
-_MARKS = ("_opt_called", "_warned_capturable_if_run_uncaptured")  # PyTorch's own notes about calls
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """The same for values in an optimizer's state: what is no plain value is compared by what it says of itself."""
-    ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
-    if len(ones) != len(others):
-        return False
-    pairs = zip(ones, others, strict=True)
-    return all(is_same(a, b) if isinstance(a, torch.Tensor) else is_same(a, b) or repr(a) == repr(b) for a, b in pairs)
 
 
 def _listed(names: Sequence[str], most: int = 4) -> str:

@@ -39,7 +39,7 @@ def model() -> nn.Module:
 )
 def test_torchs_elementwise_optimizers_qualify(name: str) -> None:
     net = model()
-    assert type(make_optimizer(partial(getattr(torch.optim, name), lr=1e-2), net)).__name__ == name
+    assert type(make_optimizer(partial(getattr(torch.optim, name), lr=1e-2), net)[0]).__name__ == name
 
 
 @pytest.mark.parametrize("name, reason", [("LBFGS", "re-evaluates the loss"), ("SparseAdam", "sparse gradients")])

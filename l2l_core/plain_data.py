@@ -1,0 +1,78 @@
+"""Plain data as JSON, beside a dictionary of its tensors: what saves are made of. Nothing is pickled.
+
+What it is not: a way to keep any object. Whatever cannot come back as it was is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensors = dict[str, torch.Tensor]
+
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    kind.__name__: kind for kind in (tuple, list, set, frozenset, torch.Size)
+}
+_NAMED = {"dtype": lambda name: getattr(torch, name), "device": torch.device, "bytes": bytes.fromhex}
+
+
+def encode(value: Any, at: str, tensors: Tensors) -> Any:
+    """`value` as JSON; its tensors go to `tensors` under the name `at`, one that several places share only once.
+
+    Raises:
+        ValueError: neither tensor nor plain data.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value  # JSON keeps the bits of a float: repr
+    if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
+        name = next((name for name, tensor in tensors.items() if tensor is value), _free(at, tensors))
+        tensors[name] = value
+        return {"tensor": name, "stride": torch.empty_like(value, device="meta").stride()}
+    if type(value).__name__ in _SEQUENCES and type(value) is _SEQUENCES[type(value).__name__]:
+        return {type(value).__name__: [encode(v, f"{at}/{i}", tensors) for i, v in enumerate(value)]}
+    if type(value) is deque:
+        return {"deque": [encode(v, f"{at}/{i}", tensors) for i, v in enumerate(value)], "maxlen": value.maxlen}
+    if isinstance(value, dict):
+        kind = "OrderedDict" if type(value) is OrderedDict else "dict"
+        return {kind: [[encode(k, at, tensors), encode(v, f"{at}/{k}", tensors)] for k, v in value.items()]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, torch.dtype | torch.device | bytes):
+        word = value.hex() if isinstance(value, bytes) else str(value).removeprefix("torch.")
+        return {type(value).__name__: word}
+    raise ValueError(
+        f"{at} is a {type(value).__name__}, which cannot be saved: only tensors and plain data can, since nothing is "
+        "pickled. Keep it out of the optimizer's settings and state"
+    )
+
+
+def _free(name: str, tensors: Tensors) -> str:
+    """A name that no tensor has: keys of a dictionary may look alike."""
+    while name in tensors:
+        name += "'"
+    return name
+
+
+def decode(value: Any, tensors: Tensors, read: Tensors) -> Any:
+    """What `encode` was given, in memory of its own; `read` has the tensors that were met before."""
+    if not isinstance(value, dict):
+        return value
+    kind, content = next(iter(value.items()))
+    if kind == "tensor":
+        if content not in read:
+            saved = tensors[content]
+            read[content] = torch.empty_strided(saved.shape, value["stride"], dtype=saved.dtype).copy_(saved)
+        return read[content]
+    if kind in ("dict", "OrderedDict"):
+        pairs = [(decode(k, tensors, read), decode(v, tensors, read)) for k, v in content]
+        return OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
+    if kind == "complex":
+        return complex(*content)
+    if kind in _NAMED:
+        return _NAMED[kind](content)
+    items = [decode(v, tensors, read) for v in content]
+    return deque(items, value["maxlen"]) if kind == "deque" else _SEQUENCES[kind](items)
