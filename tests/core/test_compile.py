@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(  # of PyTorch's own code
 
 WIDTH, TOKENS = 8, 11
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)]
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])]
 
 
 @pytest.fixture(autouse=True)
