@@ -43,7 +43,8 @@ def open_up(value: Any) -> Opened | None:
     """What a container holds; None for everything else."""
     if isinstance(value, _CLOSED):
         return None
-    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    mine = id(value)  # not the value itself: pytrees leave a cycle behind, which would keep it
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != mine)
     if not (len(parts) == 1 and parts[0] is value):
         return Opened(parts, _names(value, parts), lambda others: pytree.tree_unflatten(list(others), spec), True)
     if isinstance(value, list | tuple):
