@@ -38,7 +38,7 @@ lab: .venv/.stamp ## open JupyterLab on 127.0.0.1, with its token, at the first 
 
 # A file's tests stay in one process. More than four of them would take turns for memory, and for a GPU.
 test: .venv/.stamp ## run the tests, on up to four cores (ARGS="-m slow" for the long ones)
-	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Helpers start with an underscore. A benchmark that needs what is not here (a GPU) says so and exits with 2.
 bench: .venv/.stamp ## run every benchmark in turn

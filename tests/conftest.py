@@ -14,6 +14,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device on this machine")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files begin, so that no worker is left alone with one of them in the end."""
+    first = ["notebooks", "browser"]
+    items.sort(key=lambda item: first.index(item.path.parent.name) if item.path.parent.name in first else len(first))
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
