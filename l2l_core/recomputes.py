@@ -47,16 +47,18 @@ class Recomputes:
             RuntimeError: names the first layer that gave something else.
         """
         if self._open:
-            found = torch.stack([differs for _, differs in self._open]).tolist()
-            for (layer, _), differs in zip(self._open, found, strict=True):
-                if differs:
+            found = torch.stack([other for _, other in self._open]).tolist()
+            for (layer, _), is_other in zip(self._open, found, strict=True):
+                if is_other:
                     raise RuntimeError(differs(layer))
             self._open.clear()
 
 
 def _sum(tensor: torch.Tensor) -> Sum:
-    if not tensor.is_cuda:
-        return torch.sum(tensor).item()
+    return _sum_on_gpu(tensor) if tensor.is_cuda else torch.sum(tensor).item()
+
+
+def _sum_on_gpu(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.sum(tensor, dtype=torch.float64), torch.sum(tensor.abs(), dtype=torch.float64)])
 
 

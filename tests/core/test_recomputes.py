@@ -1,0 +1,29 @@
+"""Recomputes are compared with their forwards; here the way of a GPU, which settles when the step is over, on the CPU."""
+
+import pytest
+import torch
+
+from l2l_core import recomputes
+from l2l_core.recomputes import Recomputes
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Recomputes:
+    monkeypatch.setattr(recomputes, "_sum", recomputes._sum_on_gpu)
+    return Recomputes()
+
+
+def test_the_first_layer_that_differs_is_named_when_the_step_is_over(compared: Recomputes) -> None:
+    x = torch.randn(4, 8)
+    for layer, again in (("layers.0", x), ("layers.1", x + 1), ("layers.2", x + 2)):
+        compared.compare(layer, compared.sums_of([x]), [again])
+    with pytest.raises(RuntimeError, match="layer layers.1 gave other outputs"):
+        compared.settle()
+
+
+def test_what_is_equal_or_not_finite_passes(compared: Recomputes) -> None:
+    x = torch.randn(4, 8)
+    compared.compare("layers.0", compared.sums_of([x]), [x.clone()])
+    compared.compare("layers.1", compared.sums_of([x]), [torch.full_like(x, torch.nan)])
+    compared.settle()
+    compared.settle()
