@@ -23,7 +23,7 @@ from functools import partial
 from itertools import islice, zip_longest
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from l2l_core.call import Call, Pass
 from l2l_core.checks import hooked
@@ -266,17 +266,8 @@ class TrainLoop(Loop):
             forward.result = None
             if not torch.isfinite(loss):
                 raise NonFiniteError(self._explain_loss(loss, forward))
-            for call in forward.calls:
-                call.check_unchanged()
-            check_stamps(self._shell.unit.params, self._stamps, "the model's own code")
             tail = get_gradient_edge(loss) if loss.requires_grad else None
-            forward.crossing.check(tail, self._inside)
-            segments = forward.crossing.segments
-            several = _read_in_several(segments, self._shell.unit.params)
-            self._shell_apart |= self._is_irregular() or bool(several)
-            self._refuse_hooks(self._shell.unit, several)
-            if any(segment.is_nested for segment in segments):
-                raise RuntimeError(nested("the model's own code"))
+            segments = self._check(forward, tail)
             self._learns |= tail is not None
             if tail is not None:
                 run_backward([(tail, torch.ones_like(loss))])
@@ -289,6 +280,23 @@ class TrainLoop(Loop):
         last = forward.calls[-1] if forward.calls else None
         if visit is not None and last is not None and last.kept is not None:
             self._backward(last, visit)
+
+    def _check(self, forward: Forward, tail: GradientEdge | None) -> list[Segment]:
+        """Refuse what would be trained wrong, before any of it is; returns the segments of the micro-batch's shell code.
+
+        Parameters of the shell that several of them read are kept apart from now on.
+        """
+        for call in forward.calls:
+            call.check_unchanged()
+        check_stamps(self._shell.unit.params, self._stamps, "the model's own code")
+        forward.crossing.check(tail, self._inside)
+        segments = forward.crossing.segments
+        several = _read_in_several(segments, self._shell.unit.params)
+        self._shell_apart |= self._is_irregular() or bool(several)
+        self._refuse_hooks(self._shell.unit, several)
+        if any(segment.is_nested for segment in segments):
+            raise RuntimeError(nested("the model's own code"))
+        return segments
 
     def _is_irregular(self) -> bool:
         """Whether micro-batches take different ways, so that their gradients reach the shell out of order."""
