@@ -40,6 +40,7 @@ from l2l_core.cut import (
     uses_of,
 )
 from l2l_core.device import Device
+from l2l_core.empty_caches import EmptyCache, LentCache
 from l2l_core.hidden import is_cache, refuse_hidden
 from l2l_core.hooks import Locator, SideOutputs, UserHooks, alive
 from l2l_core.influence import Influence
@@ -134,9 +135,15 @@ class _Given:
 
     flat: list[Any]
     spec: Any
-    own: dict[int, torch.Tensor]  # arguments by the id of their entry
+    own: dict[int, Any]  # arguments by the id of what the layer saw of them: an entry, a lent cache
     new: dict[int, torch.Tensor]  # tensors that are no argument, by id
     flowing: list[torch.Tensor]  # those of them that receive a gradient
+    lent: dict[EmptyCache, LentCache]
+
+    def check_caches(self) -> None:
+        """Raise TypeError if the layer would have found something in a cache that it was lent empty."""
+        for cache, lent in self.lent.items():
+            cache.first_run(lent)
 
 
 @dataclass(slots=True)
@@ -193,7 +200,9 @@ class Call:
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
         inputs: dict[int, _Input] = {}
         for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
+            if is_cache(leaf):
+                leaves[index] = EmptyCache(leaf, f"argument {index} of layer {unit.name}")
+            elif not isinstance(leaf, torch.Tensor):
                 refuse_hidden(leaf, f"argument {index} of layer {unit.name}")
             elif leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
                 inputs[id(leaf)] = _Input(leaf, crossing.sink_of(leaf))
@@ -230,6 +239,7 @@ class Call:
         with run.sides.watching(self.unit.module) as seen:
             given, graph = self._run(run)
         crossing.ran(self.unit.name, began)
+        given.check_caches()
         outputs = self._leave(run, given, crossing)
         stop()
         check_stamps(self.unit.params, stamps, f"layer {self.unit.name}")
@@ -288,15 +298,18 @@ class Call:
         with run.stash.working(self.k, self.unit.key, [*self.tensors, *buffers]), run.attributes.in_layer():
             run.asides.release(self.tensors)
             entered = {id(i.tensor): enter(i.tensor, i.sink) for i in self.inputs}
-            args, kwargs = pytree.tree_unflatten([entered.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
+            lent = {leaf: leaf.lend() for leaf in self.leaves if isinstance(leaf, EmptyCache)}
+            seen = entered | {id(cache): own for cache, own in lent.items()}
+            args, kwargs = pytree.tree_unflatten([seen.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
             flat, spec = pytree.tree_flatten(self.real(*args, **kwargs), is_leaf=is_cache)
-        own = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
+        own: dict[int, Any] = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
+        own.update((id(seen), cache.original) for cache, seen in lent.items())
         passed = {id(leaf) for leaf in self.leaves} | set(own)
         new = {id(t): t for t in flat if isinstance(t, torch.Tensor) and id(t) not in passed}
         flowing = [t for t in new.values() if t.requires_grad and torch.is_grad_enabled()]
         graph = _Graph([get_gradient_edge(entered[id(i.tensor)]) for i in self.inputs], [], {})
         graph.outputs = [get_gradient_edge(t) for t in flowing]
-        return _Given(flat, spec, own, new, flowing), graph
+        return _Given(flat, spec, own, new, flowing, lent), graph
 
     def _leave(self, run: Pass, given: _Given, crossing: Crossing) -> Any:
         """The outputs as the shell shall see them: entries, what the layer was given, and copies of weights."""
@@ -309,9 +322,11 @@ class Call:
             shown[id(tensor)] = shown_tensor = crossing.leave(self._apart(run, tensor), sink)
             run.stash.hold(shown_tensor, self.k, "stash", "", fresh=True)
         for index, item in enumerate(given.flat):
+            if id(item) in shown:
+                continue
             if not isinstance(item, torch.Tensor):
                 refuse_hidden(item, f"output {index} of layer {self.unit.name}")
-            elif id(item) in given.new and id(item) not in shown:
+            elif id(item) in given.new:
                 shown[id(item)] = constant = self._apart(run, item)
                 run.stash.hold(run.asides.note(constant, self.k), self.k, "activations", "", fresh=True)
         return pytree.tree_unflatten([shown.get(id(item), item) for item in given.flat], given.spec)

@@ -12,9 +12,22 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _NO_DATA = (type, torch.nn.Module, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
+class RelayCache:
+    """Marks caches that `empty_caches.py` has made or changed: no attribute of them may be asked for."""
+
+
 def is_cache(value: Any) -> bool:
     """Whether `value` is a key-value cache as transformers has them."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    return isinstance(value, RelayCache) or (hasattr(value, "get_seq_length") and hasattr(value, "update"))
+
+
+def cache_refusal(cache: Any, where: str) -> str:
+    """Why a layer may not have this cache."""
+    return (
+        f"{where} is a key-value cache ({type(cache).__name__}): it would carry one run's tensors into the recompute. "
+        "Train without it: pass use_cache=False in the batch, or leave it and past_key_values out; config.use_cache is off "
+        "by itself. Prefix tuning (peft) is nothing but such a cache: train a PromptTuningConfig or a LoraConfig instead"
+    )
 
 
 def refuse_hidden(value: Any, where: str) -> None:
@@ -22,11 +35,7 @@ def refuse_hidden(value: Any, where: str) -> None:
     if isinstance(value, _PLAIN):
         return
     if is_cache(value):
-        raise TypeError(
-            f"{where} is a key-value cache ({type(value).__name__}): it would carry one run's tensors into the recompute. "
-            "Train without it: pass use_cache=False in the batch, or leave it and past_key_values out; config.use_cache is off "
-            "by itself. Prefix tuning (peft) is nothing but such a cache: train a PromptTuningConfig or a LoraConfig instead"
-        )
+        raise TypeError(cache_refusal(value, where))
     if holds_tensor(value):
         raise TypeError(
             f"{where} is a {type(value).__name__} that holds tensors where the relay cannot see them. Pass tuples, lists or "

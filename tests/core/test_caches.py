@@ -32,6 +32,13 @@ class Wrapped(nn.Module):
         return self.inner(*args, **kwargs)
 
 
+class AsksForCache(Wrapped):
+    """Whatever the configuration says."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, use_cache=True, **kwargs)
+
+
 class GivesCache(Wrapped):
     """As prefix tuning does: what is trained are keys and values that come before those of the tokens."""
 
@@ -142,17 +149,6 @@ def test_it_is_off_in_the_step_and_on_again_after_one_that_fails() -> None:
         relay.step(small_batch())
 
 
-def test_a_batch_that_asks_for_a_cache_is_refused_and_the_configuration_is_as_it_was() -> None:
-    model = Wrapped(small_llama())
-    with relay_of(model) as relay:
-        before = copy_state(model)
-        with pytest.raises(TypeError, match="is a key-value cache .*use_cache=False"):
-            relay.step(small_batch() | {"use_cache": True})
-        assert_state(model, before)
-        assert model.config.use_cache is True
-        relay.step(small_batch())
-
-
 def test_an_edited_model_still_asks_for_caches() -> None:
     """An edit gives the model a configuration of its own, and runs layers to find an identity; a step skips one."""
     model = Wrapped(small_llama())
@@ -179,6 +175,123 @@ def test_a_configuration_of_ones_own_is_left_alone() -> None:
     with Relay(model, partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), loss=kind.loss, config=config) as relay:
         relay.step(kind.make_batch(4))
     assert seen and all(seen)
+
+
+# -- caches that a forward makes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bart"])
+@stashes
+def test_a_model_that_asks_for_a_cache_trains_as_in_core(name: str, stash: str) -> None:
+    """In core the cache is filled and nobody reads it; every run of a layer has an empty one here."""
+    kind = caching(BY_NAME[name], AsksForCache)
+    with both(kind, RelayConfig(micro_batches=2, stash=stash)) as pair:
+        assert_equal([pair.step(kind.make_batch(5, seed)) for seed in range(3)])
+
+
+XLM = dict(vocab_size=64, emb_dim=32, n_layers=3, n_heads=4, n_words=64)
+
+
+@pytest.mark.parametrize("model", ["XLMWithLMHeadModel", "FlaubertWithLMHeadModel"])
+@stashes
+def test_models_that_make_one_whatever_is_asked(model: str, stash: str) -> None:
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        return getattr(hf, model)(getattr(hf, model.replace("WithLMHeadModel", "Config"))(**XLM)).train()
+
+    kind = Kind(model, make_model, lambda rows, seed: small_batch())
+    with both(kind, RelayConfig(micro_batches=2, stash=stash)) as pair:
+        assert_equal([pair.step(small_batch()) for _ in range(3)])
+        assert pair.relay.verify(small_batch()).equal
+
+
+class Caching(nn.Module):
+    """A layer that uses its cache in one of several ways."""
+
+    def __init__(self, number: int, way: str) -> None:
+        super().__init__()
+        self.number, self.way = number, way
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> Any:
+        y = self.inner(x)
+        if self.way == "asks_another" and cache.is_updated.get(0) and self.number:
+            y = y * 2
+        if self.way == "asks_length" and self.number and cache.get_seq_length():
+            y = y * 2
+        part = cache.self_attention_cache if isinstance(cache, hf.EncoderDecoderCache) else cache
+        keys, _ = part.update(y[:, None], y[:, None], self.number)
+        cache.is_updated[self.number] = True
+        return (keys.sum((1, 2)) + y[:, 0], cache) if self.way == "returns" else keys.sum((1, 2)) + y[:, 0]
+
+
+class MakesCache(nn.Module):
+    """A model that makes a cache for its layers and treats it in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = nn.ModuleList(Caching(number, way) for number in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())
+        inner = cache.self_attention_cache
+        for layer in self.layers:
+            x = layer(x[:, None], cache)
+            if self.way == "returns":
+                x, given = x
+                assert given is cache
+        if self.way == "calls_again":
+            x = self.layers[0](x[:, None], cache)
+        if self.way == "reads":
+            x = x * cache.get_seq_length()
+        if self.way == "reads_part":
+            x = x * inner.get_seq_length()
+        return x.sum()
+
+
+def a_kind(way: str) -> Kind:
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        return MakesCache(way)
+
+    def make_batch(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed)), torch.zeros(rows)
+
+    return Kind(way, make_model, make_batch, loss=lambda out, batch: out)
+
+
+@pytest.mark.parametrize("way", ["plain", "returns"])
+@stashes
+def test_a_cache_that_goes_through_the_layers(way: str, stash: str) -> None:
+    kind = a_kind(way)
+    with both(kind, RelayConfig(micro_batches=2, stash=stash)) as pair:
+        assert_equal([pair.step(kind.make_batch(4, seed)) for seed in range(3)])
+
+
+@pytest.mark.parametrize(
+    "way, error, words",
+    [
+        ("asks_another", TypeError, "layers.1, which reads another layer's part of it, is a key-value cache"),
+        ("asks_length", TypeError, "layers.1, which reads get_seq_length of it, is a key-value cache"),
+        ("calls_again", TypeError, "layers.0, to which an earlier call has added, is a key-value cache"),
+        ("reads", RuntimeError, r"reads get_seq_length of a key-value cache \(EncoderDecoderCache\)"),
+        ("reads_part", RuntimeError, r"reads get_seq_length of a key-value cache \(DynamicCache\)"),
+    ],
+)
+@stashes
+def test_what_another_run_has_put_there_cannot_be_read(
+    way: str, error: type[Exception], words: str, stash: str
+) -> None:
+    kind = a_kind(way)
+    model = kind.make_model()
+    before = copy_state(model)
+    config = RelayConfig(micro_batches=2, stash=stash)
+    with Relay(model, partial(torch.optim.SGD, lr=0.1), EmulatedDevice(), loss=kind.loss, config=config) as relay:
+        for _ in range(2):  # not in the metered step alone
+            with pytest.raises(error, match=words):
+                relay.step(kind.make_batch(4))
+            assert_state(model, before)
 
 
 # -- prefix tuning -----------------------------------------------------------------------------------------------------
