@@ -167,7 +167,7 @@ class Gradient:
             end()
         self._ends = []
 
-    def priors(self, store: LayerStore, k: int, uses: Callable[[], Counter[torch.Tensor]]) -> list[Root]:
+    def priors(self, store: LayerStore, push: Link, k: int, uses: Callable[[], Counter[torch.Tensor]]) -> list[Root]:
         """What micro-batch `k` has brought before to parameters that the next run reads more than once.
 
         As a root of that run it is the first summand, as in plain training; added afterwards, the sum would be another. A
@@ -180,6 +180,7 @@ class Gradient:
         for block, trained in ((share.block, share.trained) for share in shares):
             several = [i for i in trained.indices if counts[block.params[i]] > 1]
             if several:
+                push.lane.flush()  # the EPS works in order: the layer before must have come whole
                 with self._buffer.clock.stalled():
                     lent = store.lend_part(block, k, several)
                 pairs = [(block.params[i], host.to(self._buffer.flat.device)) for i, host in lent.items()]

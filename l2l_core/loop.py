@@ -328,8 +328,8 @@ class TrainLoop(Loop):
         if visit.gradient is None:
             visit.gradient = self._slots.take(visit.unit, self._is_apart)
         call.visit = self._number_of_backward(visit)
-        shell_priors = partial(self._shell.priors, self._store)
-        call.backward(self.run, partial(visit.gradient.priors, self._store), shell_priors)
+        shell_priors = partial(self._shell.priors, self._store, self._push)
+        call.backward(self.run, partial(visit.gradient.priors, self._store, self._push), shell_priors)
         assert call.segment is not None, f"{call.unit.key} k={call.k} has no segment"
         if self._shell.holds_part_of(call.segment.uses):  # each run's contribution is added by itself
             self._flush(call.k, call.visit, visit.gradient)

@@ -41,6 +41,7 @@ class Settings:
     optimizer: str = "sgd"
     rows: list[int] = field(default_factory=lambda: [ROWS])  # of every step's batch
     seed: int = 0
+    piece_bytes: int = 1 << 14  # the least that goes over the link by itself; layers here are smaller
 
 
 @dataclass

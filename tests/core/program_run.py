@@ -1,6 +1,7 @@
 """One program both ways: plain accumulation, written here with torch alone, against the relay; and a verdict.
 
-Of the relay's package only the public surface is used: `Relay`, `RelayConfig` and its rule for seeds, `TornStep`.
+Of the relay's package only the public surface is used: `Relay`, `RelayConfig` and its rule for seeds, `TornStep`. One constant
+is changed from outside, so that small layers trickle over the link as large ones do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from program import Built, Program
 
-import l2l_core
+import l2l_core.link
 from l2l_core import Relay, RelayConfig, TornStep
 
 ENGINE = str(Path(l2l_core.__file__).parent)
@@ -167,6 +168,7 @@ def _config(program: Program) -> RelayConfig:
 
 
 def _compare(program: Program, steps: list[Step], plain: Built) -> tuple[str, str, str]:
+    l2l_core.link._LEAST_PIECE_BYTES = program.settings.piece_bytes
     built = Built(program)
     before = state_of(built.model, built.optimizer)
     try:

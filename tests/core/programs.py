@@ -69,6 +69,7 @@ def _draw_settings(rng: random.Random) -> Settings:
         optimizer=rng.choice(["sgd", "momentum", "adamw", "fused_adamw", "adagrad"]),
         rows=[rows, rows, rows] if rng.random() < 0.7 else [rng.choice([4, 5, 6, 7, 8]) for _ in range(3)],
         seed=rng.choice([0, 0, 1]),
+        piece_bytes=rng.choice([1 << 14, 64]),
     )
 
 
