@@ -61,6 +61,7 @@ class Crossing(TorchFunctionMode):
         self._entries: dict[tuple[Any, int], torch.Tensor] = {}  # of the present segment
         self.autocasts = False  # some layer was called under an autocast that keeps its casts
         self._casts: Counter[torch.Tensor] = Counter()
+        self._views: dict[Any, tuple[int, ...] | None] = {}  # entries that are views in the layer that gave them out
         self._changed: dict[int, int] = {}  # storages that were changed through a view, and when
         self._was_in_place = False  # something older than a layer call was changed in place after it
 
@@ -105,6 +106,8 @@ class Crossing(TorchFunctionMode):
     def leave(self, tensor: torch.Tensor, sink: Sink) -> torch.Tensor:
         """`tensor`, which a layer gives out, as the following segment shall see it."""
         shown = enter(tensor, sink)
+        if tensor._is_view():
+            self._views[shown.grad_fn] = _strides_of_view(tensor)
         self._entered(shown, sink)
         return self.asides.note(shown, self._k)
 
@@ -207,13 +210,23 @@ class Crossing(TorchFunctionMode):
             return self.asides.note(func(*args, **kwargs), self._k)
         if kind.differentiates:
             self._refuse_backward(func)
-        if kind.is_in_place and args and isinstance(args[0], torch.Tensor) and self._is_older(args[0]):
-            self._enter_in_place(args[0])
-        if "out" in kwargs:
-            for target in pytree.tree_leaves(kwargs["out"]):
-                if isinstance(target, torch.Tensor) and self._is_older(target):
-                    self._enter_in_place(target)
+        for target in (*args[: kind.is_in_place], *pytree.tree_leaves(kwargs.get("out"))):
+            if isinstance(target, torch.Tensor):
+                self._to_be_changed(target)
         return self._on_entries(func, args, kwargs)
+
+    def _to_be_changed(self, tensor: torch.Tensor) -> None:
+        """An operation is about to change `tensor` in place."""
+        if self._is_older(tensor):
+            self._enter_in_place(tensor)
+        elif tensor.grad_fn in self._views:
+            self._keep_strides(tensor, tensor.grad_fn.sink, self._views[tensor.grad_fn])
+
+    def _keep_strides(self, tensor: torch.Tensor, sink: Sink, strides: tuple[int, ...] | None) -> None:
+        """Where a view is changed in place, autograd brings the gradient into the base's strides, by which kernels round."""
+        if strides is None:
+            raise RuntimeError(_changes_view(tensor))
+        sink.strides = strides
 
     def _on_entries(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operation on entries in place of tensors from before the last layer call."""
@@ -276,6 +289,7 @@ class Crossing(TorchFunctionMode):
         self._was_in_place = True
         if tensor._is_view():
             self._note_changed(tensor)
+            self._keep_strides(tensor, sink, _strides_of_view(tensor))
         try:
             enter_in_place(tensor, sink)
         except RuntimeError as error:
@@ -324,6 +338,15 @@ def _kind_of(func: Any) -> _Kind:
     sets, gets = name == "__set__", name == "__get__" and getattr(func.__self__, "__name__", "") not in _VIEWING
     changes = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return _Kind(func in _HOOKS, func in _OF_THE_OBJECT or sets or gets, func in _BACKWARD, changes)
+
+
+def _strides_of_view(view: torch.Tensor) -> tuple[int, ...] | None:
+    """In which its gradient must be, so that the gradient of its base has the base's strides; None if that cannot be."""
+    base = view._base
+    assert base is not None
+    strides = [stride for stride, size in zip(view.stride(), view.shape, strict=True) if size > 1]
+    in_order = base.is_contiguous() and strides == sorted(strides, reverse=True)
+    return view.stride() if in_order or view.numel() == base.numel() else None
 
 
 def _is_changed(entry: torch.Tensor) -> bool:

@@ -227,3 +227,64 @@ def test_equal_or_refused_for_the_true_reason(run: Callable[[Any, Tensor], Tenso
                 return
             assert relay.step(batch(step)).loss == expected
             assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+# -- views that layers give out ----------------------------------------------------------------------------------------
+
+
+class GivesView(nn.Module):
+    """BatchNorm in evaluation mode sums the gradient of its bias in an order that depends on the gradient's strides."""
+
+    def __init__(self, shown: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.shown = nn.BatchNorm1d(8).eval(), shown
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shown(self.norm(x.transpose(1, 2)))
+
+
+class ChangesView(nn.Module):
+    def __init__(self, shown: Callable[[Tensor], Tensor], in_order: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(GivesView(shown) for _ in range(2))
+        self.weight, self.in_order = nn.Parameter(torch.randn(40)), in_order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            h += 0.1
+            x = x + h.mean() * torch.sin(x)
+        h = h if self.in_order else h.transpose(-1, -2).reshape(len(h), -1)
+        return (h.reshape(len(h), -1) * self.weight[: h[0].numel()]).sin().pow(2).mean()
+
+
+SHOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda y: y.transpose(1, 2),
+    "flat": lambda y: y.view(len(y), 1, -1),
+    "unsqueezed": lambda y: y.unsqueeze(1).transpose(2, 3),
+    "part": lambda y: y[:, :, 1:],
+    "part, transposed": lambda y: y.transpose(1, 2)[:, 1:],
+    "no view": lambda y: y * 2,
+}
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_view_that_a_layer_gives_out_is_changed(shown: str, in_order: bool, stash: Any) -> None:
+    """Autograd then brings the gradient into the strides of the view's base."""
+    model, twin = ChangesView(SHOWN[shown], in_order), ChangesView(SHOWN[shown], in_order)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    config = RelayConfig(micro_batches=2, stash=stash)
+    with Relay(model, partial(torch.optim.SGD, lr=0.1), objective=objective, config=config) as relay:
+        for step in range(3):
+            parts = [(half,) for half in batch(step)[0].chunk(2)]
+            seeds = [config.micro_batch_seed(step, k) for k in range(2)]
+            if shown == "part, transposed":
+                with pytest.raises(RuntimeError, match="changes a view in place.*Change a copy"):
+                    relay.step(batch(step))
+                continue
+            expected = float(sum(train_step(twin, plain, parts, objective, [2, 2], seeds)))
+            assert relay.step(batch(step)).loss == expected
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
