@@ -89,6 +89,14 @@ class Asides:
                 self._guarded[id(tensor)] = ref
         self._free.clear()
 
+    def replaced(self, tensor: torch.Tensor, k: int) -> bool:
+        """Micro-batch `k` keeps something else where `tensor` was; whether it, or one before it, has read that."""
+        mark = getattr(tensor, "_relay_aside", None)
+        if mark is None or mark.k >= k:
+            return False
+        mark.is_replaced = True
+        return mark.is_lent
+
     def asked(self, tensor: torch.Tensor, k: int) -> None:
         """Somebody is about to do something with a guarded tensor."""
         self._ask(tensor, k)
@@ -130,12 +138,18 @@ class Asides:
 
 
 class _Mark:
-    """On a tensor: which micro-batch made it, and whom to ask."""
+    """On a tensor: which micro-batch made it, and whom to ask.
 
-    __slots__ = ("_asides", "k")
+    Attributes:
+        is_lent: another micro-batch has read it.
+        is_replaced: another micro-batch has put something else in its place on the layer that keeps it.
+    """
+
+    __slots__ = ("_asides", "is_lent", "is_replaced", "k")
 
     def __init__(self, asides: Asides, k: int) -> None:
         self._asides, self.k = asides, k
+        self.is_lent = self.is_replaced = False
 
     def ask(self, tensor: torch.Tensor) -> None:
         self._asides.asked(tensor, self.k)

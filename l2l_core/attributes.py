@@ -11,19 +11,22 @@ Reads and writes are seen by descriptors on the classes of the shell's own modul
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from l2l_core.aside import Asides
 from l2l_core.units import Unit
 
 Place = tuple[nn.Module, str]
 
 _MISSING = object()
+_KEPT_BY: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()  # numbers that layers of a class set
 _OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
 
@@ -35,11 +38,15 @@ class Attributes:
     Args:
         shell: modules of the shell; those of torch's own classes set nothing in their forward.
         layers: the layers.
-        keep: told what a layer keeps on itself, and for which micro-batch it ran.
+        asides: told what a layer keeps on itself, and for which micro-batch it ran.
+        metering: whether to find out which numbers layers keep; later passes see the same ones.
     """
 
-    def __init__(self, shell: Iterable[nn.Module], layers: Sequence[Unit], keep: Callable[[Any, int], object]) -> None:
-        self._keep = keep
+    def __init__(self, shell: Iterable[nn.Module], layers: Sequence[Unit], asides: Asides, metering: bool) -> None:
+        self._metering = metering
+        self._asides = asides
+        self._plain: dict[tuple[Place, int], Any] = {}  # numbers that layers keep on themselves, by micro-batch
+        self._left: dict[Place, list[weakref.ref[torch.Tensor]]] = {}  # what layers keep on themselves
         self._shell = {module for module in shell if not type(module).__module__.startswith("torch.")}
         self._unit_of = {module: unit for unit in layers for module in unit.module.modules()}
         self._k = -1  # whose turn it is
@@ -53,6 +60,7 @@ class Attributes:
 
     def __enter__(self) -> Attributes:
         names = {(type(m), name) for m in self._shell for name in vars(m) if name not in _OF_MODULES}
+        names |= {(type(m), name) for m in self._unit_of for name in self._numbers_of(m)}
         for cls, name in names:
             self._spy(cls, name)
         self._plain_set = self._undo.enter_context(_told_of_sets(self.was_set))
@@ -60,6 +68,14 @@ class Attributes:
 
     def __exit__(self, *exc: object) -> None:
         self._undo.close()
+
+    def _numbers_of(self, module: nn.Module) -> Iterable[str]:
+        """Names of what a layer's module may keep, which the shell may read before the layer has run."""
+        if type(module).__module__.startswith("torch."):
+            return ()
+        if not self._metering:
+            return _KEPT_BY.get(type(module), ())
+        return [name for name, value in vars(module).items() if name not in _OF_MODULES and _is_plain(value)]
 
     def _spy(self, cls: type, name: str) -> None:
         found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
@@ -103,7 +119,8 @@ class Attributes:
         """Compiled code of `modules` runs in the block, past the spies: it may read all, and what it has set shows afterwards."""
         before = {(m, name): value for m in modules for name, value in vars(m).items() if name not in _OF_MODULES}
         for place in before:
-            self.was_read(*place)
+            if place[0] in self._shell:
+                self.was_read(*place)
         classes = {cls for kind in {type(module) for module in modules} for cls in kind.__mro__}
         spied = [(cls, name) for cls, name in self._spies if cls in classes]
         for cls, name in spied:
@@ -119,18 +136,22 @@ class Attributes:
             if vars(place[0])[place[1]] is not before.get(place, _MISSING):
                 self.was_set(*place)
 
-    def was_read(self, module: nn.Module, name: str) -> None:
-        """Somebody has read an attribute.
+    def was_read(self, module: nn.Module, name: str) -> Any:
+        """Somebody reads an attribute that there is; returns its value for the micro-batch at work.
 
         Raises:
             RuntimeError: a later micro-batch has set it already.
         """
-        place = module, name
-        if self._k < 0 or module not in self._shell or place in self._own:
-            return
+        place, value = (module, name), vars(module)[name]
+        is_own = self._k < 0 or place in self._own or (self._in_layer and module in self._unit_of)
+        if is_own or not (module in self._shell or module in self._unit_of):
+            return value
+        if (place, self._k) in self._plain:
+            return self._plain[place, self._k]
         if self._set.get(place, -1) > self._k:
             self._refuse(place)
         self._read[place] = max(self._k, self._read.get(place, -1))
+        return value
 
     def was_set(self, module: nn.Module, name: str) -> None:
         """Somebody has set an attribute.
@@ -141,18 +162,40 @@ class Attributes:
         if self._k < 0:
             return
         if module in self._shell:
-            place = module, name
-            if self._read.get(place, -1) > self._k:
-                self._refuse(place)
-            self._set[place] = max(self._k, self._set.get(place, -1))
+            self._note_set(module, name)
             if name in vars(module):
-                self._own[place] = vars(module)[name]
-                if not isinstance(vars(type(module)).get(name), _Spy):
-                    self._spy(type(module), name)
+                self._own[module, name] = vars(module)[name]
         elif module in self._unit_of and self._in_layer:
-            self._keep(vars(module).get(name), self._k)
+            self._layer_keeps(module, name)
         elif module in self._unit_of:
+            if _is_plain(value := vars(module).get(name)):
+                self._plain[(module, name), self._k] = value
             self._on_layers.setdefault(self._unit_of[module], set()).add((module, name))
+
+    def _note_set(self, module: nn.Module, name: str) -> None:
+        place = module, name
+        if self._read.get(place, -1) > self._k:
+            self._refuse(place)
+        self._set[place] = max(self._k, self._set.get(place, -1))
+        if name in vars(module) and not isinstance(vars(type(module)).get(name), _Spy):
+            self._spy(type(module), name)
+
+    def layer_filled(self, place: Place) -> None:
+        """A layer has put something into a container that it keeps, for the micro-batch at work."""
+        self._note_set(*place)
+
+    def _layer_keeps(self, module: nn.Module, name: str) -> None:
+        place, value = (module, name), vars(module).get(name)
+        if _is_plain(value):
+            _KEPT_BY.setdefault(type(module), set()).add(name)
+            self._note_set(module, name)
+            self._plain[place, self._k] = value
+            return
+        before = [tensor for ref in self._left.get(place, []) if (tensor := ref()) is not None and tensor is not value]
+        if any([self._asides.replaced(tensor, self._k) for tensor in before]):
+            self._refuse(place)
+        self._left[place] = [weakref.ref(tensor) for tensor in (*before, value) if isinstance(tensor, torch.Tensor)]
+        self._asides.note(value, self._k)
 
     def _refuse(self, place: Place) -> None:
         module, name = place
@@ -176,8 +219,7 @@ class _Spy:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         held = {} if instance is None else vars(instance)
         if self._name in held:
-            self._attributes.was_read(instance, self._name)
-            return held[self._name]
+            return self._attributes.was_read(instance, self._name)
         if self._default is _MISSING:
             raise AttributeError(f"{owner.__name__ if owner else instance!r} has no attribute {self._name!r}")
         get = getattr(type(self._default), "__get__", None)
@@ -190,6 +232,13 @@ class _Spy:
     def __delete__(self, instance: Any) -> None:
         if vars(instance).pop(self._name, _MISSING) is _MISSING:
             raise AttributeError(self._name)
+
+
+def _is_plain(value: Any) -> bool:
+    """Numbers and words, and what consists of them."""
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 @contextmanager
@@ -244,6 +293,12 @@ class Traces:
             or any(now[at][0] is not held or now[at][1] != count for at, (held, count) in self._before.items())
             or _numpy_state() != self._random
         )
+
+    def filled(self) -> list[Place]:
+        """Containers that hold more or less than they did."""
+        now = self._now()
+        same = {at: count for at, (held, count) in self._before.items() if at in now and now[at][0] is held}
+        return [at for at, count in same.items() if now[at][1] != count and not isinstance(now[at][0], torch.Tensor)]
 
     def _now(self) -> dict[Place, tuple[Any, int]]:
         kept = ((m, name, value) for m in self._modules for name, value in vars(m).items() if name not in _OF_MODULES)

@@ -251,7 +251,10 @@ class Call:
             run.nesting.add(self.unit)
             if any(block.shared for block in self.unit.blocks):
                 raise RuntimeError(nested(f"layer {self.unit.name}"))
-        self.left_traces = traces is not None and traces.differ()
+        if traces is not None:
+            self.left_traces = traces.differ()
+            for place in traces.filled():
+                run.attributes.layer_filled(place)
         self.sums = run.recomputes.sums_of(given.flowing)
         self.kept = graph if keep else None
         left = {id(tensor): at for at, tensor in enumerate(given.flowing)}

@@ -151,6 +151,8 @@ class Forward:
             shell.reseeded(after.random).put()
         self._run.runs[call.unit] += 1
         self._attributes.update(call.attributes)
+        for module, name in self._attributes:  # a layer that runs again may keep something else there, without a graph
+            self._attributes[module, name] = vars(module).get(name)
         if shell.autocasts:
             torch.clear_autocast_cache()  # it would keep casted copies of evicted weights
         if call.needs_backward:

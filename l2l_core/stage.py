@@ -188,7 +188,7 @@ class Stage:
         enter(functions_seen())
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
         sides = SideOutputs()
-        attributes = Attributes(parts.shell_modules(), parts.layers, self._asides.note)
+        attributes = Attributes(parts.shell_modules(), parts.layers, self._asides, self._replay is None)
         layers = {unit.module: unit for unit in parts.layers}
         enter(OutOfSight(parts.model, layers, self.stash, self._asides, sides, attributes, order))
         self.shadows = enter(Shadows(layers))

@@ -323,8 +323,10 @@ class Stash:
         """
         key = tensor.untyped_storage()._cdata
         if self._k != NOBODY and not self._is_for(key, maker):
-            if maker > 0:
+            mark = tensor._relay_aside  # type: ignore[attr-defined]
+            if maker > 0 or mark.is_replaced:  # what the first one leaves, and no other replaces, may be a table
                 raise RuntimeError(self._not_for(tensor, maker))
+            mark.is_lent = self._k != maker
             if key in self._held:
                 self._keep(self._held[key])
         self.touch(tensor)

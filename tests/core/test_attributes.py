@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, run_both
+from oracle import assert_equal, assert_state, both, copy_state, run_both
 from torch import Tensor
-from zoo import BY_NAME, Chain, Kind, ResidualMlp
+from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp
 
 from l2l_core import RelayConfig
 
@@ -49,3 +49,83 @@ def test_notes_of_the_shell_are_its_own(model: Any, stash: str) -> None:
 
     kind = Kind("notes", make_model, chain.make_batch, chain.loss)
     assert_equal(run_both(kind, 3, RelayConfig(micro_batches=3, stash=stash), rows=7))
+
+
+# -- what layers note on themselves ------------------------------------------------------------------------------------
+
+
+class Noting(torch.nn.Module):
+    """A layer that keeps something on itself, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.way = torch.nn.Linear(WIDTH, WIDTH), way
+        self.size, self.before, self.sizes = 0.0, None, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        before = self.before
+        if self.way == "a table":
+            self.before = torch.linspace(0, 1, WIDTH) if before is None else before
+            return x + h * self.before
+        if self.way.startswith("a number"):
+            self.size = float(h.detach().abs().mean())
+        if self.way == "a number in a list":
+            self.sizes.append(self.size)
+        if self.way == "set, then the last one read":
+            self.before = h.detach().mean((0, 1))
+        seen = h if before is None else h + before
+        if self.way == "the last one read, then set":
+            self.before = seen.detach().mean((0, 1))
+        return x + h
+
+
+class ReadsNotes(Chain):
+    """The shell reads what layers have kept only when all of them have run."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        way = self.layers[0].way
+        if way == "a number, of the last forward":
+            h = h * (1 + sum(layer.size for layer in self.layers))
+        for layer in self.layers:
+            h = layer(h)
+            if way == "a number, set by the shell too":
+                layer.size = 2.0
+        if way == "a number in a list":
+            return h * sum(layer.sizes[-1] for layer in self.layers)
+        return h * (1 + sum(layer.size for layer in self.layers))
+
+
+NOTES = {
+    "a table": None,
+    "a number": None,
+    "a number, set by the shell too": None,
+    "a number, of the last forward": "attribute 'size' of Noting goes from one micro-batch's forward to the next",
+    "a number in a list": "attribute 'sizes' of Noting goes from one micro-batch's forward to the next",
+    "set, then the last one read": "reads a tensor of shape .* that was made for micro-batch 0",
+    "the last one read, then set": "attribute 'before' of Noting goes from one micro-batch's forward to the next",
+}
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("way", NOTES)
+def test_notes_of_layers_are_the_micro_batchs_or_refused(way: str, micro_batches: int, stash: str) -> None:
+    """Two micro-batches are a case of their own: what the first one leaves may be a table for all."""
+    chain = BY_NAME["chain"]
+
+    def make_model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return ReadsNotes([Noting(way) for _ in range(3)])
+
+    kind = Kind("notes", make_model, chain.make_batch, chain.loss)
+    config = RelayConfig(micro_batches=micro_batches, stash=stash)
+    if (words := NOTES[way]) is None:
+        assert_equal(run_both(kind, 3, config, rows=7))
+        return
+    with both(kind, config) as pair:
+        before = copy_state(pair.relay.model)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=words):
+                pair.relay.step(kind.make_batch(7, 0))
+            assert_state(pair.relay.model, before)

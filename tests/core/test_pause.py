@@ -770,17 +770,6 @@ def test_side_output_that_is_a_view() -> None:
 # --- R15: what is refused --------------------------------------------------------------------------------------------
 
 
-def test_cache_is_refused() -> None:
-    """R15: with the remedy; without use_cache the engine passes use_cache=False by itself."""
-    kind = BY_NAME["gpt2"]
-    with both(kind, RelayConfig(micro_batches=2)) as pair:
-        before = copy_state(pair.relay.model)
-        with pytest.raises(TypeError, match="transformer.h.0 is a key-value cache .*use_cache=False"):
-            pair.relay.step(kind.make_batch(4, 0) | {"use_cache": True})
-        assert_state(pair.relay.model, before)
-        assert_equal([pair.step(kind.make_batch(4, 0))])
-
-
 class Boxed:
     """No pytree."""
 
