@@ -91,6 +91,8 @@ def judge(name: str, task: str, make: Make) -> Outcome:
     try:
         model, batch_of, loss, how = make()
         losses, expected = train_in_core(model, batch_of, loss)
+        if not numpy.isfinite(losses).all():
+            raise Untrainable("the loss is nan in core")
     except Untrainable as error:
         return Outcome(name, task, "untrainable", first_line(error))
     model, *_ = make()
@@ -203,8 +205,11 @@ def make_transformer(name: str, kind: str, task: str) -> Any:
         cls = getattr(transformers, name)
     except Exception as error:
         raise Untrainable(f"no configuration by default: {first_line(error)}") from error
+    kind_of_config = getattr(cls, "config_class", None)
+    if kind_of_config is not None and not isinstance(config, kind_of_config):
+        config = next((part for part in _shrink.parts(config) if isinstance(part, kind_of_config)), config)
     reasons = []
-    for how, small in _shrink.shrunk(config):
+    for how, small in _shrink.shrunk(config, task):
         make = partial(seeded, cls, small)
         try:
             model = make()
@@ -213,13 +218,30 @@ def make_transformer(name: str, kind: str, task: str) -> Any:
             continue
         for batch_of in _shrink.batches(model, task):
             try:
-                try_out(make(), batch_of)
+                way = trained_by(make, batch_of, task)
             except Exception as error:
                 reasons.append(f"{how}: {first_line(error)}")
             else:
-                return make(), batch_of, None, how
+                return make(), *way, how
         gc.collect()
     raise Untrainable(reasons[0])
+
+
+def trained_by(make: Callable[[], nn.Module], batch_of: Callable[[int], Any], task: str) -> tuple[Any, Any]:
+    """The batch and the loss: the model's own, or that of its logits where a classifier of images has none."""
+    try:
+        try_out(make(), batch_of)
+    except AttributeError as error:
+        if task != "image" or "attribute 'loss'" not in str(error):
+            raise
+        batch_of = partial(values_of, batch_of)
+        try_out(make(), batch_of, classify)
+        return batch_of, classify
+    return batch_of, None
+
+
+def values_of(batch_of: Callable[[int], dict[str, Any]], seed: int) -> tuple[Any, ...]:
+    return tuple(batch_of(seed).values())
 
 
 def seeded(cls: Any, config: Any) -> nn.Module:
@@ -228,7 +250,10 @@ def seeded(cls: Any, config: Any) -> nn.Module:
         if (count := sum(p.numel() for p in cls(config).parameters())) > MOST_PARAMETERS:
             raise Untrainable(f"{count / 1e6:.0f} million parameters at its smallest")
     torch.manual_seed(0)
-    return cls(config).float().train()
+    model = cls(config).float().train()
+    if hasattr(model, "set_default_language"):
+        model.set_default_language(model.config.languages[0])
+    return model
 
 
 def try_out(model: nn.Module, batch_of: Callable[[int], Any], loss_of: Any = None) -> None:
