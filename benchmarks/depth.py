@@ -30,8 +30,8 @@ from _common import make_batch, make_gpt2, report, show
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.memory import format_bytes
-from workbench.in_core import StorageMeter
+from l2l_core.devices.ledger import format_bytes
+from workbench.lessons.in_core import StorageMeter
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 

@@ -22,8 +22,8 @@ import torch
 from _common import report, show
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from workbench.corpus import load_corpus
-from workbench.demo import FULL, Settings, draw_batch, make_model, make_optimizer, make_schedule, one_thread
+from workbench.lessons.corpus import load_corpus
+from workbench.lessons.demo import FULL, Settings, draw_batch, make_model, make_optimizer, make_schedule, one_thread
 
 WINDOW = 20  # steps of the moving average
 AGREED = 0.01

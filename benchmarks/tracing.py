@@ -23,10 +23,10 @@ import torch
 from _common import alternate, make_batch, make_gpt2, medians, ratio, report, show, spread
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace, stage
-from l2l_core.call import Pass
-from l2l_core.clock import Clock
-from l2l_core.memory import Ledger
-from l2l_core.meter import Meter, Metered
+from l2l_core.devices.ledger import Ledger
+from l2l_core.step.micro_batch.call import Pass
+from l2l_core.step.traffic.clock import Clock
+from l2l_core.step.traffic.meter import Meter, Metered
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 

@@ -34,10 +34,10 @@ from jupyter_client.manager import start_new_kernel
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from workbench.app import Workbench
-from workbench.corpus import load_corpus
-from workbench.demo import FULL, draw_batch, make_model, make_optimizer
+from workbench.lessons.corpus import load_corpus
+from workbench.lessons.demo import FULL, draw_batch, make_model, make_optimizer
 from workbench.panels.pump import Pump
-from workbench.session import Session
+from workbench.session.session import Session
 
 LINK_BYTES_PER_S = 100e6
 CONFIG = RelayConfig(micro_batches=4, stash="host")
@@ -220,8 +220,8 @@ import torch
 torch.set_num_threads(1)
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from workbench import Session, Workbench
-from workbench.corpus import load_corpus
-from workbench.demo import FULL, draw_batch, make_model, make_optimizer
+from workbench.lessons.corpus import load_corpus
+from workbench.lessons.demo import FULL, draw_batch, make_model, make_optimizer
 model = make_model(FULL)
 device = EmulatedDevice(FULL.budget_bytes, {LINK_BYTES_PER_S}, {LINK_BYTES_PER_S})
 config = RelayConfig(**{asdict(CONFIG)!r})

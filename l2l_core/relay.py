@@ -16,50 +16,50 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core import files
-from l2l_core.ambient import RandomState
-from l2l_core.batch import Batch, RowsOf
-from l2l_core.branches import Branch, Branches
-from l2l_core.branches import State as BranchState
-from l2l_core.caches import Caches
-from l2l_core.checks import check_keys, check_model, check_step, refuse_checkpointing, refuse_scripted
-from l2l_core.compiled import refuse_whole
 from l2l_core.config import RelayConfig
-from l2l_core.cuda import CudaDevice
-from l2l_core.device import Device
-from l2l_core.edit import Edit
-from l2l_core.edited import Edited
-from l2l_core.editor import Editor
-from l2l_core.emulated import EmulatedDevice
-from l2l_core.forecast import Forecast
-from l2l_core.forecast_costs import LastStep, forecast_step
-from l2l_core.full_precision import full_precision
-from l2l_core.interrupt import interrupts_wait
-from l2l_core.journal import Entry, History
-from l2l_core.known import Known, KnownInPart, Layers
-from l2l_core.layers import resolve_layers
-from l2l_core.loop import Loop, TrainLoop
-from l2l_core.mean import Mean, Weight
-from l2l_core.memento import keep_attributes
-from l2l_core.memory import Ledger
-from l2l_core.meter import Metered
-from l2l_core.nested import form_of, leaves_in, map_tensors
-from l2l_core.objective import ModelCall, Objective, join
-from l2l_core.optimizers import OptimizerFactory, make_optimizer
-from l2l_core.parts import silent
-from l2l_core.past import Restorer, parts_of
-from l2l_core.process import Process
-from l2l_core.recent import Recent
-from l2l_core.rehearsal import Rehearsal
-from l2l_core.resume import Resumption, keep
-from l2l_core.sample import same_random_numbers
-from l2l_core.stacks import Where
-from l2l_core.stage import Parts, Stage, Task
-from l2l_core.store import LayerStore, TornStep
-from l2l_core.trace import Trace
-from l2l_core.units import Unit, build_units
-from l2l_core.verify import VerifyReport, compare_step
-from l2l_core.wire import Wires
+from l2l_core.devices.cuda import CudaDevice
+from l2l_core.devices.device import Device
+from l2l_core.devices.emulated import EmulatedDevice
+from l2l_core.devices.ledger import Ledger
+from l2l_core.devices.process import Process
+from l2l_core.edits.branches import Branch, Branches
+from l2l_core.edits.branches import State as BranchState
+from l2l_core.edits.edit import Edit
+from l2l_core.edits.editor import Editor
+from l2l_core.edits.history import Entry, History
+from l2l_core.eps.blocks.checks import check_keys, check_model, check_step, refuse_checkpointing, refuse_scripted
+from l2l_core.eps.blocks.units import Unit, build_units
+from l2l_core.eps.casts import Wires
+from l2l_core.eps.optimizers.optimizers import OptimizerFactory, make_optimizer
+from l2l_core.eps.optimizers.parts import silent
+from l2l_core.eps.store import LayerStore, TornStep
+from l2l_core.forecast.forecast import Forecast
+from l2l_core.forecast.from_costs import LastStep, forecast_step
+from l2l_core.forecast.rehearsal import Rehearsal
+from l2l_core.model.ambient import RandomState
+from l2l_core.model.batch import Batch, RowsOf
+from l2l_core.model.caches import Caches
+from l2l_core.model.compiled import refuse_whole
+from l2l_core.model.full_precision import full_precision
+from l2l_core.model.layers import resolve_layers
+from l2l_core.model.mean import Mean, Weight
+from l2l_core.model.memento import keep_attributes
+from l2l_core.model.nested import form_of, leaves_in, map_tensors
+from l2l_core.model.objective import ModelCall, Objective, join
+from l2l_core.model.recent import Recent
+from l2l_core.model.stacks import Where
+from l2l_core.saves import folder
+from l2l_core.saves.history import Restorer, parts_of
+from l2l_core.saves.resume import Resumption, keep
+from l2l_core.saves.stacks import Edited
+from l2l_core.step.interrupt import interrupts_wait
+from l2l_core.step.learned import Known, KnownInPart, Layers
+from l2l_core.step.loop import Loop, TrainLoop
+from l2l_core.step.stage import Parts, Stage, Task
+from l2l_core.step.traffic.meter import Metered
+from l2l_core.step.verify import VerifyReport, compare_step
+from l2l_core.surgery.sample import same_random_numbers
+from l2l_core.trace.trace import Trace
 
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 _MOST_SHAPES = 16  # of inference, of which it is remembered what they need
@@ -448,7 +448,7 @@ class Relay:
         beside it.
         """
         with self._exclusive(), self.device.current():
-            return files.save(Path(folder), self._saved_state())
+            return folder.save(Path(folder), self._saved_state())
 
     @classmethod
     def load(
@@ -476,7 +476,7 @@ class Relay:
         Raises:
             ValueError: the folder is damaged, incomplete or of another model; names the file.
         """
-        saved = files.load(Path(folder))
+        saved = folder.load(Path(folder))
         options.setdefault("config", RelayConfig(**saved.config))
         edited, parts = Edited.of(saved.manifest.get("edits", {})), saved.past
         resumption = Resumption(saved, edited, parts, modules)
@@ -745,8 +745,8 @@ class Relay:
     def _present_branch(self) -> Branch:
         return next(branch for branch in self.branches if branch.active)
 
-    def _saved_state(self) -> files.State:
-        return files.State.of(
+    def _saved_state(self) -> folder.State:
+        return folder.State.of(
             self.config,
             self._steps,
             self._parts.shell,

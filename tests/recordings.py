@@ -9,9 +9,9 @@ from patience import HANG_S
 from sessions import make_batches, make_relay, train
 
 from l2l_core import EmulatedDevice, Move, RelayConfig
-from workbench.loggers import Logger
-from workbench.recorder import Recorder
-from workbench.session import Session
+from workbench.runs.recorder import Recorder
+from workbench.session.loggers import Logger
+from workbench.session.session import Session
 
 
 def record(path: Path, *others: Logger, micro_batches: int = 2, **options: Any) -> Path:

@@ -15,7 +15,7 @@ from patience import wait_until as wait_until
 from torch import nn
 
 from l2l_core import Device, EmulatedDevice, Relay, RelayConfig
-from workbench.session import Session
+from workbench.session.session import Session
 
 WIDTH = 8
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import l2l_core
-from workbench.demo import Settings, draw_batch, make_model
+from workbench.lessons.demo import Settings, draw_batch, make_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

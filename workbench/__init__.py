@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.app import Workbench as Workbench
-    from workbench.recorded import load_run as load_run
-    from workbench.recorder import Recorder as Recorder
     from workbench.replayed import compare as compare
     from workbench.replayed import replay as replay
-    from workbench.session import Session as Session
-    from workbench.snapshot import Snapshot as Snapshot
+    from workbench.runs.recorded import load_run as load_run
+    from workbench.runs.recorder import Recorder as Recorder
+    from workbench.session.session import Session as Session
+    from workbench.session.snapshot import Snapshot as Snapshot
 
 _WHERE = {
     "Workbench": "workbench.app",
-    "Session": "workbench.session",
-    "Snapshot": "workbench.snapshot",
-    "Recorder": "workbench.recorder",
-    "load_run": "workbench.recorded",
+    "Session": "workbench.session.session.session",
+    "Snapshot": "workbench.session.session.snapshot",
+    "Recorder": "workbench.runs.recorder",
+    "load_run": "workbench.runs.recorded",
     "replay": "workbench.replayed",
     "compare": "workbench.replayed",
 }

@@ -17,7 +17,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="run the demonstration without a browser and print what it measured")
     if command == "demo":
-        from workbench.demo import add_arguments
+        from workbench.lessons.demo import add_arguments
 
         add_arguments(demo)
     lab = commands.add_parser("lab", help="open JupyterLab on 127.0.0.1 at the first notebook")
@@ -44,30 +44,30 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int | None:
     """Hand over to the chosen command; its result is the exit status (None counts as 0)."""
     if args.command == "demo":
-        from workbench import demo
+        from workbench.lessons import demo
 
         return demo.main(args)
     if args.command == "lab":
-        from workbench import lab
+        from workbench.commands import lab
 
         return lab.main(args.port, args.no_browser)
     if args.command == "report":
-        from workbench import report
+        from workbench.runs import report
 
         return report.main(args.runs, args.out)
     if args.command == "replay":
-        from workbench import replay_command
+        from workbench.commands import replay
 
-        return replay_command.main(args.runs, args.port, args.no_browser)
+        return replay.main(args.runs, args.port, args.no_browser)
     if args.command == "notebooks":
-        from workbench import notebooks
+        from workbench.commands import notebooks
 
         return notebooks.main(args.paths, args.check)
     if args.command == "calibrate":
-        from workbench import calibrate
+        from workbench.commands import calibrate
 
         return calibrate.main(args.device, args.force)
-    from workbench import doctor
+    from workbench.commands import doctor
 
     return doctor.main()
 

@@ -7,10 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from l2l_core import Edit, Relay, Schedule
-from l2l_core.branches import Branch
-from l2l_core.journal import Entry
-from workbench.batches import BatchSource
-from workbench.loggers import Logger
+from l2l_core.edits.branches import Branch
+from l2l_core.edits.history import Entry
 from workbench.panels.board import Board
 from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
@@ -22,8 +20,10 @@ from workbench.panels.memory import MemoryPanel
 from workbench.panels.relay import RelayPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.panels.what_if import WhatIfPanel
-from workbench.session import Scheduler, Session
-from workbench.snapshot import Snapshot
+from workbench.session.batches import BatchSource
+from workbench.session.loggers import Logger
+from workbench.session.session import Scheduler, Session
+from workbench.session.snapshot import Snapshot
 
 
 class Workbench(Board):

@@ -9,7 +9,6 @@ from typing import Any
 
 import ipywidgets
 
-from workbench.comparison import Comparison, Named, compare_runs
 from workbench.panels.board import Board
 from workbench.panels.display import Bundle
 from workbench.panels.explore import ExplorePanel
@@ -21,7 +20,8 @@ from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.pictures.page import bundle_of
 from workbench.pictures.picture import Picture, Table
-from workbench.recorded import RecordedRun, Recording, load_run, name_runs
+from workbench.runs.comparison import Comparison, Named, compare_runs
+from workbench.runs.recorded import RecordedRun, Recording, load_run, name_runs
 
 
 class Replay(Board):

@@ -22,7 +22,7 @@ from nbformat.sign import NotebookNotary
 from nbformat.v4 import new_code_cell, new_notebook
 from patience import HANG_S
 
-from workbench.lab import lab_command
+from workbench.commands.lab import lab_command
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

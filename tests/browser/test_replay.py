@@ -10,8 +10,8 @@ import pytest
 from lab import Lab, Notebook, keep, until
 from recordings import record
 
-from workbench.recorded import load_run
-from workbench.replay_command import write_notebook
+from workbench.commands.replay import write_notebook
+from workbench.runs.recorded import load_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -12,8 +12,8 @@ import pytest
 from lab import find_chromium, keep, until
 from recordings import record
 
-from workbench.recorded import load_run
-from workbench.report import write_report
+from workbench.runs.recorded import load_run
+from workbench.runs.report import write_report
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page

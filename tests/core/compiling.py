@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from l2l_core import Drop, Duplicate, Insert, Relay, RelayConfig, Swap
-from l2l_core.reference import train_step
+from l2l_core.model.reference import train_step
 
 pytestmark = pytest.mark.filterwarnings(  # of PyTorch's own code
     "ignore:.*grad attribute of a Tensor that is not a leaf:UserWarning",

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zoo import Batch, Kind, loss_of
 
 from l2l_core import Relay, RelayConfig, StepResult
-from l2l_core.reference import train_step
+from l2l_core.model.reference import train_step
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 

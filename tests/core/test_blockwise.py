@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from l2l_core import Freeze, Insert, Relay, RelayConfig
-from l2l_core.blockwise import check_blockwise
-from l2l_core.settings import is_same
+from l2l_core.eps.optimizers.blockwise import check_blockwise
+from l2l_core.eps.optimizers.settings import is_same
 
 ROOT = Path(__file__).parents[2]
 CONFIG = RelayConfig(micro_batches=2)

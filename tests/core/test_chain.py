@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from l2l_core import EmulatedDevice, Insert, Relay, Replace
-from l2l_core.edit import Edit
+from l2l_core.edits.edit import Edit
 
 
 class Adapter(nn.Module):

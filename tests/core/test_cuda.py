@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import BY_NAME, Kind
 
 from l2l_core import CudaDevice, DeviceOutOfMemory, EmulatedDevice, NonFiniteError, Relay, RelayConfig
-from l2l_core import cuda as cuda_module
-from l2l_core.ambient import RandomState
-from l2l_core.pinned import Pinned
+from l2l_core.devices import cuda as cuda_module
+from l2l_core.devices.pinned import Pinned
+from l2l_core.model.ambient import RandomState
 from l2l_core.relay import resolve_device
-from l2l_core.trace import Trace
+from l2l_core.trace.trace import Trace
 
 LATE = [
     "chain", "random_skip", "frozen_prefix", "lora", "lora_tied", "tied_layers", "batch_norm", "unet", "gpt2", "bert", "t5",

@@ -44,7 +44,7 @@ from l2l_core import (
     Swap,
     Unfreeze,
 )
-from l2l_core.edit import Edit
+from l2l_core.edits.edit import Edit
 from tests.core.small import assert_same, keys, make_batch, make_gpt, make_relay, state_of
 
 

@@ -10,8 +10,8 @@ import torch
 from test_memory import Chain, chain_batch, squared_error
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.emulated import serial_thread
-from l2l_core.flat import Layout
+from l2l_core.devices.emulated import serial_thread
+from l2l_core.eps.blocks.layout import Layout
 
 LATENCY_S, DOWN, UP = 2e-3, 20e6, 5e6
 

@@ -33,8 +33,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from zoo import BY_NAME, Chain, ResidualMlp, sequences
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap, disk, files
-from l2l_core.past import parts_of
-from l2l_core.plain_data import encode
+from l2l_core.model.plain_data import encode
+from l2l_core.saves.history import parts_of
 
 KINDS = ["gpt2", "batch_norm", "llama", "tied_layers", "frozen_layer", "spectral_norm_old", "convnext"]
 IN_NEW_PROCESS = KINDS[:3]

@@ -30,7 +30,7 @@ from zoo import (
     sequences,
 )
 
-from l2l_core.identity import (
+from l2l_core.surgery.identity.identity import (
     IdentityPlan,
     Sample,
     apply_plan,

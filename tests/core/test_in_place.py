@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from l2l_core import Relay, RelayConfig
-from l2l_core.reference import train_step
+from l2l_core.model.reference import train_step
 
 
 class Block(nn.Module):

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.influence import Influence
-from l2l_core.units import build_layer
+from l2l_core.eps.blocks.units import build_layer
+from l2l_core.step.micro_batch.influence import Influence
 
 
 class Residual(nn.Module):

@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, TornStep
-from l2l_core.memory import Ledger
+from l2l_core.devices.ledger import Ledger
 
 ROWS, WIDTH = 4, 32
 

@@ -18,10 +18,10 @@ from torch import nn
 from zoo import BY_NAME, Kind
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.device import Copy, Record, Ticket
-from l2l_core.link import Lane, Link
-from l2l_core.meter import Meter
-from l2l_core.trace import Event, Trace
+from l2l_core.devices.device import Copy, Record, Ticket
+from l2l_core.step.traffic.lanes import Lane, Link
+from l2l_core.step.traffic.meter import Meter
+from l2l_core.trace.trace import Event, Trace
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 KINDS = ("chain", "gpt2", "t5", "resnet", "qwen3_moe", "lstm_stack", "unet", "tied_gpt2")
@@ -209,7 +209,7 @@ def test_events_of_a_lane_follow_one_another(stash: str, ahead: int) -> None:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """At every event, over the storages themselves: activations, stash and batch, as they are and as they are booked."""
-    from l2l_core import stage
+    from l2l_core.step import stage
 
     stashes_made: list[Any] = []
     pairs: list[tuple[int, int]] = []

@@ -29,9 +29,9 @@ from zoo import (
     tokens,
 )
 
-from l2l_core.layers import find_layers
-from l2l_core.rearrange import rearrange
-from l2l_core.stacks import Stack, find_stacks
+from l2l_core.model.layers import find_layers
+from l2l_core.model.stacks import Stack, find_stacks
+from l2l_core.surgery.rearrange import rearrange
 
 Layers = tuple[nn.Module, ...]
 

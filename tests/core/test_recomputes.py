@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from l2l_core import recomputes
-from l2l_core.recomputes import Recomputes
+from l2l_core.step.micro_batch import recomputes
+from l2l_core.step.micro_batch.recomputes import Recomputes
 
 
 @pytest.fixture

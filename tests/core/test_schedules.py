@@ -25,7 +25,7 @@ from l2l_core import (
     growing_by_identity,
     stacking_by_doubling,
 )
-from l2l_core.layer_drop import draw
+from l2l_core.edits.layer_drop import draw
 from tests.core.small import keys, make_batch, make_gpt, make_relay
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from l2l_core import EmulatedDevice, Freeze, Insert, LayerDrop, Relay, RelayConfig, Schedule
-from l2l_core.reference import train_step
+from l2l_core.model.reference import train_step
 from tests.core.small import make_batch, make_gpt, make_relay
 
 WAYS = [(1,), (0, 3), (), (2, 1, 3), (4,), (0, 1, 2, 3), (3,)]

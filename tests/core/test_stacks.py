@@ -8,8 +8,8 @@ import transformers as hf
 from torch import nn
 from zoo import BY_NAME, ResidualMlp
 
-from l2l_core.layers import resolve_layers
-from l2l_core.stacks import Resolver, find_stacks
+from l2l_core.model.layers import resolve_layers
+from l2l_core.model.stacks import Resolver, find_stacks
 
 STACKS = {
     "gpt2": {"transformer.h": 4},

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2l_core.export import chrome_trace
-from l2l_core.trace import LANES, Event, MemorySample, Trace, intersect, measure, merge
+from l2l_core.trace.export import chrome_trace
+from l2l_core.trace.trace import LANES, Event, MemorySample, Trace, intersect, measure, merge
 
 pytestmark = pytest.mark.filterwarnings("error")
 

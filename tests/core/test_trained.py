@@ -29,7 +29,7 @@ from l2l_core import (
     Unfreeze,
     simulate,
 )
-from l2l_core.spares import spares_others
+from l2l_core.eps.optimizers.spares import spares_others
 
 LORA = ["lora", "lora_tied", "lora_llama", "lora_albert"]
 stashes = pytest.mark.parametrize("stash", ["device", "host"])

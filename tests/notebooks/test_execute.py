@@ -7,7 +7,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from workbench.__main__ import main
-from workbench.notebooks import find_faults, store
+from workbench.commands.notebooks import find_faults, store
 
 
 def write(folder: Path, *sources: str) -> Path:

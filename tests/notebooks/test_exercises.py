@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from workbench.lesson import Exercise
-from workbench.notebooks import FOLDER, read
+from workbench.commands.notebooks import FOLDER, read
+from workbench.lessons.exercises import Exercise
 
 
 def load_exercise(notebook: str) -> tuple[Exercise, Callable[..., object]]:

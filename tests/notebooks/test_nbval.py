@@ -13,7 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from patience import HANG_S
 
-from workbench.notebooks import FOLDER, ROOT, find_notebooks
+from workbench.commands.notebooks import FOLDER, ROOT, find_notebooks
 
 SANITIZE = Path(__file__).with_name("sanitize.cfg")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

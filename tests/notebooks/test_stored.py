@@ -9,7 +9,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from workbench.__main__ import main
-from workbench.notebooks import MAX_BYTES, WIDGET_VIEW, find_faults, find_notebooks, shows_something, strip
+from workbench.commands.notebooks import MAX_BYTES, WIDGET_VIEW, find_faults, find_notebooks, shows_something, strip
 
 
 @pytest.mark.parametrize("path", find_notebooks(), ids=lambda path: path.stem)

@@ -14,8 +14,8 @@ from transformers import BertConfig
 
 from l2l_core import EmulatedDevice, RelayConfig, forecast_config
 from workbench import __main__ as command_line
-from workbench import calibrate
-from workbench.calibrate import Calibration, cache_path, load_calibration, measure, rows_of, save_calibration
+from workbench.commands import calibrate
+from workbench.commands.calibrate import Calibration, cache_path, load_calibration, measure, rows_of, save_calibration
 
 KNOWN = Calibration(
     hardware="some machine",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workbench.corpus import byte_entropy, draw_windows, find_sources, is_held_out, load_corpus
+from workbench.lessons.corpus import byte_entropy, draw_windows, find_sources, is_held_out, load_corpus
 
 
 def make_library(folder: Path, count: int = 100) -> dict[str, bytes]:

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from l2l_core import Trace
-from workbench import demo
 from workbench.__main__ import main
-from workbench.charts import format_table
-from workbench.demo import FULL, QUICK
-from workbench.in_core import InCore, StorageMeter
-from workbench.recorded import load_run
+from workbench.lessons import demo
+from workbench.lessons.demo import FULL, QUICK
+from workbench.lessons.demo_charts import format_table
+from workbench.lessons.in_core import InCore, StorageMeter
+from workbench.runs.recorded import load_run
 
 SMALL = ("--layers", "2", "--width", "8", "--steps", "2", "--device", "cpu")
 

@@ -26,7 +26,7 @@ from workbench.panels.display import WIDGET
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.timeline import TimelinePanel
-from workbench.session import Session
+from workbench.session.session import Session
 
 
 class Page:

@@ -7,9 +7,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from workbench import doctor
 from workbench.__main__ import main
-from workbench.doctor import GIB, Facts, Row, Wanted, diagnose, format_rows, gather, read_pins, read_project
+from workbench.commands import doctor
+from workbench.commands.doctor import GIB, Facts, Row, Wanted, diagnose, format_rows, gather, read_pins, read_project
 
 IPYKERNEL = Wanted("ipykernel", SpecifierSet(">=7.1,<8"), Version("7.4.0"))
 TORCH = Wanted("torch", SpecifierSet(">=2.11"), Version("2.13.0"))

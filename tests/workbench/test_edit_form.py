@@ -8,8 +8,8 @@ import pytest
 from sessions import make_batches, make_relay
 
 from l2l_core import Drop, Duplicate, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
-from workbench.edit_form import END, PREVIOUS, QUESTIONS, foresee, make_edit
-from workbench.rows import layer_rows
+from workbench.session.edit_form import END, PREVIOUS, QUESTIONS, foresee, make_edit
+from workbench.session.rows import layer_rows
 
 NEW = {"optimizer": "fresh", "factor": 0.5, "warmup": 3}
 MADE: list[tuple[str, dict[str, Any], Any]] = [

@@ -16,8 +16,8 @@ from l2l_core import Drop, EmulatedDevice, Insert, Relay
 from workbench.panels.edits import EditsPanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.panel import Panel
-from workbench.session import Session
-from workbench.snapshot import Snapshot
+from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from sessions import Layer, make_batches, make_relay
 from torch import nn
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Replace, Swap, Unfreeze
-from l2l_core.journal import Entry
-from workbench.edit_words import edit_words, entry_words
+from l2l_core.edits.history import Entry
+from workbench.session.edit_words import edit_words, entry_words
 
 LINEAR = nn.Linear(2, 2)
 

@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from l2l_core.trace import LANES, Event, MemorySample, Trace
+from l2l_core.trace.trace import LANES, Event, MemorySample, Trace
 from workbench.pictures.figures import loss_figure, memory_figure, timeline_figure
 from workbench.pictures.theme import LANE_NAMES
-from workbench.snapshot import Change, StepRow
+from workbench.session.snapshot import Change, StepRow
 
 
 def step(layers: int = 3, micro_batches: int = 2) -> Trace:

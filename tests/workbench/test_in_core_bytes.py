@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
-from l2l_core.formula import Machine, Shapes
-from l2l_core.profile import Profile
-from l2l_core.simulate import simulate
-from l2l_core.trace import Event
-from workbench.in_core import InCore
-from workbench.in_core_bytes import estimate_bytes, in_core_bytes
+from l2l_core.forecast.formula import Machine, Shapes
+from l2l_core.forecast.profile import Profile
+from l2l_core.forecast.replay import simulate
+from l2l_core.trace.trace import Event
+from workbench.lessons.in_core import InCore
+from workbench.readings.in_core_bytes import estimate_bytes, in_core_bytes
 
 Batch = dict[str, torch.Tensor]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]

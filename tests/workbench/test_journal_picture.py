@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from typing import Literal
 
-from l2l_core.journal import Entry
+from l2l_core.edits.history import Entry
 from workbench.pictures.journal import MOST, draw_journal, journal_table
-from workbench.turns import turns_of
+from workbench.session.journal_state import turns_of
 
 
 def entry(

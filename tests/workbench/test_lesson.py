@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from workbench.lesson import WIDGET_VIEW, Exercise, Prediction, predict
+from workbench.lessons.exercises import WIDGET_VIEW, Exercise, Prediction, predict
 from workbench.pictures.picture import Picture
 
 SVG = "{http://www.w3.org/2000/svg}"

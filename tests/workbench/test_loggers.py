@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.loggers import JsonLines, Logger, TensorBoard
-from workbench.snapshot import Change, StepRow
+from workbench.session.loggers import JsonLines, Logger, TensorBoard
+from workbench.session.snapshot import Change, StepRow
 
 ROW = StepRow(
     step=3,

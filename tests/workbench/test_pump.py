@@ -14,8 +14,8 @@ from patience import HANG_S
 from sessions import enter, held, make_batches, make_relay, threads_named, train, wait_until
 
 from workbench.panels.pump import Pump
-from workbench.session import Session
-from workbench.snapshot import Snapshot
+from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
 
 
 class View:

@@ -13,13 +13,13 @@ from patience import HANG_S
 from recordings import record
 from sessions import make_batches, make_relay, train
 
-from workbench.guess import Guess
-from workbench.past import Pasts
-from workbench.recorded import load_run
-from workbench.recorder import Recorder
-from workbench.run_format import Told, to_json
-from workbench.session import Session
-from workbench.snapshot import Snapshot
+from workbench.runs.lines import Told, to_json
+from workbench.runs.recorded import load_run
+from workbench.runs.recorder import Recorder
+from workbench.session.branch_history import Pasts
+from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
+from workbench.what_if.guess import Guess
 
 SHOWN = (
     "model",

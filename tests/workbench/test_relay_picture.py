@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from l2l_core import EmulatedDevice, Event, Machine, Profile, RelayConfig, Shapes, Trace, simulate
-from workbench.pictures.moments import Moment, Moments, Slot, Travel, Work
 from workbench.pictures.relay import draw_relay, number_of, relay_table, show_relay
 from workbench.pictures.shelf import Grid
+from workbench.readings.moments import Moment, Moments, Slot, Travel, Work
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

@@ -14,18 +14,18 @@ from sessions import make_batches, make_relay, threads_named, train, wait_until
 
 import workbench
 from l2l_core import Drop
+from workbench.commands.replay import write_notebook
 from workbench.panels.display import WIDGET
 from workbench.panels.edits import EditsPanel
 from workbench.panels.header import HeaderPanel
 from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.pictures.loss import draw_loss
-from workbench.recorded import Recording, load_run
-from workbench.recorder import Recorder
-from workbench.replay_command import write_notebook
 from workbench.replayed import Replay
-from workbench.report import render_report
-from workbench.session import Session
+from workbench.runs.recorded import Recording, load_run
+from workbench.runs.recorder import Recorder
+from workbench.runs.report import render_report
+from workbench.session.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,7 +148,7 @@ def refuse(self, *args, **kwargs):
     raise AssertionError("a module is built")
 torch.nn.Module.__init__ = refuse
 import workbench
-from workbench.report import write_report
+from workbench.runs.report import write_report
 replay = workbench.replay(sys.argv[1])
 replay.slider.value = replay.slider.options[0][1]
 replay._show(replay.snapshot())

@@ -14,10 +14,10 @@ from recordings import record
 
 from workbench.__main__ import main
 from workbench.pictures.frames import relay_frames
-from workbench.pictures.moments import Moments
 from workbench.pictures.relay import describe, draw_relay
-from workbench.recorded import RecordedRun, load_run, name_runs
-from workbench.report import render_report
+from workbench.readings.moments import Moments
+from workbench.runs.recorded import RecordedRun, load_run, name_runs
+from workbench.runs.report import render_report
 
 VOID = {"meta", "input", "br"}
 TITLE = "<script>alert(1)</script> & run"

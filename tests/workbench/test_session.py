@@ -32,9 +32,9 @@ from l2l_core import (
     RelayConfig,
     TornStep,
 )
-from workbench.in_core_bytes import in_core_bytes
-from workbench.session import Session
-from workbench.snapshot import Change, Snapshot, StepRow
+from workbench.readings.in_core_bytes import in_core_bytes
+from workbench.session.session import Session
+from workbench.session.snapshot import Change, Snapshot, StepRow
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from sessions import Batch, make_relay
 
 from l2l_core import Drop, Duplicate, Freeze, Insert, Interpolate, LayerDrop, Relay, StepResult, Swap, Unfreeze
-from workbench.session import Session
+from workbench.session.session import Session
 
 MOST_LAYERS, TIMEOUT_S = 8, 60.0
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from l2l_core import Machine, Profile, RelayConfig, Shapes, simulate
-from l2l_core.phases import cuts_of
-from l2l_core.trace import LANES, Event, Trace
-from workbench.pictures.bars import Bars, make_bars
-from workbench.pictures.busy import phases_of
-from workbench.pictures.columns import Columns
+from l2l_core.trace.phases import cuts_of
+from l2l_core.trace.trace import LANES, Event, Trace
 from workbench.pictures.timeline import draw_timeline, show_timeline, timeline_summary, timeline_table
+from workbench.readings.bars import Bars, make_bars
+from workbench.readings.busy import phases_of
+from workbench.readings.columns import Columns
 
 SVG = "{http://www.w3.org/2000/svg}"
 LEFT, WIDE = 96, 848  # px

@@ -16,15 +16,15 @@ from sessions import make_batches, make_relay
 from test_memory import gpt2, padded_batch
 
 from l2l_core import Drop, EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
-from l2l_core.bounds import Bound
-from workbench.costs import Base
-from workbench.differences import changed_settings, differences, forecast_error, what_if_table
-from workbench.guess import Guess, guess
-from workbench.known_steps import KnownSteps
-from workbench.pictures.what_if import draw_what_if, row_of
-from workbench.rescale import MOST_EVENTS
-from workbench.session import Session
-from workbench.what_if import Answer, Question, answer, measured
+from l2l_core.trace.bounds import Bound
+from workbench.session.session import Session
+from workbench.what_if.base import Base
+from workbench.what_if.differences import changed_settings, differences, forecast_error, what_if_table
+from workbench.what_if.guess import Guess, guess
+from workbench.what_if.known_steps import KnownSteps
+from workbench.what_if.picture import draw_what_if, row_of
+from workbench.what_if.rescale import MOST_EVENTS
+from workbench.what_if.what_if import Answer, Question, answer, measured
 
 MACHINE = Machine(1e10, 1e9, 1e9, 1e9)
 

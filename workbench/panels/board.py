@@ -12,8 +12,8 @@ from workbench.panels.display import Bundle, Display
 from workbench.panels.panel import Panel
 from workbench.panels.style import STYLE
 from workbench.pictures.page import bundle_of
-from workbench.snapshot import Snapshot
-from workbench.source import Source
+from workbench.session.snapshot import Snapshot
+from workbench.session.source import Source
 
 
 class Board:

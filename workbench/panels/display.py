@@ -11,8 +11,8 @@ from IPython import get_ipython
 from IPython.display import display
 
 from workbench.panels.pump import Pump
-from workbench.snapshot import Snapshot
-from workbench.source import Source
+from workbench.session.snapshot import Snapshot
+from workbench.session.source import Source
 
 Bundle = dict[str, Any]  # by MIME type
 WIDGET = "application/vnd.jupyter.widget-view+json"

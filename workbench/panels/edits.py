@@ -9,8 +9,6 @@ from typing import Any
 import ipywidgets
 
 from l2l_core import Edit
-from workbench.edit_form import END, NEEDS_CODE, PREVIOUS, QUESTIONS, foresee, make_edit
-from workbench.edit_words import edit_words, entry_words
 from workbench.panels.choices import make_dropdown, make_list, offer, sized
 from workbench.panels.keys import KeepsKeys
 from workbench.panels.panel import Panel, failure_html
@@ -19,9 +17,11 @@ from workbench.pictures.edits import outlook_html
 from workbench.pictures.journal import draw_journal, journal_table
 from workbench.pictures.picture import Table
 from workbench.pictures.words import shorten
-from workbench.session import Session
-from workbench.snapshot import LayerRow, Snapshot
-from workbench.turns import turns_of
+from workbench.session.edit_form import END, NEEDS_CODE, PREVIOUS, QUESTIONS, foresee, make_edit
+from workbench.session.edit_words import edit_words, entry_words
+from workbench.session.journal_state import turns_of
+from workbench.session.session import Session
+from workbench.session.snapshot import LayerRow, Snapshot
 
 _TITLE = '<div class="l2l-heading">Edit the stack of layers</div>'
 _PAIRS = {"first": "last", "layer": "other"}  # questions for two layers

@@ -12,7 +12,7 @@ from l2l_core import Trace
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures.figures import loss_figure, memory_figure, timeline_figure
 from workbench.pictures.picture import Picture
-from workbench.snapshot import Snapshot, StepRow
+from workbench.session.snapshot import Snapshot, StepRow
 
 Make = Callable[[Snapshot], go.Figure]
 

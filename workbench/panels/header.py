@@ -11,12 +11,12 @@ from typing import Any
 import ipywidgets
 
 from l2l_core import EmulatedDevice, TornStep
-from l2l_core.memory import format_bytes
+from l2l_core.devices.ledger import format_bytes
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures.header import header_html, header_picture, progress_html, title_of
 from workbench.pictures.picture import Picture
-from workbench.session import Session
-from workbench.snapshot import Snapshot
+from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 AHEAD = (0, 1, 2, 3, 4)

@@ -12,7 +12,7 @@ from workbench.panels.panel import Panel
 from workbench.pictures.heat import draw_heat, show_heat
 from workbench.pictures.heat_cells import KINDS, heat_table
 from workbench.pictures.picture import Picture
-from workbench.snapshot import Snapshot
+from workbench.session.snapshot import Snapshot
 
 
 class HeatPanel(Panel):

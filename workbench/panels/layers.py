@@ -9,7 +9,7 @@ import ipywidgets
 from workbench.panels.panel import Panel
 from workbench.pictures.layers import draw_layers, layers_table
 from workbench.pictures.picture import Table
-from workbench.snapshot import LayerRow, Snapshot
+from workbench.session.snapshot import LayerRow, Snapshot
 
 
 class LayersPanel(Panel):

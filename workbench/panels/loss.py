@@ -10,7 +10,7 @@ from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
 from workbench.pictures.loss import draw_loss, loss_table
 from workbench.pictures.picture import Picture
-from workbench.snapshot import Change, Snapshot
+from workbench.session.snapshot import Change, Snapshot
 
 
 class LossPanel(Panel):

@@ -11,7 +11,7 @@ from workbench.panels.panel import Panel
 from workbench.pictures.memory import draw_memory, memory_table, show_memory
 from workbench.pictures.picture import Picture
 from workbench.pictures.sweep import sweep_of
-from workbench.snapshot import Snapshot
+from workbench.session.snapshot import Snapshot
 
 
 class MemoryPanel(Panel):

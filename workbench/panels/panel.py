@@ -16,9 +16,9 @@ from workbench.panels.display import Bundle, Display
 from workbench.panels.style import STYLE
 from workbench.pictures.page import bundle_of
 from workbench.pictures.picture import Picture, Table
-from workbench.session import Session
-from workbench.snapshot import Snapshot
-from workbench.source import Source
+from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
+from workbench.session.source import Source
 
 
 class Panel(ABC):

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from weakref import WeakKeyDictionary, ref
 
-from workbench.snapshot import Snapshot
-from workbench.source import Source
+from workbench.session.snapshot import Snapshot
+from workbench.session.source import Source
 
 View = Callable[[Snapshot], None]
 

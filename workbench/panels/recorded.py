@@ -12,8 +12,8 @@ from workbench.panels.relay import RelayPanel
 from workbench.pictures.header import header_html, header_picture, settings_table
 from workbench.pictures.journal import draw_journal, journal_table
 from workbench.pictures.picture import Picture, Table
-from workbench.recorded import Recording
-from workbench.snapshot import Snapshot
+from workbench.runs.recorded import Recording
+from workbench.session.snapshot import Snapshot
 
 STATE = "recorded"
 

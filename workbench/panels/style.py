@@ -1,7 +1,8 @@
 """The style sheet of the panels, in the colours of JupyterLab's theme."""
 
-from workbench.pictures import edits, journal, layers, page, what_if
+from workbench.pictures import edits, journal, layers, page
 from workbench.pictures.theme import VERMILION
+from workbench.what_if import picture as what_if
 
 _PANELS = """
 .l2l-workbench{max-width:1240px;padding:10px 14px 14px;overflow:hidden;color:var(--jp-ui-font-color1);

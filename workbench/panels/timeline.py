@@ -14,7 +14,7 @@ from workbench.panels.panel import Panel
 from workbench.pictures.picture import Picture
 from workbench.pictures.sweep import sweep_of
 from workbench.pictures.timeline import draw_timeline, show_timeline, timeline_table
-from workbench.snapshot import Snapshot
+from workbench.session.snapshot import Snapshot
 
 PACE_S = 1.0
 

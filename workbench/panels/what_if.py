@@ -12,10 +12,6 @@ from typing import Any
 import ipywidgets
 
 from l2l_core import EmulatedDevice, Forecast, Profile, Trace
-from workbench.costs import Base
-from workbench.differences import forecast_error
-from workbench.guess import Guess, guess
-from workbench.known_steps import KnownSteps
 from workbench.panels.display import WIDGET, Bundle
 from workbench.panels.latest import Latest
 from workbench.panels.panel import Panel, failure_html
@@ -23,8 +19,12 @@ from workbench.panels.style import STYLE
 from workbench.panels.what_if_view import View, box
 from workbench.pictures.page import bundle_of
 from workbench.pictures.picture import Picture, Table
-from workbench.snapshot import Snapshot
-from workbench.what_if import Answer, Question, answer, measured
+from workbench.session.snapshot import Snapshot
+from workbench.what_if.base import Base
+from workbench.what_if.differences import forecast_error
+from workbench.what_if.guess import Guess, guess
+from workbench.what_if.known_steps import KnownSteps
+from workbench.what_if.what_if import Answer, Question, answer, measured
 
 PACE_S = 1.0  # between two answers that nobody asked for, while steps come fast
 SHARE = 0.1  # of the time, for those

@@ -17,9 +17,8 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from l2l_core.memory import CATEGORIES, format_bytes
-from l2l_core.trace import LANES, Trace
-from workbench.pictures.columns import Columns
+from l2l_core.devices.ledger import CATEGORIES, format_bytes
+from l2l_core.trace.trace import LANES, Trace
 from workbench.pictures.labels import label
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import (
@@ -35,7 +34,8 @@ from workbench.pictures.theme import (
     ink_on,
     kind_colour,
 )
-from workbench.snapshot import Change, StepRow
+from workbench.readings.columns import Columns
+from workbench.session.snapshot import Change, StepRow
 
 MOST_BARS = 5_000  # with more events a bar each would be slow to zoom; they become thick lines, drawn by WebGL
 

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from l2l_core.journal import Entry
-from l2l_core.memory import format_bytes
-from workbench.edit_words import entry_words
+from l2l_core.devices.ledger import format_bytes
+from l2l_core.edits.history import Entry
 from workbench.pictures.picture import Table
 from workbench.pictures.theme import GREEN, VERMILION
-from workbench.turns import turns_of
+from workbench.session.edit_words import entry_words
+from workbench.session.journal_state import turns_of
 
 MOST = 100  # newest entries that are shown
 

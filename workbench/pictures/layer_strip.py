@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.pictures.columns import Columns
 from workbench.pictures.scale import Scale
 from workbench.pictures.svg import group, path, rect, text
 from workbench.pictures.theme import KIND_COLOURS, ink_on
+from workbench.readings.columns import Columns
 
 HEIGHT = 17.0  # px
 LETTER = 6.6  # px, of a digit

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from l2l_core.memory import format_bytes
-from l2l_core.trace import LANES, Trace
+from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.trace import LANES, Trace
 from workbench.pictures import svg
-from workbench.pictures.algorithm import LINES
 from workbench.pictures.device_box import draw_device
-from workbench.pictures.moment import Moment, Slot
-from workbench.pictures.moments import Moments
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.shelf import draw_shelf
@@ -26,6 +23,9 @@ from workbench.pictures.theme import (
     kind_colour,
 )
 from workbench.pictures.words import number_of, say, shorten, turn_of
+from workbench.readings.algorithm import LINES
+from workbench.readings.moment import Moment, Slot
+from workbench.readings.moments import Moments
 
 WIDTH, HEIGHT = 960.0, 336.0
 _TOP = 30.0

@@ -13,17 +13,17 @@ from textwrap import wrap
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.memory import format_bytes
-from l2l_core.roofline import PHASES
-from l2l_core.trace import LANES, Trace
+from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.roofline import PHASES
+from l2l_core.trace.trace import LANES, Trace
 from workbench.pictures import svg
-from workbench.pictures.bars import Bars, make_bars, make_hatched
-from workbench.pictures.busy import TimelineSummary, phases_of, timeline_summary
-from workbench.pictures.columns import Columns
 from workbench.pictures.labels import NARROWEST, NARROWEST_TIP, draw_labels, draw_separators, draw_tips, find_units
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour
+from workbench.readings.bars import Bars, make_bars, make_hatched
+from workbench.readings.busy import TimelineSummary, phases_of, timeline_summary
+from workbench.readings.columns import Columns
 
 __all__ = ["draw_timeline", "show_timeline", "timeline_summary", "timeline_table"]
 

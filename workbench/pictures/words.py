@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from html import escape
 
-from l2l_core.memory import format_bytes
+from l2l_core.devices.ledger import format_bytes
 from workbench.pictures import svg
-from workbench.pictures.moment import Moment
 from workbench.pictures.theme import PURPLE
+from workbench.readings.moment import Moment
 
 
 def number_of(key: str) -> str:

@@ -1,0 +1,173 @@
+"""A device emulated on the CPU: real computation, an arena of its own with a byte budget, real copies over a stated link.
+
+Copies run on one thread per direction, in real time: a copy takes at least its latency plus bytes over bandwidth. What
+it is not: a model of a GPU's arithmetic. Compute runs at the speed of this CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from l2l_core.devices.device import Copy, Device, Record, Ticket
+from l2l_core.devices.ledger import Ledger, format_bytes
+from l2l_core.devices.process import Process
+
+
+class _Pending:
+    """A copy on a lane thread."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    join = wait
+
+    def abandon(self) -> None:
+        self._future.exception()
+
+
+class EmulatedDevice(Device):
+    """CPU memory set apart as a device, behind a link.
+
+    Args:
+        memory_bytes: budget of the device; None for no limit.
+        h2d_bytes_per_s: bandwidth to the device; None for as fast as memory copies.
+        d2h_bytes_per_s: bandwidth from the device, independent of the other direction.
+        latency_s: fixed cost of every copy, in seconds.
+
+    Raises:
+        ValueError: a figure that is not positive (latency may be 0).
+    """
+
+    in_host_memory = True
+
+    def __init__(
+        self,
+        memory_bytes: int | None = None,
+        h2d_bytes_per_s: float | None = None,
+        d2h_bytes_per_s: float | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        figures = {"memory_bytes": memory_bytes, "h2d_bytes_per_s": h2d_bytes_per_s, "d2h_bytes_per_s": d2h_bytes_per_s}
+        for name, value in figures.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r}: must be positive, or None for no limit")
+        if not latency_s >= 0:
+            raise ValueError(f"latency_s={latency_s!r}: must be 0 or more seconds")
+        self.memory_bytes, self.latency_s = memory_bytes, latency_s
+        self.bytes_per_s = {"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s}
+        self.name = "emulated device" + (f" of {format_bytes(memory_bytes)}" if memory_bytes else "")
+        self.torch_device = torch.device("cpu")
+        self.ledger = Ledger("device", f"The {self.name}", memory_bytes)
+        self._lanes: dict[str, ThreadPoolExecutor] = {}
+        self._arena: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)  # free buffers
+
+    def __repr__(self) -> str:
+        return (
+            f"EmulatedDevice(memory_bytes={self.memory_bytes}, h2d_bytes_per_s={self.bytes_per_s['h2d']}, "
+            f"d2h_bytes_per_s={self.bytes_per_s['d2h']}, latency_s={self.latency_s})"
+        )
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "memory_bytes": self.memory_bytes,
+            "h2d_bytes_per_s": self.bytes_per_s["h2d"],
+            "d2h_bytes_per_s": self.bytes_per_s["d2h"],
+            "latency_s": self.latency_s,
+        }
+
+    def throttle(
+        self,
+        h2d_bytes_per_s: float | None = None,
+        d2h_bytes_per_s: float | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        """Give the link new figures, as in the constructor; copies that have begun keep the old ones."""
+        checked = EmulatedDevice(None, h2d_bytes_per_s, d2h_bytes_per_s, latency_s)
+        self.bytes_per_s, self.latency_s = checked.bytes_per_s, latency_s
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        free = self._arena[numel, dtype]
+        return free.pop() if free else torch.empty(numel, dtype=dtype)
+
+    def recycle(self, flat: torch.Tensor) -> None:
+        self._arena[flat.numel(), flat.dtype].append(flat)
+
+    def host_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def issue(
+        self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None, label: str = ""
+    ) -> Ticket:
+        if lane not in self._lanes:
+            self._lanes[lane] = serial_thread(lane)
+        return _Pending(self._lanes[lane].submit(self._run, lane, copies, record, after))
+
+    def _run(self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None) -> None:
+        if after is not None:
+            after.join()
+        start_s = time.perf_counter()
+        nbytes = 0
+        for target, source in copies:
+            target.copy_(source)
+            nbytes += target.nbytes
+        bytes_per_s = self.bytes_per_s[lane]
+        until_s = start_s + self.latency_s + (nbytes / bytes_per_s if bytes_per_s else 0.0)
+        sleep_until(until_s)
+        record(start_s, time.perf_counter())
+
+    def start(self, record: Record, label: str = "") -> Callable[[], None]:
+        start_s = time.perf_counter()
+        return lambda: record(start_s, time.perf_counter())
+
+    def close(self) -> None:
+        for thread in self._lanes.values():
+            thread.shutdown(wait=True)
+        self._lanes.clear()
+        self._arena.clear()
+
+
+class _Serial(ThreadPoolExecutor):
+    """One thread, of the process that made it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(max_workers=1, thread_name_prefix=f"relay-{name}")
+        self._name, self._process = name, Process()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As in the base class.
+
+        Raises:
+            RuntimeError: in a process that was forked since.
+        """
+        self._process.check(f"the device's or the relay's thread {self._name!r}")
+        return super().submit(fn, *args, **kwargs)
+
+
+def serial_thread(name: str, cores: int = 1) -> ThreadPoolExecutor:
+    """One worker thread that runs what is submitted in order, each operation of PyTorch on `cores` cores.
+
+    PyTorch counts its CPU threads per calling thread. A new thread takes the default at its first operation, whatever it
+    was told before, so it asks first and is told then. `set_num_threads` also changes the default for others, so the
+    caller's number is put back.
+    """
+    executor = _Serial(name)
+    threads = torch.get_num_threads()
+    executor.submit(torch.get_num_threads).result()
+    executor.submit(torch.set_num_threads, cores).result()
+    torch.set_num_threads(threads)
+    return executor
+
+
+def sleep_until(until_s: float) -> None:
+    """Sleep until time.perf_counter() reaches `until_s`, to within tens of microseconds."""
+    while (left_s := until_s - time.perf_counter()) > 0:
+        time.sleep(left_s - 5e-5 if left_s > 1e-4 else 0.0)

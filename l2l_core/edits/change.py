@@ -1,0 +1,226 @@
+"""The few ways in which an edit changes a relay. Each is a value, and doing it gives the one that takes it back.
+
+Whatever an edit is called, it puts layers into another order (`Restack`), gives parameters other values (`Rewrite`), or
+says what is trained (`Retrain`); layers that left may wait on disk (`Spill`) or be given up (`Lose`). To undo is to put
+back exactly what was changed, and nothing else: other layers keep what they have learned since.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from l2l_core.eps.blocks.units import Unit
+
+if TYPE_CHECKING:
+    from l2l_core.edits.editor import Editor
+
+Held = tuple[torch.Tensor, dict[str, Any] | None]  # a parameter's values and what the optimizer knows of it
+
+
+class Change(ABC):
+    """A step of an edit.
+
+    Invariant: it never changes itself, so that several branches may hold it.
+    """
+
+    @abstractmethod
+    def do(self, editor: Editor) -> Change:
+        """Carry it out; the change that takes it back.
+
+        Raises:
+            ValueError: it cannot be done as things are now; nothing is changed then.
+        """
+
+    def settle(self, editor: Editor) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
+        """The group of edits that it belongs to is done."""
+
+    def units(self) -> Sequence[Unit]:
+        """Layers that must stay available for as long as it may be done."""
+        return ()
+
+    @abstractmethod
+    def to_plain(self) -> list[Any]:
+        """As plain data and tensors; layers by key, parameters by their number in the layer."""
+
+    @classmethod
+    @abstractmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Change:
+        """From what `to_plain` gave.
+
+        Raises:
+            KeyError: of a layer that is not among `units`.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Restack(Change):
+    """Another list of layers in one stack; layers that are in one list only come and go.
+
+    Attributes:
+        stack: the name that it had first.
+        before, after: the layers in order.
+        like: by new layer, the one that it was made like.
+        proven: whether the stack has been in this order before.
+    """
+
+    stack: str
+    before: tuple[Unit, ...]
+    after: tuple[Unit, ...]
+    like: Mapping[Unit, Unit] = field(default_factory=dict)
+    proven: bool = False
+
+    def do(self, editor: Editor) -> Restack:
+        put_back = editor.restack(self.stack, self.before, self.after, self.like, self.proven)
+        inverse = Restack(self.stack, self.after, self.before, self.like, proven=True)
+        editor.put_back[inverse] = put_back
+        return inverse
+
+    def units(self) -> Sequence[Unit]:
+        return (*self.before, *self.after)
+
+    def to_plain(self) -> list[Any]:
+        like = [[new.key, old.key] for new, old in self.like.items()]
+        return [self.stack, _keys(self.before), _keys(self.after), like]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Restack:
+        stack, before, after, like = plain
+        known = {units[new]: units[old] for new, old in like if new in units and old in units}
+        return cls(stack, _units(before, units), _units(after, units), known, proven=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Rewrite(Change):
+    """Other values for some parameters of a layer, and for what the optimizer knows of them.
+
+    Attributes:
+        unit: the layer.
+        values: by parameter of its module: the new values and state (None: the optimizer starts anew).
+    """
+
+    unit: Unit
+    values: Mapping[nn.Parameter, Held]
+
+    def do(self, editor: Editor) -> Rewrite:
+        inverse = Rewrite(self.unit, editor.exchange(self.unit, self.values))
+        editor.book_kept(inverse, inverse.values.values())
+        return inverse
+
+    def units(self) -> Sequence[Unit]:
+        return (self.unit,)
+
+    def to_plain(self) -> list[Any]:
+        number = {param: i for i, param in enumerate(self.unit.params)}
+        return [self.unit.key, [[number[param], *held] for param, held in self.values.items()]]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Rewrite:
+        unit, values = units[plain[0]], plain[1]
+        return cls(unit, {unit.params[i]: (value, state) for i, value, state in values})
+
+
+@dataclass(frozen=True, eq=False)
+class Retrain(Change):
+    """Parameters that are trained from now on, or no longer.
+
+    Attributes:
+        unit: the layer.
+        trained: whether they are, by parameter.
+    """
+
+    unit: Unit
+    trained: Mapping[nn.Parameter, bool]
+
+    def do(self, editor: Editor) -> Retrain:
+        return Retrain(self.unit, editor.set_trained(self.unit, self.trained))
+
+    def units(self) -> Sequence[Unit]:
+        return (self.unit,)
+
+    def to_plain(self) -> list[Any]:
+        number = {param: i for i, param in enumerate(self.unit.params)}
+        return [self.unit.key, [[number[param], trained] for param, trained in self.trained.items()]]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Retrain:
+        unit = units[plain[0]]
+        return cls(unit, {unit.params[i]: trained for i, trained in plain[1]})
+
+
+@dataclass(frozen=True, eq=False)
+class _OfParked(Change):
+    parked: tuple[Unit, ...]
+
+    def to_plain(self) -> list[Any]:
+        return _keys(self.parked)
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Change:
+        return cls(_units(plain, units))
+
+
+@dataclass(frozen=True, eq=False)
+class Spill(_OfParked):
+    """Parked layers that wait on disk; whatever brings them back fetches them."""
+
+    def do(self, editor: Editor) -> Fetch:
+        for unit in self.parked:
+            editor.parking.spill(unit)
+        return Fetch(self.parked)
+
+
+@dataclass(frozen=True, eq=False)
+class Fetch(_OfParked):
+    """Parked layers that come back to memory."""
+
+    def do(self, editor: Editor) -> Spill:
+        for unit in self.parked:
+            editor.parking.fetch(unit)
+        return Spill(self.parked)
+
+
+@dataclass(frozen=True, eq=False)
+class Lose(_OfParked):
+    """Parked layers that are freed once the whole group of edits is done: from then on there is no way back."""
+
+    def do(self, editor: Editor) -> Lose:
+        return self
+
+    def settle(self, editor: Editor) -> None:
+        for unit in self.parked:
+            editor.lose(unit)
+
+
+@dataclass(frozen=True, eq=False)
+class Barred(Change):
+    """What cannot be done any more.
+
+    Attributes:
+        why: in words.
+    """
+
+    why: str
+
+    def do(self, editor: Editor) -> Change:
+        raise ValueError(self.why)
+
+    def to_plain(self) -> list[Any]:
+        return [self.why]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Barred:
+        return cls(plain[0])
+
+
+def _keys(units: Sequence[Unit]) -> list[str]:
+    return [unit.key for unit in units]
+
+
+def _units(keys: Sequence[str], units: Mapping[str, Unit]) -> tuple[Unit, ...]:
+    return tuple(units[key] for key in keys)

@@ -1,0 +1,216 @@
+"""What was edited, when, and what it did; and the way back.
+
+Undo and redo are structural: what an edit changed comes back to the bit, other layers keep what they have learned since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from l2l_core.edits.change import Change
+from l2l_core.edits.edit import Do, Edit
+from l2l_core.edits.editor import Editor
+from l2l_core.edits.group import all_or_nothing
+from l2l_core.eps.blocks.units import Unit
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the journal.
+
+    Attributes:
+        number: from 0.
+        step: steps that were finished.
+        kind: what happened; "undo" and "redo" name the entry in `of`.
+        what: the edits in words.
+        of: number of the entry that was undone or redone, -1 otherwise.
+        preserves_function: whether the model computed the same afterwards: to the bit, but that layers which end in a norm
+            are inserted up to its eps (`identity.py`).
+        optimizer: what became of the optimizer's state.
+        layers: number of layers afterwards.
+        params: change of the number of weights.
+        nbytes: change of the bytes of weights and optimizer state in the EPS.
+        loss_before: of the last step before, None if there was none.
+        loss_after: of the first step afterwards, None until then.
+    """
+
+    number: int
+    step: int
+    kind: Literal["edit", "undo", "redo"]
+    what: str
+    of: int
+    preserves_function: bool
+    optimizer: str
+    layers: int
+    params: int
+    nbytes: int
+    loss_before: float | None
+    loss_after: float | None = None
+
+
+@dataclass(frozen=True)
+class Inverse(Edit):
+    """The way back from an edit, as an edit.
+
+    Attributes:
+        what: the edit in words.
+        changes: what takes it back, in order.
+    """
+
+    what: str
+    changes: tuple[Change, ...] = field(repr=False)
+    preserved: bool
+
+    @property
+    def preserves_function(self) -> bool:
+        return self.preserved
+
+    def carry_out(self, editor: Editor, do: Do) -> None:
+        for change in self.changes:
+            do(change)
+
+
+Turn = tuple[int, tuple[Change, ...]]  # number of an entry, and what undoes it or does it again
+
+
+class History:
+    """Carries edits out, keeps the journal, and finds the way back.
+
+    Invariant: `done` says of the edits that are in force, in order, what undoes them, and `undone` what would do the others
+    again; a parked layer is kept as long as one of both may bring it back.
+    """
+
+    def __init__(self, editor: Editor) -> None:
+        self._editor = editor
+        self._entries: list[Entry] = []
+        self.done: list[Turn] = []
+        self.undone: list[Turn] = []
+        self.loss: float | None = None  # of the last step
+
+    def copy(self) -> History:
+        """The same past, for a branch that goes its own way."""
+        twin = History(self._editor)
+        twin._entries, twin.done, twin.undone = list(self._entries), list(self.done), list(self.undone)
+        twin.loss = self.loss
+        return twin
+
+    @property
+    def journal(self) -> tuple[Entry, ...]:
+        """What was edited so far, oldest first."""
+        return tuple(self._entries)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Layers that an undo or a redo may bring back or change, each once."""
+        turns = (*self.done, *self.undone)
+        return tuple(dict.fromkeys(unit for _, changes in turns for change in changes for unit in change.units()))
+
+    def continue_from(self, journal: Sequence[Entry], done: Sequence[Turn], undone: Sequence[Turn]) -> None:
+        """Take over the past of a saved relay."""
+        self._entries, self.done, self.undone = list(journal), list(done), list(undone)
+
+    def apply(self, edits: Sequence[Edit], step: int) -> Inverse:
+        """Carry out edits as one group: all of them, or none if one cannot be.
+
+        Raises:
+            ValueError, TypeError: of the edit that cannot be; everything is as it was.
+        """
+        if not edits:
+            raise ValueError(
+                "apply() was given no edit, so there is nothing to do and nothing to undo: give at least one"
+            )
+        if strangers := [edit for edit in edits if not isinstance(edit, Edit)]:
+            shown = repr(strangers[0])
+            raise TypeError(
+                f"apply() was given {shown}, a {type(strangers[0]).__name__} and no edit: say what is to be done, as in "
+                f"apply(Drop({shown if isinstance(strangers[0], int | str) else 0}), Swap(0, 1)), one argument for each edit"
+            )
+        before = self._sizes()
+        try:
+            with all_or_nothing(self._editor) as group:
+                for edit in edits:
+                    edit.carry_out(self._editor, group.do)
+                self._editor.try_modules()
+        except BaseException:
+            self._editor.untried.clear()
+            self.forget()  # layers that were made in vain
+            raise
+        for change in group.changes:
+            change.settle(self._editor)
+        what = "; ".join(map(repr, edits))
+        preserves = all(edit.preserves_function for edit in edits)
+        policy = "; ".join(dict.fromkeys(edit.optimizer_policy for edit in edits))
+        entry = self._enter("edit", what, -1, preserves, policy, before, step)
+        self.done.append((entry.number, group.inverse))
+        self.undone.clear()
+        self.forget()
+        return Inverse(what, group.inverse, preserves)
+
+    def undo(self, step: int) -> Entry:
+        """Undo the last edit that is in force.
+
+        Raises:
+            ValueError: there is none, or what it dropped was not parked.
+        """
+        return self._turn("undo", self.done, self.undone, step)
+
+    def redo(self, step: int) -> Entry:
+        """Do again what was undone last.
+
+        Raises:
+            ValueError: there is nothing; a new edit ends what could be redone.
+        """
+        return self._turn("redo", self.undone, self.done, step)
+
+    def note_loss(self, loss: float) -> None:
+        """A step is finished."""
+        self.loss = loss
+        for i in range(len(self._entries) - 1, -1, -1):
+            if self._entries[i].loss_after is not None:
+                break
+            self._entries[i] = replace(self._entries[i], loss_after=loss)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Keep what is known of losses; the result forgets what steps have told since."""
+        entries, loss = list(self._entries), self.loss
+
+        def put_back() -> None:
+            self._entries, self.loss = entries, loss
+
+        return put_back
+
+    def _turn(self, kind: Literal["undo", "redo"], source: list[Turn], target: list[Turn], step: int) -> Entry:
+        if not source:
+            raise ValueError(f"there is nothing to {kind}: {_NOTHING[kind]}")
+        number, changes = source[-1]
+        before, edited = self._sizes(), self._entries[number]
+        with all_or_nothing(self._editor) as group:
+            for change in changes:
+                group.do(change)
+        source.pop()
+        target.append((number, group.inverse))
+        policy = "as it was before" if kind == "undo" else "as it was when undone"
+        return self._enter(kind, f"{kind} {edited.what}", number, edited.preserves_function, policy, before, step)
+
+    def _enter(
+        self, kind: Any, what: str, of: int, preserves: bool, policy: str, before: tuple[int, int], step: int
+    ) -> Entry:
+        params, nbytes = (now - old for now, old in zip(self._sizes(), before, strict=True))
+        layers = len(self._editor.layers)
+        entry = Entry(len(self._entries), step, kind, what, of, preserves, policy, layers, params, nbytes, self.loss)
+        self._entries.append(entry)
+        return entry
+
+    def _sizes(self) -> tuple[int, int]:
+        """Weights of all layers, and their bytes with the optimizer's state."""
+        layers = self._editor.layers
+        return sum(u.num_params for u in layers), sum(u.nbytes for u in layers) + self._editor.store.optimizer_bytes
+
+    def forget(self) -> None:
+        """Free layers that nothing can bring back any more."""
+        self._editor.forget(set(self.units))
+
+
+_NOTHING = {"undo": "no edit is in force", "redo": "nothing was undone since the last edit"}

@@ -1,0 +1,80 @@
+"""What of a block is trained: a gradient holds the parameters that require one, side by side, and nothing of the others.
+
+Weights travel whole; gradients, their slots and buffers cost what is trained. A step takes note of what that is when it
+begins, so a gradient says itself whose it is, whatever somebody does to `requires_grad` meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from l2l_core.eps.blocks.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The trained parameters of a block.
+
+    Attributes:
+        flags: of every parameter of the block, whether it is trained.
+        indices: of those that are.
+        layout: where the gradient of each of them lies in a flat buffer.
+    """
+
+    flags: tuple[bool, ...]
+    indices: tuple[int, ...]
+    layout: Layout
+
+    @staticmethod
+    def of(layout: Layout, flags: Sequence[bool]) -> Trained:
+        """Of a block whose parameters lie as `layout` says."""
+        indices = tuple(i for i, trained in enumerate(flags) if trained)
+        return Trained(tuple(flags), indices, layout.only(indices))
+
+    @property
+    def numel(self) -> int:
+        """Elements of a buffer for the gradient, padding included."""
+        return self.layout.numel
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPiece:
+    """The gradient of a block, or a part of it.
+
+    Invariant: what is not covered is garbage.
+
+    Attributes:
+        flat: the buffer that holds it, (numel,).
+        trained: whose gradients they are.
+        covers: which of the trained parameters have one.
+    """
+
+    flat: torch.Tensor
+    trained: Trained
+    covers: tuple[bool, ...]
+
+    def views(self) -> dict[int, torch.Tensor]:
+        """The gradient by index of the parameter in its block, of those that have one."""
+        return {i: view for (i, view), has in zip(self.places().items(), self.covers, strict=True) if has}
+
+    def places(self) -> dict[int, torch.Tensor]:
+        """Where the gradient of every trained parameter is, or would be."""
+        return dict(zip(self.trained.indices, self.trained.layout.views(self.flat), strict=True))
+
+    def plus(self, other: GradientPiece) -> GradientPiece:
+        """The sum, in the buffer of this one."""
+        mine, added = self.views(), other.views()
+        for place, view in self.places().items():
+            if place in added:
+                view.add_(added[place]) if place in mine else view.copy_(added[place])
+        return GradientPiece(self.flat, self.trained, tuple(i in mine or i in added for i in self.trained.indices))
+
+    def without(self, indices: Sequence[int]) -> GradientPiece:
+        """The same, but for the parameters with these indices."""
+        mine = self.views()
+        return GradientPiece(
+            self.flat, self.trained, tuple(i in mine and i not in indices for i in self.trained.indices)
+        )

@@ -1,0 +1,84 @@
+"""Which optimizers a relay takes: a ready one is adopted, a factory is called, and what cannot be updated by layer is refused.
+
+An optimizer qualifies if updating blocks one at a time, in any order, gives the same bits as one `step` over all of
+them, and if all that it keeps can be saved. That is not looked up in a list: `blockwise.py` tries it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from l2l_core.eps.optimizers.blockwise import Findings, check_blockwise
+
+logger = logging.getLogger("l2l_core")
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) -> tuple[Optimizer, Findings]:
+    """The optimizer over the model's parameters: a ready one is adopted, a factory is called once with all of them.
+
+    Returns:
+        The optimizer, and what was found out about it.
+
+    Raises:
+        TypeError: neither an Optimizer nor a factory that returns one.
+        ValueError: a ready optimizer holds parameters of some other model, or the optimizer cannot work block by block.
+    """
+    made = optimizer if isinstance(optimizer, Optimizer) else _call_factory(optimizer, model)
+    _check_kind(made)
+    known = set(model.parameters())
+    foreign = [p for group in made.param_groups for p in group["params"] if p not in known]
+    if foreign:
+        raise ValueError(
+            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's (first of shape "
+            f"{tuple(foreign[0].shape)}): build it from this model's parameters()"
+        )
+    findings = check_blockwise(made)
+    if isinstance(made, torch.optim.AdamW | torch.optim.Adam) and made.defaults.get("fused") is None:
+        logger.info(
+            "%s runs unfused, as torch does by default on the CPU; fused=True is many times faster", type(made).__name__
+        )
+    return made, findings
+
+
+def _call_factory(factory: Any, model: nn.Module) -> Optimizer:
+    if not callable(factory):
+        raise TypeError(
+            f"optimizer={factory!r}: give a torch Optimizer or a factory such as partial(torch.optim.AdamW, lr=1e-4)"
+        )
+    made = factory(model.parameters())
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"the optimizer factory returned a {type(made).__name__}, not a torch Optimizer")
+    return made
+
+
+def _check_kind(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS re-evaluates the loss inside step() and couples all parameters: it cannot update one layer at a time. "
+            "Use AdamW or SGD"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "SparseAdam needs sparse gradients, and the EPS keeps dense ones. Use AdamW, and Embedding(sparse=False)"
+        )
+    if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
+        raise ValueError(
+            f"{name} needs two gradients per step (first_step, second_step), at two places, and a relay step makes one "
+            "forward and backward. Use the optimizer inside of it by itself"
+        )
+    inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+    if inner:
+        raise ValueError(
+            f"{name} is a wrapper: the optimizer that it keeps in .{inner[0]}, a {type(vars(optimizer)[inner[0]]).__name__}, has "
+            "settings and state of its own, which a relay cannot lend to one layer after another, save or branch. Give that "
+            "optimizer by itself"
+        )

@@ -1,0 +1,141 @@
+"""The order in which a user's own function puts parameters into an optimizer's groups, so that edits can keep to it.
+
+A plain optimizer tells parameters apart by their place in its groups and by nothing else. So its state fits another one only
+if both have the same parameters in the same places: after an edit, a relay's optimizer must be in the order that the same
+function would give over the edited model. The function is unknown; what it did to the model before any edit is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from l2l_core.model.stacks import Stack
+
+Group = Sequence[nn.Parameter]
+
+
+class Places:
+    """Where every parameter is in a model: its rank in `parameters()`, its name, its stack and the position there.
+
+    Args:
+        model: as it is now.
+        stacks: of the model, as they are now.
+    """
+
+    def __init__(self, model: nn.Module, stacks: Sequence[Stack]) -> None:
+        self.names = {param: name for name, param in model.named_parameters()}
+        self.rank = {param: index for index, param in enumerate(self.names)}
+        self.stack: dict[nn.Parameter, nn.Module] = {}
+        self.position: dict[nn.Parameter, int] = {}
+        for stack in stacks:
+            for position, layer in enumerate(stack.layers):
+                for param in layer.parameters():
+                    self.stack.setdefault(param, stack.container)
+                    self.position.setdefault(param, position)
+
+
+@dataclass
+class _Learned:
+    """What is known of one group.
+
+    Attributes:
+        fits: names of the rules that it follows, a small one several by chance.
+        rule: name of the one that is taken; "pattern" for none of them.
+        pattern: parameters that are in no stack, and containers of stacks, in the order in which they come first.
+        downwards: containers whose layers come from the last to the first.
+    """
+
+    fits: list[str]
+    rule: str
+    pattern: list[Any]
+    downwards: set[nn.Module]
+
+    @staticmethod
+    def of(group: Group, places: Places) -> _Learned:
+        fits = [name for name, rule in _RULES.items() if _is_same(rule(group, places), group)]
+        pattern = list(dict.fromkeys(places.stack.get(param, param) for param in group))
+        positions: dict[nn.Module, list[int]] = {}
+        for param in group:
+            if param in places.stack:
+                positions.setdefault(places.stack[param], []).append(places.position[param])
+        downwards = {stack for stack, found in positions.items() if found[0] > found[-1]}
+        return _Learned(fits, (*fits, "pattern")[0], pattern, downwards)
+
+    def sorted(self, group: Group, places: Places) -> list[nn.Parameter]:
+        return _RULES[self.rule](group, places) if self.rule in _RULES else self._by_pattern(group, places)
+
+    def _by_pattern(self, group: Group, places: Places) -> list[nn.Parameter]:
+        """What is in no stack keeps its place; the layers of a stack come side by side where its first parameter was."""
+        parts: dict[Any, list[nn.Parameter]] = {}
+        for param in _by_rank(group, places):
+            parts.setdefault(places.stack.get(param, param), []).append(param)
+        for stack in self.downwards & parts.keys():
+            parts[stack].sort(key=lambda param: -places.position[param])  # stable: a layer's own stay in order
+        return [param for token in dict.fromkeys([*self.pattern, *parts]) for param in parts.get(token, ())]
+
+
+class GroupOrder:
+    """The order of an optimizer's groups, learned from groups over a model before it is edited.
+
+    Args:
+        groups: the model's parameters in every group.
+        places: of that model.
+    """
+
+    def __init__(self, groups: Sequence[Group], places: Places) -> None:
+        self._learned = [_Learned.of(group, places) for group in groups]
+        for rule in _RULES:
+            if all(rule in learned.fits for learned in self._learned):
+                self._take([rule] * len(groups))
+                return
+
+    def _take(self, rules: Sequence[str]) -> None:
+        for learned, rule in zip(self._learned, rules, strict=True):
+            learned.rule = rule
+
+    def sorted(self, groups: Sequence[Group], places: Places) -> list[list[nn.Parameter]]:
+        """The groups in their order; one that somebody has added since is left as it is."""
+        known = [each.sorted(group, places) for each, group in zip(self._learned, groups, strict=False)]
+        return known + [list(group) for group in groups[len(known) :]]
+
+    def to_plain(self, names: Mapping[nn.Module, str]) -> list[Any]:
+        """As plain data; `names` are those of the stacks' containers."""
+        return [[each.rule, sorted(names[stack] for stack in each.downwards)] for each in self._learned]
+
+    def recall(self, plain: Sequence[Any], names: Mapping[nn.Module, str]) -> None:
+        """Take over what a save tells of the same optimizer: a model of one layer does not show which way its layers go."""
+        if len(plain) != len(self._learned):
+            return
+        for learned, (rule, downwards) in zip(self._learned, plain, strict=True):
+            learned.downwards |= {stack for stack, name in names.items() if name in downwards}
+            if rule in (*learned.fits, "pattern"):
+                learned.rule = rule
+
+
+def _is_same(a: Group, b: Group) -> bool:
+    return all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _by_rank(group: Group, places: Places) -> list[nn.Parameter]:
+    """As ``model.parameters()`` gives them; at the end, what is not in the model."""
+    return sorted(group, key=lambda param: places.rank.get(param, len(places.rank)))
+
+
+def _backwards(group: Group, places: Places) -> list[nn.Parameter]:
+    return _by_rank(group, places)[::-1]
+
+
+def _by_name(group: Group, places: Places) -> list[nn.Parameter]:
+    """As ``sorted(names)`` gives them: layer 10 comes before layer 2."""
+    return sorted(group, key=lambda param: places.names.get(param, "~"))
+
+
+_RULES: dict[str, Callable[[Group, Places], list[nn.Parameter]]] = {
+    "model": _by_rank,
+    "backwards": _backwards,
+    "names": _by_name,
+}

@@ -1,0 +1,144 @@
+"""An optimizer in parts: twins of it over other parameters, and updates of some of its parameters at a time.
+
+A part shares the state of the whole and is lent its settings (`settings.py`). What it is not: a judgement whether updates
+in parts give the same bits as one step over all; that is found out by `blockwise.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from l2l_core.eps.optimizers.settings import Changes, changes_of, lend, own, settings_of
+
+_ITS_OWN = ("param_groups", "state", "step", "zero_grad")  # the last two: a scheduler's wrappers around the methods
+_silencing = threading.RLock()  # hooks of all optimizers are in dictionaries of PyTorch's, for all threads
+
+
+def over(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
+    """An optimizer of the same kind over other parameter groups, with settings of its own.
+
+    Its hooks and wrappers stay behind. What is no plain value (a dictionary by parameter, say) it has in common with
+    `optimizer`, as a part must; `copy_over` shares nothing.
+    """
+    twin = object.__new__(type(optimizer))
+    kept = {name: value for name, value in optimizer.__dict__.items() if name not in _ITS_OWN}
+    twin.__dict__.update({name: _bound_to(twin, own(value), optimizer) for name, value in kept.items()})
+    twin.defaults = {name: own(value) for name, value in optimizer.defaults.items()}
+    twin.param_groups, twin.state = [{name: own(value) for name, value in group.items()} for group in groups], state
+    for name in _hooks_of(optimizer):
+        twin.__dict__[name] = OrderedDict()
+    return twin
+
+
+def copy_over(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, counterparts: Mapping[Any, Any]
+) -> Optimizer:
+    """An optimizer of the same kind over other parameter groups that shares nothing with `optimizer`; it has no hooks.
+
+    Args:
+        groups: with the new parameters; the other values are copied, however deep.
+        state: of the new parameters.
+        counterparts: what stands for what, wherever the optimizer refers to it: parameters, the model.
+    """
+    twin = object.__new__(type(optimizer))
+    memo = {id(old): new for old, new in counterparts.items()} | {id(optimizer): twin}
+    kept = {name: value for name, value in optimizer.__dict__.items() if name not in (*_ITS_OWN, *_hooks_of(optimizer))}
+    twin.__dict__.update({name: _deep_copy(value, memo) for name, value in kept.items()})
+    twin.param_groups = [
+        {name: value if name == "params" else _deep_copy(value, memo) for name, value in group.items()}
+        for group in groups
+    ]
+    twin.state = state
+    for name in _hooks_of(optimizer):
+        twin.__dict__[name] = OrderedDict()
+    return twin
+
+
+def _bound_to(twin: Optimizer, value: Any, optimizer: Optimizer) -> Any:
+    """A method of the optimizer's that it keeps as an attribute is the twin's own there."""
+    is_method = isinstance(value, MethodType) and value.__self__ is optimizer
+    return MethodType(value.__func__, twin) if is_method else value
+
+
+def _hooks_of(optimizer: Optimizer) -> list[str]:
+    return [name for name in optimizer.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]
+
+
+def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # of anybody's class: a lock, a file, a tensor with a graph
+        return value
+
+
+@contextmanager
+def silent(optimizer: Optimizer) -> Iterator[None]:
+    """Fire no step hooks in the block, neither the optimizer's nor those of all optimizers."""
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_hooks_of_all()]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, known in zip(hooks, kept, strict=True):
+            each.update(known)
+
+
+def step_alone(part: Optimizer) -> None:
+    """Let a part take its step. Hooks of all optimizers are not fired: the whole does that, once."""
+    if not any(_hooks_of_all()):
+        part.step()
+        return
+    with _silencing, silent(part):
+        part.step()
+
+
+def _hooks_of_all() -> tuple[dict[int, Any], dict[int, Any]]:
+    return optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
+
+
+def replace_params(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let `optimizer` update `new[p]` wherever it updated `p`; groups, order and state are kept."""
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(param, param) for param in group["params"]]
+    for old, param in new.items():
+        if old in optimizer.state:
+            optimizer.state[param] = optimizer.state.pop(old)
+
+
+def slice_of(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Optimizer:
+    """`optimizer` restricted to some of its parameters; state is shared with it, and settings are lent (`settings.py`)."""
+    wanted = set(params)
+    groups = [{**g, "params": [p for p in g["params"] if p in wanted]} for g in optimizer.param_groups]
+    return over(optimizer, groups, optimizer.state)
+
+
+def scale_rate(part: Optimizer, factor: float) -> None:
+    """Multiply the learning rate of every group, until the settings are taken over again."""
+    if factor != 1.0:
+        for group in part.param_groups:
+            group["lr"] = group["lr"] * factor
+
+
+def update_part(part: Optimizer, whole: Optimizer, rate: float = 1.0) -> Changes:
+    """Let a part of an optimizer update its parameters, at `rate` times the learning rate.
+
+    Returns what it made of the settings; `settle` them when all parts of the step have had their turn.
+    """
+    lend(whole, part)
+    scale_rate(part, rate)
+    given = settings_of(part)
+    step_alone(part)
+    changes = changes_of(part, given)
+    return changes if rate == 1.0 else {place: value for place, value in changes.items() if place[1] != "lr"}

@@ -1,0 +1,245 @@
+"""The parameters of a model from its configuration alone: shapes of a layer and of the shell, counted without building it.
+
+Read by attribute (`hidden_size` or `n_embd`, and so on), so no library of models is needed. Families: BERT and RoBERTa with
+their masked-word head, GPT-2, Llama, Mistral, Qwen2 and Qwen3 with their language head, ViT with its classifier. Tests count
+the real models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from l2l_core.eps.blocks.layout import aligned
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Bytes that autograd keeps of a layer, per token: times the width, the inner width, and heads times length.
+
+    Found by metering layers of these families at several sizes, with dropout where the family has it by default.
+    """
+
+    width: float
+    inner: float
+    scores: float
+
+    def nbytes(self, model: ModelShapes, rows: int, length: int) -> int:
+        """Of one layer and micro-batch."""
+        per_token = self.width * model.width + self.inner * model.inner + self.scores * model.heads * length
+        return round(rows * length * per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """What a forecast needs to know of a model.
+
+    Attributes:
+        layer, shell: shapes of their parameters; a tied one counts once.
+        depth: layers.
+        width, inner, heads: of a layer: hidden size, size inside of the MLP, attention heads.
+        outputs: of the head, per token; of a classifier, per row.
+        head_params: parameters of the shell that take part in a matrix product for every token.
+        tied: whether the head's weight is the embedding's; then a gradient of the shell leaves with every micro-batch, twice.
+        per_row: whether the head sees one token per row.
+        length: tokens of a row, where the configuration fixes it (images), else None.
+        graphs: what autograd keeps of a layer, by precision, where all of it is trained.
+        adapters: shapes of those parameters of a layer that adapters have brought; then nothing else is trained.
+    """
+
+    layer: tuple[Shape, ...]
+    shell: tuple[Shape, ...]
+    depth: int
+    width: int
+    inner: int
+    heads: int
+    outputs: int
+    head_params: int
+    tied: bool
+    per_row: bool
+    length: int | None
+    graphs: dict[str, Graph]
+    adapters: tuple[Shape, ...] = ()
+
+    def with_adapters(self, shapes: Sequence[Shape]) -> ModelShapes:
+        """The same model frozen, with parameters of these shapes in every layer, which are trained."""
+        return replace(self, layer=(*self.layer, *shapes), adapters=tuple(shapes))
+
+    @property
+    def trained(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+        """Shapes of what is trained: of a layer, of the shell."""
+        return (self.adapters, ()) if self.adapters else (self.layer, self.shell)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return self.depth * self.layer_params + count(self.shell)
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of a layer."""
+        return count(self.layer)
+
+
+def count(shapes: tuple[Shape, ...]) -> int:
+    """Elements."""
+    return sum(map(math.prod, shapes))
+
+
+def slot_numel(shapes: tuple[Shape, ...]) -> int:
+    """Elements of a flat buffer that holds them, padding included."""
+    return sum(aligned(math.prod(shape)) for shape in shapes)
+
+
+def shapes_of_config(config: Any) -> ModelShapes:
+    """Read a configuration.
+
+    Raises:
+        ValueError: a family that is not known here; a forecast of the built model works for every one.
+    """
+    kind = getattr(config, "model_type", None)
+    readers = {"gpt2": _gpt2, "vit": _vit}
+    readers |= dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _bert)
+    readers |= dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama)
+    if kind not in readers:
+        raise ValueError(
+            f"model_type={kind!r} is not known by formula ({', '.join(readers)} are): build the model, and Relay.forecast "
+            "finds out by rehearsing"
+        )
+    return readers[kind](config)
+
+
+def _linear(inputs: int, outputs: int, bias: bool = True) -> tuple[Shape, ...]:
+    return ((outputs, inputs), (outputs,)) if bias else ((outputs, inputs),)
+
+
+def _norm(width: int) -> tuple[Shape, ...]:
+    return ((width,), (width,))
+
+
+def _bert(config: Any) -> ModelShapes:
+    width, inner, words = config.hidden_size, config.intermediate_size, config.vocab_size
+    layer = (
+        *_linear(width, width) * 4,  # query, key, value, output
+        *_norm(width),
+        *_linear(width, inner),
+        *_linear(inner, width),
+        *_norm(width),
+    )
+    head = (*_linear(width, width), *_norm(width), (words,))
+    tables = ((words, width), (config.max_position_embeddings, width), (config.type_vocab_size, width), *_norm(width))
+    own = () if getattr(config, "tie_word_embeddings", True) else _linear(width, words)
+    return ModelShapes(
+        layer=layer,
+        shell=(*tables, *head, *own),
+        depth=config.num_hidden_layers,
+        width=width,
+        inner=inner,
+        heads=config.num_attention_heads,
+        outputs=words,
+        head_params=words * width + width * width,
+        tied=not own,
+        per_row=False,
+        length=None,
+        graphs={"fp32": Graph(48, 8, 12), "bf16": Graph(31, 4, 12)},
+    )
+
+
+def _gpt2(config: Any) -> ModelShapes:
+    width, words = config.n_embd, config.vocab_size
+    inner = config.n_inner or 4 * width
+    layer = (
+        *_norm(width),
+        *_linear(width, 3 * width),
+        *_linear(width, width),
+        *_norm(width),
+        *_linear(width, inner),
+        *_linear(inner, width),
+    )
+    own = () if getattr(config, "tie_word_embeddings", True) else ((words, width),)
+    return ModelShapes(
+        layer=layer,
+        shell=((words, width), (config.n_positions, width), *_norm(width), *own),
+        depth=config.n_layer,
+        width=width,
+        inner=inner,
+        heads=config.n_head,
+        outputs=words,
+        head_params=words * width,
+        tied=not own,
+        per_row=False,
+        length=None,
+        graphs={"fp32": Graph(54, 20, 12), "bf16": Graph(33, 10, 12)},
+    )
+
+
+def _llama(config: Any) -> ModelShapes:
+    width, inner, words, kind = config.hidden_size, config.intermediate_size, config.vocab_size, config.model_type
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or width // heads
+    bias = bool(getattr(config, "attention_bias", False))
+    bias_in = bias or kind == "qwen2"
+    layer = (
+        *_linear(width, heads * size, bias_in),
+        *_linear(width, groups * size, bias_in) * 2,
+        *_linear(heads * size, width, bias),
+        *((size,),) * (2 if kind == "qwen3" else 0),
+        *_linear(width, inner, bool(getattr(config, "mlp_bias", False))) * 2,
+        *_linear(inner, width, bool(getattr(config, "mlp_bias", False))),
+        (width,),
+        (width,),
+    )
+    own = () if config.tie_word_embeddings else ((words, width),)
+    return ModelShapes(
+        layer=layer,
+        shell=((words, width), (width,), *own),
+        depth=config.num_hidden_layers,
+        width=width,
+        inner=inner,
+        heads=heads,
+        outputs=words,
+        head_params=words * width,
+        tied=not own,
+        per_row=False,
+        length=None,
+        graphs={"fp32": Graph(36, 16, 0), "bf16": Graph(26, 8, 0)},
+    )
+
+
+def _vit(config: Any) -> ModelShapes:
+    width, inner, labels = config.hidden_size, config.intermediate_size, config.num_labels
+    bias = bool(getattr(config, "qkv_bias", True))
+    layer = (
+        *_linear(width, width, bias) * 3,
+        *_linear(width, width),
+        *_norm(width) * 2,
+        *_linear(width, inner),
+        *_linear(inner, width),
+    )
+    size, patch = (_pair(getattr(config, name)) for name in ("image_size", "patch_size"))
+    patches = (size[0] // patch[0]) * (size[1] // patch[1])
+    patch_shape = (width, config.num_channels, *patch)
+    shell = ((1, 1, width), (1, patches + 1, width), patch_shape, (width,), *_norm(width), *_linear(width, labels))
+    return ModelShapes(
+        layer=layer,
+        shell=shell,
+        depth=config.num_hidden_layers,
+        width=width,
+        inner=inner,
+        heads=config.num_attention_heads,
+        outputs=labels,
+        head_params=math.prod(patch_shape),
+        tied=False,
+        per_row=True,
+        length=patches + 1,
+        graphs={"fp32": Graph(48, 8, 0), "bf16": Graph(31, 4, 0)},
+    )
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

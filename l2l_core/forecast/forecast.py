@@ -1,0 +1,167 @@
+"""What a step will need and how long it will take, before it runs; and how far off that was, afterwards.
+
+Values and their words. `forecast_costs.py` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from l2l_core.config import RelayConfig
+from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.bounds import Bound
+from l2l_core.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from l2l_core.relay import StepResult
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step that has not run.
+
+    Attributes:
+        device_bytes, host_bytes: at the peak, by category.
+        seconds: of a step; the first one of a shape takes longer, because it is metered.
+        bound: what binds the phase that loses most.
+        trace: the simulated step.
+        hiding_micro_batches: the smallest number of micro-batches of this size under which the link is hidden in forward
+            and backward; None if no number does.
+        largest_depth: most layers like the middle one that fit; 0 if not even one does, None without a limit.
+        config: of the step.
+        basis: where the costs come from, in words.
+        memory_bytes: budget of the device, None without one.
+        host_limit_bytes: budget of the host, None without one.
+        advice: what would fit where this does not, as far as that was looked for.
+    """
+
+    device_bytes: Mapping[str, int]
+    host_bytes: Mapping[str, int]
+    seconds: float
+    bound: Bound
+    trace: Trace
+    hiding_micro_batches: int | None
+    largest_depth: int | None
+    config: RelayConfig
+    basis: str
+    memory_bytes: int | None = None
+    host_limit_bytes: int | None = None
+    advice: str = ""
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """All categories together."""
+        return sum(self.device_bytes.values())
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """All categories together."""
+        return sum(self.host_bytes.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether both budgets suffice."""
+        return not self._lacks()
+
+    def _lacks(self) -> list[str]:
+        """What does not fit, in words."""
+        places = (
+            ("the device", self.peak_device_bytes, self.memory_bytes, self.device_bytes),
+            ("the host", self.peak_host_bytes, self.host_limit_bytes, self.host_bytes),
+        )
+        return [
+            f"does not fit {name}: {format_bytes(need)} of {format_bytes(limit)}, most of it {_words(held, 2)}"
+            for name, need, limit, held in places
+            if limit is not None and need > limit
+        ]
+
+    def check(self, result: StepResult) -> ForecastCheck:
+        """Compare with a step that has run."""
+        measured = {place: result.trace.peak_sample(place) for place in ("device", "host")}
+        held = {place: dict(sample.bytes_by_category) if sample else {} for place, sample in measured.items()}
+        return ForecastCheck(
+            device=_rows(self.device_bytes, held["device"]),
+            host=_rows(self.host_bytes, held["host"]),
+            peak_device=Row("peak", self.peak_device_bytes, result.peak_device_bytes),
+            peak_host=Row("peak", self.peak_host_bytes, result.trace.peak_bytes("host")),
+            seconds=Row("seconds", self.seconds, result.seconds),
+        )
+
+    def __str__(self) -> str:
+        count, depth = self.hiding_micro_batches, self.largest_depth
+        hiding = "no number of micro-batches hides the link"
+        if count is not None:
+            hiding = (
+                f"{count} micro-batch{'es' if count > 1 else ''} of this size hide{'s' if count == 1 else ''} the link"
+            )
+        return "\n".join(
+            [
+                f"a step of {self.seconds:.3g} s; {self.bound}",
+                f"device peak {format_bytes(self.peak_device_bytes)}: {_words(self.device_bytes)}",
+                f"host peak {format_bytes(self.peak_host_bytes)}: {_words(self.host_bytes)}",
+                *self._lacks(),
+                *filter(None, [self.advice]),
+                hiding + ("; any depth fits" if depth is None else f"; at most {depth:,} layers like these fit"),
+                f"basis: {self.basis}",
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure as forecast and as measured."""
+
+    name: str
+    forecast: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """How far off, relative to what was measured: 0.1 is 10 % too much. Infinite where nothing was measured."""
+        if self.measured:
+            return (self.forecast - self.measured) / self.measured
+        return float("inf") if self.forecast else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastCheck:
+    """A forecast against the step that it was of; `str` makes a table.
+
+    Attributes:
+        device, host: categories at the peak.
+        peak_device, peak_host, seconds: of the whole step.
+    """
+
+    device: tuple[Row, ...]
+    host: tuple[Row, ...]
+    peak_device: Row
+    peak_host: Row
+    seconds: Row
+
+    def __str__(self) -> str:
+        rows = [("", "forecast", "measured", "error")]
+        for place, peak, parts in (("device", self.peak_device, self.device), ("host", self.peak_host, self.host)):
+            rows += [
+                (f"{place} {row.name}", format_bytes(row.forecast), format_bytes(row.measured), _percent(row.error))
+                for row in (peak, *parts)
+            ]
+        time = self.seconds
+        rows.append(("seconds", f"{time.forecast:.4g}", f"{time.measured:.4g}", _percent(time.error)))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        return "\n".join("  ".join([a.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]) for a, *rest in rows)
+
+
+def _percent(error: float) -> str:
+    return f"{error:+.1%}" if abs(error) != float("inf") else "not there"
+
+
+def _rows(forecast: Mapping[str, int], measured: Mapping[str, int]) -> tuple[Row, ...]:
+    names = dict.fromkeys((*forecast, *measured))
+    return tuple(Row(name, forecast.get(name, 0), measured.get(name, 0)) for name in names)
+
+
+def _words(held: Mapping[str, int], most: int | None = None) -> str:
+    parts = sorted(((name, n) for name, n in held.items() if n), key=lambda part: -part[1])[:most]
+    return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts)

@@ -1,0 +1,160 @@
+"""Costs by formula, from numbers of parameters and a machine's figures alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Layer, Op, Stay, Turn
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Figures of a machine, for profiles that nobody has recorded.
+
+    Attributes:
+        flops_per_s: achieved in matrix products, in the precision in question.
+        update_params_per_s: parameters that the optimizer updates on the host.
+        h2d_bytes_per_s, d2h_bytes_per_s: of the link.
+        name: for people.
+        latency_s: of a copy.
+        overhead_s: of the host, before a layer runs a micro-batch.
+    """
+
+    flops_per_s: float
+    update_params_per_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    name: str = "a machine"
+    latency_s: float = 0.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field, value in asdict(self).items():
+            if field in ("latency_s", "overhead_s"):
+                if not value >= 0:
+                    raise ValueError(f"{field}={value!r}: must be 0 or more seconds")
+            elif field != "name" and not value > 0:
+                raise ValueError(f"{field}={value!r}: must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What a formula needs to know of a model and of a step.
+
+    Attributes:
+        layer_params: parameters of every layer.
+        shell_params: of the rest of the model.
+        tokens: per micro-batch.
+        boundary_bytes: of what one layer hands to the next, per micro-batch.
+        micro_batches: per step.
+        activation_bytes: of one layer's graph for one micro-batch, if known.
+        stash, precision: as in `RelayConfig`.
+        layer_trained, shell_trained: of these parameters, those that are trained; None for all of them.
+
+    Raises:
+        ValueError: no layers, a number that is not positive, or more parameters trained than there are, or none.
+    """
+
+    layer_params: Sequence[int]
+    shell_params: int
+    tokens: int
+    boundary_bytes: int
+    micro_batches: int = 1
+    activation_bytes: int = 0
+    stash: str = "device"
+    precision: str = "fp32"
+    layer_trained: Sequence[int] | None = None
+    shell_trained: int | None = None
+
+    @property
+    def trained(self) -> tuple[Sequence[int], int]:
+        """Parameters of every layer, and of the rest, that are trained."""
+        layers = self.layer_params if self.layer_trained is None else self.layer_trained
+        return layers, self.shell_params if self.shell_trained is None else self.shell_trained
+
+    def __post_init__(self) -> None:
+        if not self.layer_params:
+            raise ValueError("layer_params is empty: a relay needs at least one layer")
+        layers, shell = self.trained
+        if len(layers) != len(self.layer_params):
+            raise ValueError(
+                f"layer_trained has {len(layers)} numbers for {len(self.layer_params)} layers: give one each"
+            )
+        pairs = [*zip(layers, self.layer_params, strict=True), (shell, self.shell_params)]
+        if any(not 0 <= trained <= params for trained, params in pairs) or not any(trained for trained, _ in pairs):
+            raise ValueError(
+                f"layer_trained={self.layer_trained!r}, shell_trained={self.shell_trained!r}: give from 0 to as many as there "
+                "are parameters, and something must be trained"
+            )
+        for field in ("tokens", "boundary_bytes", "micro_batches"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}={getattr(self, field)!r}: must be positive")
+
+
+def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
+    """The fields of a `Profile`.
+
+    A token costs 2 operations per parameter forward, 6 in backward with recompute, 4 without (the last layer does not run
+    twice); attention's own products are left out. Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1. Of a
+    frozen parameter backward needs 2 less, and it has no gradient to push. Layers before the first that is trained have no
+    backward; a shell that is trained is taken to be so before the first layer.
+    """
+    layer_params, shell_params, micro_batches = shapes.layer_params, shapes.shell_params, shapes.micro_batches
+    layer_trained, shell_trained = shapes.trained
+    boundary_bytes, on_host = shapes.boundary_bytes, shapes.stash == "host"
+    width = 2 if shapes.precision == "bf16" else 4
+    depth = len(layer_params)
+    keys = [f"L{index:03d}" for index in range(depth)]
+    per_param_s = 2 * shapes.tokens / machine.flops_per_s
+
+    def layer(params: int, trained: int) -> Layer:
+        return Layer(width * params, 4 * trained, 4 * trained, update_s=trained / machine.update_params_per_s)
+
+    def backward_s(params: int, trained: int) -> float:
+        return (params + trained) * per_param_s
+
+    def turns(ops: Sequence[Op], fetched: int, parked: int) -> tuple[Turn, ...]:
+        moved = (0, fetched * boundary_bytes, parked * boundary_bytes) if on_host else (0, 0, 0)
+        return tuple(Turn(k, tuple(ops), *moved) for k in range(micro_batches))
+
+    forward = [
+        Stay(key, visit, turns([Op("forward", key, visit, params * per_param_s)], 1, 1))
+        for visit, (key, params) in enumerate(zip(keys[:-1], layer_params[:-1], strict=True))
+    ]
+    last, params = depth - 1, layer_params[-1]
+    turn = [
+        Op("forward", keys[last], last, params * per_param_s),
+        Op("loss", SHELL, -1, (2 * shell_params + shell_trained) * per_param_s),
+        Op("backward", keys[last], depth, backward_s(params, layer_trained[-1])),
+    ]
+    first = 0 if shell_trained else next(i for i, trained in enumerate(layer_trained) if trained)
+    backward = [
+        Stay(keys[i], visit, turns([Op("backward", keys[i], visit, seconds)], 2, 1))
+        for i in range(last - 1, first - 1, -1)
+        for visit, seconds in [
+            (2 * depth - 1 - i, layer_params[i] * per_param_s + backward_s(layer_params[i], layer_trained[i]))
+        ]
+    ]
+    slots = {
+        "weights": width * (shell_params + 2 * max(layer_params)),
+        "gradients": 4 * (shell_trained + 2 * max(layer_trained)),
+    }
+    held = (4 if on_host else depth * micro_batches) * boundary_bytes
+    peak = {**slots, "stash": held, "activations": shapes.activation_bytes}
+    settings = {name: getattr(shapes, name) for name in ("micro_batches", "stash", "precision")}
+    return {
+        "layers": {
+            **{k: layer(p, t) for k, p, t in zip(keys, layer_params, layer_trained, strict=True)},
+            SHELL: layer(shell_params, shell_trained),
+        },
+        "start": turns([Op("shell", SHELL, -1, 0.0)], 0, 1),
+        "stays": (*forward, Stay(keys[last], last, turns(turn, 1, 1)), *backward),
+        "closing": (),
+        "copies": {lane: CopySpeed(0.0, getattr(machine, f"{lane}_bytes_per_s")) for lane in COPY_LANES},
+        "handover_s": 0.0,
+        "settings": settings,
+        "names": {key: key for key in (*keys, SHELL)},
+        "memory": (("device", peak),),
+    }

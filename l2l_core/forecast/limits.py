@@ -1,0 +1,123 @@
+"""How far a step could go: the depth that fits the memories, and the micro-batches that hide the link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from l2l_core.config import RelayConfig
+from l2l_core.forecast.costs import COPY_LANES
+from l2l_core.forecast.profile import Profile
+from l2l_core.forecast.replay import MOST_EVENTS, simulate
+from l2l_core.forecast.stretch import MemoryWalk, stretch, with_memory
+from l2l_core.trace.bounds import micro_batches_to_hide
+from l2l_core.trace.roofline import OVERLAPPING, Work
+from l2l_core.trace.trace import Trace
+
+_DEEPEST = 1 << 20  # layers; what fits so many has no limit worth a number
+_SIMULATED = 64  # micro-batches that are tried in simulations, whatever the depth
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that there are, None without a limit; and what stands on the host whatever the micro-batches.
+
+    Attributes:
+        device_bytes, host_bytes: that there are.
+        standing_bytes: masters, optimizer state and gradients, of the present depth.
+        layer_bytes: of each layer's share in them, by key in stack order.
+    """
+
+    device_bytes: int | None
+    host_bytes: int | None
+    standing_bytes: int
+    layer_bytes: Mapping[str, int]
+
+
+def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> int | None:
+    """Most layers that fit both budgets, None without a limit; deeper stacks have more layers like the middle one.
+
+    Args:
+        profile: of a few micro-batches, with the stash alone in its host memory.
+        stands: as in `stretch`.
+        budgets: and what is taken of them.
+    """
+    walk = MemoryWalk(profile)
+    keys = list(budgets.layer_bytes)
+    if budgets.device_bytes is None and budgets.host_bytes is None:
+        return None
+    # what is nearest to the middle goes first; the last layer stays, it is where forward turns
+    spare = sorted(keys[:-1], key=lambda key: abs(keys.index(key) - (len(keys) - 1) // 2)) or keys
+
+    def fits(depth: int) -> bool:
+        more = depth - len(keys)
+        copies = {spare[0]: 1 + more} if more >= 0 else dict.fromkeys(spare[:-more], 0)
+        if budgets.device_bytes is not None and walk.rise("device", stands, copies).high > budgets.device_bytes:
+            return False
+        if budgets.host_bytes is None:
+            return True
+        added = sum((count - 1) * budgets.layer_bytes[key] for key, count in copies.items())
+        return budgets.standing_bytes + added + walk.rise("host", stands, copies).high <= budgets.host_bytes
+
+    if fits(_DEEPEST):
+        return None
+    low, high = 0, _DEEPEST  # low fits, or is none at all; high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def hiding_micro_batches(profile: Profile, config: RelayConfig, figures: Mapping[str, Any]) -> int | None:
+    """The smallest number of micro-batches with which the link binds neither forward nor backward; None if none does.
+
+    Numbers are tried in simulations as long as those are short; beyond, the arithmetic of `micro_batches_to_hide` decides.
+    """
+    bare = with_memory(profile, lambda memory: ())
+    most = max(_SIMULATED, MOST_EVENTS // (2 * len(profile.stays)))
+
+    def trace_of(count: int) -> Trace:
+        return simulate(
+            stretch(bare, pattern(bare.micro_batches, count)), replace(config, micro_batches=count), figures
+        )
+
+    def hidden(count: int) -> bool:
+        return not any(b.phase in OVERLAPPING and b.lane in COPY_LANES for b in trace_of(count).bound_by())
+
+    high = 1
+    while high <= most and not hidden(high):
+        high *= 2
+    if high > most:
+        return _by_arithmetic(trace_of(most), most)
+    low = high // 2  # does not hide, or is none at all
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if hidden(middle) else (middle, high)
+    return high
+
+
+def pattern(known: int, count: int) -> list[int]:
+    """Which of `known` micro-batches stands for each of `count` of their size."""
+    usual = max(0, min(2, known - 2)) if known > 1 else 0
+    head = list(range(usual))
+    last = [known - 1] if count > 1 else []
+    middle = [usual] * max(0, count - len(head) - len(last))
+    return (head + middle + last)[:count] if count >= len(head) + len(last) else (head[: count - len(last)] + last)
+
+
+def _by_arithmetic(trace: Trace, micro_batches: int) -> int | None:
+    work = Work(trace.lanes, trace.settings)
+    needed = 1
+    for phase in OVERLAPPING:
+        for lane in COPY_LANES:
+            visits = [visit for visit in work.in_phase(phase) if visit[lane]]
+            events = [event for visit in visits for event in visit[lane]]
+            fixed_s = sum(e.stop_s - e.start_s for e in events if e.kind in ("load", "push") and e.k < 0)
+            whole_s = sum(e.stop_s - e.start_s for e in events)
+            compute_s = sum(e.stop_s - e.start_s for visit in visits for e in visit["compute"])
+            found = micro_batches_to_hide(compute_s, fixed_s, whole_s - fixed_s, micro_batches)
+            if found is None:
+                return None
+            needed = max(needed, found)
+    return max(needed, micro_batches + 1)

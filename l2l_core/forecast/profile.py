@@ -1,0 +1,159 @@
+"""The profile of a step: its visits with their costs, recorded from a trace or made from shapes, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from l2l_core.forecast.costs import CopySpeed, Job, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.forecast.formula import Machine, Shapes, costs_of_shapes
+from l2l_core.forecast.recording import Recording
+from l2l_core.trace.trace import Trace
+
+SCHEMA = "l2l-profile"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The visits of one step, with their costs.
+
+    Attributes:
+        layers: costs by key, the shell among them; keys in stack order.
+        start: what every micro-batch does before the first layer.
+        stays: in order of time, forward and backward.
+        closing: what the EPS does at the end, when all gradients have come.
+        copies: speed of the link by lane, where no other is given.
+        handover_s: from the end of a copy to the start of the work that waits for it.
+        settings: how the step ran: "micro_batches", "stash", "precision", "update", ...
+        names: dotted names of layers by key.
+        memory: samples before the first event.
+    """
+
+    layers: Mapping[str, Layer]
+    start: tuple[Turn, ...]
+    stays: tuple[Stay, ...]
+    closing: tuple[Job, ...]
+    copies: Mapping[str, CopySpeed]
+    handover_s: float
+    settings: Mapping[str, Any]
+    names: Mapping[str, str]
+    memory: Memory = ()
+
+    @staticmethod
+    def of(trace: Trace) -> Profile:
+        """The profile of a recorded training step.
+
+        Raises:
+            ValueError: the trace holds no whole training step.
+        """
+        return Profile(**Recording(trace).costs())
+
+    @staticmethod
+    def of_shapes(shapes: Shapes, machine: Machine) -> Profile:
+        """A profile by formula, from a model's shapes and a machine's figures alone; see `costs_of_shapes`."""
+        return Profile(**costs_of_shapes(shapes, machine))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the step."""
+        return max(len(self.start), 1)
+
+    def with_micro_batches(self, count: int) -> Profile:
+        """The same step with `count` micro-batches of the same size: the recorded ones, over and over."""
+        if count == self.micro_batches:
+            return self
+        return replace(
+            self,
+            start=_cycled(self.start, count),
+            stays=tuple(stay._replace(turns=_cycled(stay.turns, count)) for stay in self.stays),
+            settings={**self.settings, "micro_batches": count},
+        )
+
+    def aggregated(self) -> Profile:
+        """The micro-batches of every stay taken together, as if they were one: far fewer events, the same sums."""
+        return replace(
+            self,
+            start=(_together(self.start),),
+            stays=tuple(stay._replace(turns=(_together(stay.turns),)) for stay in self.stays),
+            closing=tuple(job for job in self.closing if job.k < 0),
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the profile as JSON; returns the path."""
+        path = Path(path)
+        path.write_text(json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(self)}) + "\n", encoding="utf-8")
+        return path
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is damaged or of another version; names it.
+        """
+        path = Path(path)
+        try:
+            row = json.loads(path.read_text(encoding="utf-8"))
+            if row.pop("schema") != SCHEMA or row.pop("version") != VERSION:
+                raise ValueError(f"expected schema {SCHEMA!r} version {VERSION}")
+            return _restored(row)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path}: this is no profile that Profile.save wrote: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _restored(row: dict[str, Any]) -> Profile:
+    def op(values: Sequence[Any]) -> Op:
+        *plain, parts, memory = values
+        return Op(*plain, tuple(Part(*part) for part in parts), tuple((place, held) for place, held in memory))
+
+    def turns(rows: Iterable[Sequence[Any]]) -> tuple[Turn, ...]:
+        return tuple(Turn(k, tuple(map(op, ops)), *rest) for k, ops, *rest in rows)
+
+    return Profile(
+        layers={key: Layer(*values) for key, values in row.pop("layers").items()},
+        start=turns(row.pop("start")),
+        stays=tuple(Stay(layer, visit, turns(rows)) for layer, visit, rows in row.pop("stays")),
+        closing=tuple(Job(*values) for values in row.pop("closing")),
+        copies={lane: CopySpeed(*values) for lane, values in row.pop("copies").items()},
+        memory=tuple((place, held) for place, held in row.pop("memory")),
+        **row,
+    )
+
+
+def _cycled(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:
+    return tuple(turns[k % len(turns)]._replace(k=k) for k in range(count)) if turns else ()
+
+
+def _together(turns: Sequence[Turn]) -> Turn:
+    """One turn that does the work of all; operations of a kind become one."""
+    sums: dict[tuple[str, str, int], Op] = {}
+    for op in (op for turn in turns for op in turn.ops):
+        known = sums.get((op.kind, op.layer, op.visit))
+        if known is None:
+            sums[op.kind, op.layer, op.visit] = op._replace(parts=_parts_together(op.parts))
+            continue
+        sums[op.kind, op.layer, op.visit] = known._replace(
+            seconds=known.seconds + op.seconds,
+            overhead_s=known.overhead_s + op.overhead_s,
+            demand_bytes=known.demand_bytes + op.demand_bytes,
+            parts=_parts_together(known.parts + op.parts),
+            memory=op.memory,
+        )
+    totals = (sum(turn[field] for turn in turns) for field in range(2, 5))
+    return Turn(-1, tuple(sums.values()), *totals)
+
+
+def _parts_together(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The gradients of several micro-batches of a block as one."""
+    sums: dict[tuple[str, str, int], Part] = {}
+    for part in parts:
+        known = sums.setdefault((part.layer, part.block, part.visit), part._replace(nbytes=0, reduce_s=0.0))
+        added = known._replace(nbytes=known.nbytes + part.nbytes, reduce_s=known.reduce_s + part.reduce_s)
+        sums[part.layer, part.block, part.visit] = added
+    return tuple(sums.values())

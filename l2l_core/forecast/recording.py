@@ -1,0 +1,172 @@
+"""From the trace of a step to its costs: which event belongs to which turn of which stay."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from statistics import median
+from typing import Any
+
+from l2l_core.forecast.costs import COPY_LANES, CopySpeed, Job, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.trace.roofline import visits_of
+from l2l_core.trace.trace import Event, Trace
+
+
+class Recording:
+    """Sorts the events of a trace into stays and turns.
+
+    Raises:
+        ValueError: the trace holds no whole training step.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace, self._lanes, self._settings = trace, trace.lanes, dict(trace.settings)
+        self._compute = self._lanes["compute"]
+        self._visits = visits_of(self._compute)
+        self._first_s = min((event.start_s for event in trace.events), default=0.0)
+        if not self._visits[1:] or not any(event.kind == "backward" for event in self._compute):
+            raise ValueError(f"{trace!r} is no whole training step, so there is nothing to replay")
+        self._starts: dict[int, list[float]] = defaultdict(list)  # by micro-batch
+        self._indices: dict[int, list[int]] = defaultdict(list)
+        for index, event in enumerate(self._compute):
+            self._starts[event.k].append(event.start_s)
+            self._indices[event.k].append(index)
+        self._pushed = _moved(self._lanes["d2h"], "push")
+        self._demand: dict[int, int] = defaultdict(int)  # by index of compute event
+        self._parts: dict[tuple[int, int], list[Part]] = defaultdict(list)  # by visit and micro-batch
+        self._moved: dict[str, dict[tuple[int, int], int]] = {
+            kind: defaultdict(int) for kind in ("batch", "fetch", "stash")
+        }
+
+    def costs(self) -> dict[str, Any]:
+        """The fields of a `Profile`."""
+        self._sort_stash()
+        jobs = self._sort_gradients()
+        memory = self._memory()
+        ops = [self._op(index, event, memory[index + 1]) for index, event in enumerate(self._compute)]
+        remaining = iter(zip(self._compute, ops, strict=True))
+        groups = [list(islice(remaining, len(visit))) for visit in self._visits]
+        stays = [stay for group in groups[1:] for stay in self._stays(group)]
+        return {
+            "layers": self._layers(),
+            "start": self._turns(-1, groups[0]),
+            "stays": tuple(Stay(s[0][0].layer, s[0][0].visit, self._turns(s[0][0].visit, s)) for s in stays),
+            "closing": tuple(jobs),
+            "copies": {lane: _copy_speed(self._lanes[lane], self._settings) for lane in COPY_LANES},
+            "handover_s": self._handover_s(),
+            "settings": self._settings,
+            "names": self._trace.names,
+            "memory": memory[0],
+        }
+
+    def _after(self, event: Event) -> int:
+        """The compute event of the same micro-batch for which a copy was made."""
+        at = bisect_left(self._starts[event.k], event.stop_s - 1e-9)
+        return self._indices[event.k][min(at, len(self._starts[event.k]) - 1)]
+
+    def _sort_stash(self) -> None:
+        for event in (event for lane in COPY_LANES for event in self._lanes[lane]):
+            if event.kind == "fetch" and event.visit < 0:
+                self._demand[self._after(event)] += event.nbytes
+            elif event.kind in self._moved:
+                self._moved[event.kind][event.visit, event.k] += event.nbytes
+
+    def _sort_gradients(self) -> list[Job]:
+        """Give gradients that leave apart to the events that they come from; return what is left for the end."""
+        apart = [event for event in self._lanes["d2h"] if event.kind == "push" and event.k >= 0]
+        eps = self._lanes["eps"]
+        reduced = [event for event in eps if event.kind == "reduce" and event.k >= 0]
+        for push, reduce in zip(apart, reduced, strict=False):
+            seconds = reduce.stop_s - reduce.start_s
+            part = Part(push.layer, push.nbytes, reduce.layer, reduce.nbytes, seconds, push.visit)
+            self._parts[push.visit, push.k].append(part)
+        rest = [e for e in eps if not (e.kind == "reduce" and e.k >= 0) and not self._follows_push(e)]
+        return [Job(e.kind, e.layer, e.k, e.stop_s - e.start_s, e.nbytes) for e in rest]
+
+    def _follows_push(self, event: Event) -> bool:
+        """Whether work of the EPS is for a gradient that was pushed as a whole, and does not wait for others."""
+        kinds = ("reduce",) if self._settings.get("update") == "deferred" else ("reduce", "update")
+        return event.kind in kinds and event.k < 0 and event.layer in self._pushed
+
+    def _layers(self) -> dict[str, Layer]:
+        loads = _moved(self._lanes["h2d"], "load")
+        layers = {key: Layer(nbytes, self._pushed.get(key, 0)) for key, nbytes in loads.items()}
+        for event in filter(self._follows_push, self._lanes["eps"]):
+            seconds = {f"{event.kind}_s": event.stop_s - event.start_s}
+            layers[event.layer] = layers[event.layer]._replace(block_bytes=event.nbytes, **seconds)
+        return layers
+
+    def _op(self, index: int, event: Event, memory: Memory) -> Op:
+        ended_s = self._compute[index - 1].stop_s if index else self._first_s
+        overhead_s = max(0.0, event.start_s - ended_s - event.stalled_s)
+        seconds = event.stop_s - event.start_s
+        return Op(event.kind, event.layer, event.visit, seconds, overhead_s, self._demand[index], (), memory)
+
+    def _stays(self, group: Sequence[tuple[Event, Op]]) -> Iterator[Sequence[tuple[Event, Op]]]:
+        """The stays in a visit: one, but two at the turn if the last layer's graphs were dropped and all came back."""
+        turned = [i for i, (e, _) in enumerate(group) if e.kind == "backward" and self._comes_back(e, group[:i])]
+        yield from filter(None, (group[: turned[0]], group[turned[0] :]) if turned else (group,))
+
+    def _comes_back(self, event: Event, before: Sequence[tuple[Event, Op]]) -> bool:
+        forward = [e for e, _ in before if e.kind == "forward"]
+        moved = any((event.visit, event.k) in self._moved[kind] for kind in ("fetch", "stash"))
+        return bool(forward) and (forward[-1].k != event.k or moved)
+
+    def _turns(self, visit: int, group: Sequence[tuple[Event, Op]]) -> tuple[Turn, ...]:
+        by_k: dict[int, list[Op]] = defaultdict(list)
+        for event, op in group:
+            by_k[event.k].append(op)
+        moved = [self._moved[kind] for kind in ("batch", "fetch", "stash")]
+        return tuple(
+            Turn(k, tuple(self._with_parts(visit, k, ops)), *(bytes_of.get((visit, k), 0) for bytes_of in moved))
+            for k, ops in by_k.items()
+        )
+
+    def _with_parts(self, visit: int, k: int, ops: list[Op]) -> list[Op]:
+        """Let gradients that leave apart follow the loss, or the end of a backward and of the shell's before it."""
+        losses = [index for index, op in enumerate(ops) if op.kind == "loss"]
+        for number in {visit, *(op.visit for op in ops if op.kind == "backward")}:
+            at = losses[-1] if losses and number == visit else -1
+            ops[at] = ops[at]._replace(parts=ops[at].parts + tuple(self._parts.get((number, k), ())))
+        return ops
+
+    def _memory(self) -> list[Memory]:
+        """Samples by the compute event that they follow; those before the first one come first."""
+        stops = [event.stop_s for event in self._compute]
+        groups: list[list[tuple[str, Mapping[str, int]]]] = [[] for _ in range(len(stops) + 1)]
+        for sample in self._trace.memory:
+            groups[bisect_right(stops, sample.t_s)].append((sample.place, dict(sample.bytes_by_category)))
+        return [tuple(group) for group in groups]
+
+    def _handover_s(self) -> float:
+        """From the end of a copy to the start of the work that waits for it, as seen at the rows of the batch."""
+        stops_s = {event.k: event.stop_s for event in self._lanes["h2d"] if event.kind == "batch"}
+        waits_s = [e.start_s - stops_s[e.k] for e in self._visits[0] if e.k in stops_s]
+        return min((seconds for seconds in waits_s if seconds >= 0), default=0.0)
+
+
+def _moved(events: Sequence[Event], kind: str) -> dict[str, int]:
+    """Bytes of every layer's first whole copy of a kind; its pieces follow one another."""
+    moved: dict[str, int] = {}
+    current = ""
+    for event in (e for e in events if e.kind == kind and e.k < 0):
+        if event.layer == current:
+            moved[current] += event.nbytes
+        else:
+            current = "" if event.layer in moved else event.layer
+            moved.setdefault(event.layer, event.nbytes)
+    return moved
+
+
+def _copy_speed(events: Sequence[Event], settings: Mapping[str, Any]) -> CopySpeed:
+    """Speed of the host's memory as the copies show it, where no link limited them; otherwise the link's."""
+    if not events:
+        return CopySpeed()
+    limit = settings.get(f"{events[0].lane}_bytes_per_s")
+    if limit:
+        return CopySpeed(median(max(0.0, e.stop_s - e.start_s - e.nbytes / limit) for e in events), limit)
+    fixed_s = min(event.stop_s - event.start_s for event in events)
+    rest_s = sum(event.stop_s - event.start_s - fixed_s for event in events)
+    return CopySpeed(fixed_s, sum(event.nbytes for event in events) / rest_s if rest_s > 0 else float("inf"))

@@ -1,0 +1,190 @@
+"""A step without effect on a few micro-batches: what it costs, and what it leaves in memory turn by turn.
+
+The model's own forward and the relay's own loop run over all layers, on a device without limits and a link without
+limits, with an EPS that updates scratch copies (`dry.py`). What it is not: a simulation. Nothing of the relay changes;
+forward hooks of the user's own do run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from l2l_core.config import RelayConfig
+from l2l_core.devices.device import Device
+from l2l_core.devices.emulated import EmulatedDevice
+from l2l_core.devices.ledger import Ledger
+from l2l_core.eps.blocks.units import Block, Unit
+from l2l_core.eps.casts import Wires
+from l2l_core.eps.scratch import DryStore
+from l2l_core.eps.store import LayerStore
+from l2l_core.forecast.profile import Profile
+from l2l_core.step.loop import TrainLoop
+from l2l_core.step.stage import Parts, Stage, Task
+from l2l_core.step.traffic.meter import Metered
+from l2l_core.trace.trace import Trace
+
+ENOUGH_S = 2.0  # timed passes are repeated until they have taken so long together,
+MOST_PASSES = 5  # or there are so many
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What a rehearsal found.
+
+    Attributes:
+        profile: costs of the pass of median length.
+        around_s: seconds of a step before its first event and after its last one.
+        state_bytes: of the optimizer after a step.
+        passes: timed ones.
+        seconds: what the rehearsal took.
+    """
+
+    profile: Profile
+    around_s: float
+    state_bytes: int
+    passes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """A relay's parts, as a rehearsal needs them.
+
+    Attributes:
+        predicted: the way through the layers that a step would expect.
+        learn: gets the way that was found, if it is another one. A step that expects the wrong way runs its last layer
+            twice and keeps less meanwhile, so its device peak is lower than that of all later steps, which is what is
+            forecast. (ALBERT's one layer is visited once per depth.)
+    """
+
+    parts: Parts
+    store: LayerStore
+    predicted: Sequence[Unit]
+    objective: Task
+    learn: Callable[[list[Unit]], None] = lambda way: None
+
+    def run(self, micro_batches: Sequence[Any], config: RelayConfig) -> Rehearsed:
+        """Rehearse these micro-batches under `config`, once metered, then timed."""
+        began_s = time.perf_counter()
+        config = replace(config, micro_batches=len(micro_batches), seed=0)
+        with self._parts_apart() as parts, self._dry_store(parts) as dry:
+            passing = partial(self._pass, parts, dry, micro_batches, config)
+            learned, way = passing(None, self.predicted)[2:]
+            if way != list(self.predicted):  # layers that are visited twice, say: then prefetch learns, and so do we
+                learned, way = passing(None, way)[2:]
+                self.learn(way)
+            replayed = None if config.meter == "always" else learned
+            timed: list[tuple[Trace, float]] = []
+            while not timed or (len(timed) < MOST_PASSES and sum(s for _, s in timed) < ENOUGH_S):
+                timed.append(passing(replayed, way)[:2])
+        trace, seconds = sorted(timed, key=lambda one: one[0].span_s)[len(timed) // 2]
+        known = {block: self.store.side_of(block).nbytes for block in _blocks_of(parts)} | dry.state_bytes
+        return Rehearsed(
+            profile=Profile.of(trace),
+            around_s=max(0.0, seconds - trace.span_s),
+            state_bytes=sum(known.values()),
+            passes=len(timed),
+            seconds=time.perf_counter() - began_s,
+        )
+
+    @contextmanager
+    def _parts_apart(self) -> Iterator[Parts]:
+        """The parts, on a device without limits and with ledgers of their own; afterwards as they were."""
+        device, host = _unlimited(self.parts.device), Ledger("host", "Host memory")
+        parts = replace(self.parts, device=device, host=host, wires=Wires(device, host))
+        blocks = _blocks_of(parts)
+        wires = [block.wire for block in blocks]
+        peak, limit_bytes = device.ledger.peak, device.ledger.limit_bytes
+        device.ledger.limit_bytes = None  # what does not fit is what a forecast is asked for
+        try:
+            with device.current():
+                yield parts
+        finally:
+            parts.wires.close()
+            for block, wire in zip(blocks, wires, strict=True):
+                block.wire = wire
+            device.ledger.limit_bytes, device.ledger.peak = limit_bytes, max(peak, device.ledger.total)
+            if device is not self.parts.device:
+                device.close()
+
+    @contextmanager
+    def _dry_store(self, parts: Parts) -> Iterator[DryStore]:
+        """An EPS without effect; its work is over when the block is left, however it is left."""
+        stats = [dict(unit.stats) for unit in parts.units]
+        dry = DryStore(self.store, parts.host, parts.device.host_empty)
+        try:
+            yield dry
+        except BaseException:
+            dry.roll_back()
+            raise
+        finally:
+            for param in parts.model.parameters():
+                param.grad = None
+            for unit, told in zip(parts.units, stats, strict=True):
+                unit.stats = told
+
+    def _pass(
+        self,
+        parts: Parts,
+        dry: DryStore,
+        micro_batches: Sequence[Any],
+        config: RelayConfig,
+        replay: Metered | None,
+        predicted: Sequence[Unit],
+    ) -> tuple[Trace, float, Metered, list[Unit]]:
+        """One step without effect: its trace, its seconds, what it learned, and the way it went."""
+        began_s = time.perf_counter()
+        settings = {**asdict(config), **parts.device.figures()}
+        trace = Trace(device=parts.device.name, names=parts.names, settings=settings)
+        seeds = [config.micro_batch_seed(0, k) for k in range(len(micro_batches))]
+        put_buffers_back = parts.copy_buffers()
+        dry.begin(config, trace)
+        try:
+            with Stage(parts, config, trace, replay) as stage:
+                forwards = stage.forwards(micro_batches, self.objective, seeds)
+                loop = TrainLoop(stage.run, forwards, parts.layers, predicted, stage.prefetch)
+                loop.train(dry, *stage.gradients(), stage.pushes, [1.0] * len(micro_batches), parts.inside())
+                dry.finish()
+                stage.stash.drain()
+                stage.meter.sample()
+            seconds = time.perf_counter() - began_s
+        finally:
+            put_buffers_back()
+        return trace, seconds, stage.learned(), [visit.unit for visit in loop.visits]
+
+
+def _blocks_of(parts: Parts) -> list[Block]:
+    return list(dict.fromkeys(block for unit in parts.units for block in unit.blocks))
+
+
+def _unlimited(device: Device) -> Device:
+    """The same kind of device without a budget and with the fastest link; a real one is what it is."""
+    return EmulatedDevice() if isinstance(device, EmulatedDevice) else device
+
+
+def representatives(forms: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Which micro-batches of a step to rehearse, and which of those stands for each.
+
+    Micro-batches of one form in a row are alike but for the first two, that find the pipeline filling, and the very last.
+
+    Args:
+        forms: shapes of every micro-batch.
+
+    Returns:
+        Indices into `forms`; and for each micro-batch the position in them.
+    """
+    chosen: list[int] = []
+    stands: list[int] = []
+    start = 0
+    for k, form in enumerate(forms):
+        if form != forms[start]:
+            start = k
+        if k - start < 3 or k == len(forms) - 1:
+            chosen.append(k)
+        stands.append(len(chosen) - 1)
+    return chosen, stands

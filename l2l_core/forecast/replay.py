@@ -1,0 +1,309 @@
+"""The schedule of a relay on a virtual clock: nothing is computed, nothing is copied.
+
+`simulate` does with numbers what the loop does with tensors: it walks the stays of a profile in order, issues loads
+ahead, lets stash leave and arrive around every turn, pushes gradients, and keeps four lanes on which work starts when it
+was issued and its lane is free. The numbers [1] to [3] are those of `loop.py`. A test replays recorded steps and insists
+on the same events.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from l2l_core.config import RelayConfig
+from l2l_core.devices.device import Device
+from l2l_core.eps.store import MAX_UNDER_WAY
+from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, Turn
+from l2l_core.forecast.profile import Profile
+from l2l_core.step.traffic.lanes import cuts
+from l2l_core.trace.trace import Event, MemorySample, Trace
+
+MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
+
+
+def simulate(profile: Profile, config: RelayConfig, device: Device | Mapping[str, Any] | None = None) -> Trace:
+    """What a step with these costs would look like.
+
+    Args:
+        profile: costs, recorded or by formula.
+        config: how the relay runs. With another number of micro-batches than the profile's, the profile's are repeated or
+            left out, so the batch grows or shrinks.
+        device: whose link to assume: an `EmulatedDevice`, or figures ("h2d_bytes_per_s", "d2h_bytes_per_s",
+            "latency_s"). What is None or missing runs at the speed that the profile has.
+
+    Returns:
+        A trace on a virtual clock that starts at 0. With more than 20,000 events, a stay's micro-batches count as one.
+
+    Raises:
+        ValueError: the profile was made for another precision or stash place, so its bytes do not apply.
+    """
+    for name in ("precision", "stash"):
+        known, asked = profile.settings.get(name), getattr(config, name)
+        if known is not None and known != asked:
+            raise ValueError(
+                f"the profile is of a step with {name}={known!r}, and {name}={asked!r} moves other bytes: record a step with "
+                f"RelayConfig({name}={asked!r}), or make the profile with it"
+            )
+    figures = device.figures() if isinstance(device, Device) else dict(device or {})
+    profile = profile.with_micro_batches(config.micro_batches)
+    if _count_events(profile) > MOST_EVENTS:
+        profile = profile.aggregated()
+    return _Replay(profile, config, figures).run()
+
+
+def _count_events(profile: Profile) -> int:
+    """About how many events a replay has."""
+    turns = [turn for stay in profile.stays for turn in stay.turns]
+    pieces = profile.micro_batches if profile.settings.get("stash") == "host" else 1
+    return sum(len(turn.ops) + bool(turn.fetch_bytes) + bool(turn.stash_bytes) for turn in turns) + (
+        (pieces + 2) * len(profile.stays)
+    )
+
+
+def _trained(profile: Profile) -> set[str]:
+    """Layers that gradients come from."""
+    turns = [*profile.start, *(turn for stay in profile.stays for turn in stay.turns)]
+    apart = {part.layer for turn in turns for op in turn.ops for part in op.parts}
+    return apart | {key for key, layer in profile.layers.items() if layer.push_bytes}
+
+
+class _Lane:
+    """A copy lane: what is issued starts when the lane is free. `Lane` of link.py, in numbers."""
+
+    def __init__(
+        self, name: str, speed: CopySpeed, figures: Mapping[str, Any], pieces: int, events: list[Event]
+    ) -> None:
+        bytes_per_s = figures.get(f"{name}_bytes_per_s") or speed.bytes_per_s
+        self._fixed_s = max(speed.fixed_s, figures.get("latency_s") or 0.0)
+        self._s_per_byte = 1 / bytes_per_s
+        self._name, self._pieces, self._add = name, pieces, events.append
+        self._free_s = 0.0
+        self._waiting: deque[int] = deque()  # pieces of the copy that trickles
+        self._what = "", ""  # its kind and layer
+        self._then: Callable[[float], None] = lambda done_s: None
+
+    def send(self, t: float, kind: str, layer: str, nbytes: int, k: int = -1, visit: int = -1) -> float:
+        """Issue a copy at `t`; returns when it is done."""
+        start_s = self._free_s if self._free_s > t else t
+        self._free_s = stop_s = start_s + self._fixed_s + nbytes * self._s_per_byte
+        self._add(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit))
+        return stop_s
+
+    def trickle(
+        self, t: float, kind: str, layer: str, nbytes: int, itemsize: int, then: Callable[[float], None]
+    ) -> None:
+        """Issue the first piece of a copy, the others turn by turn; `then` hears when the last one is done."""
+        self.flush(t)
+        edges = cuts(nbytes // itemsize, itemsize, self._pieces)
+        self._waiting.extend(itemsize * (stop - start) for start, stop in pairwise(edges))
+        self._what, self._then = (kind, layer), then
+        self.turn(t)
+
+    def turn(self, t: float) -> None:
+        """Let one piece follow."""
+        if self._waiting:
+            done_s = self.send(t, *self._what, self._waiting.popleft())
+            if not self._waiting:
+                self._then(done_s)
+
+    def flush(self, t: float) -> None:
+        """Send what still waits."""
+        while self._waiting:
+            self.turn(t)
+
+
+@dataclass(slots=True)
+class _Job:
+    """Work of the EPS on one gradient."""
+
+    ready_s: float  # when the gradient is there; infinite until its last piece has been sent
+    works: list[Job]
+
+
+class _Replay:
+    """One run over a profile."""
+
+    def __init__(self, profile: Profile, config: RelayConfig, figures: Mapping[str, Any]) -> None:
+        self._profile, self._config, self._figures = profile, config, figures
+        self._layers, self._handover_s = profile.layers, profile.handover_s
+        self._overlap, self._on_host = config.ahead > 0, config.stash == "host"
+        self._itemsize = 2 if config.precision == "bf16" else 4
+        self._events: list[Event] = []
+        self._samples: list[MemorySample] = []
+        pieces = profile.micro_batches if self._overlap and self._on_host else 1
+        self._h2d, self._d2h = (
+            _Lane(name, profile.copies.get(name, CopySpeed()), figures, pieces, self._events) for name in COPY_LANES
+        )
+        self._t = 0.0  # how far compute, and with it the host's main thread, has come
+        self._stalled_s = 0.0  # of it, spent waiting since the last compute event
+        self._eps_s = 0.0  # when the EPS is free
+        self._jobs: deque[_Job] = deque()  # that it has not begun, in order
+        self._left_s = self._arrives_s = 0.0  # when the stash that moves has left, or is there
+        self._slots: dict[str, float] = {}  # when the weights of a layer are there
+        self._visits: dict[str, list[int]] = defaultdict(list)  # positions in the stays, by layer
+        for index, stay in enumerate(profile.stays):
+            self._visits[stay.layer].append(index)
+        self._trained = _trained(profile)
+        self._pushed_s: deque[float] = deque()  # when the gradients that still fill a buffer have left
+        self._updated_s: list[float] = []  # when pushed gradients have been used
+
+    def run(self) -> Trace:
+        stays = self._profile.stays
+        self._remember(self._profile.memory)
+        self._wait(self._h2d.send(0.0, "load", SHELL, self._layers[SHELL].load_bytes))
+        for turn in self._profile.start:
+            if turn.batch_bytes:
+                self._wait(self._h2d.send(self._t, "batch", "", turn.batch_bytes, turn.k))
+            self._work(turn)
+            self._park(turn, -1)
+        following = iter([(stay, turn) for stay in stays for turn in stay.turns])
+        first = next(following)
+        for index, stay in enumerate(stays):
+            self._load(index)  # [1]
+            self._take_buffer(stay)
+            if self._overlap and index == 0:
+                self._fetch(*first)  # nobody came before it to expect it
+            for turn in stay.turns:
+                self._relay(stay, turn, next(following, None))
+                self._work(turn)  # [2]
+                self._park(turn, stay.visit)
+            if stay.is_backward:
+                self._push(stay.layer)  # [3]
+        self._push(SHELL)
+        self._finish()
+        return Trace.of(
+            self._events,
+            self._samples,
+            device="simulated",
+            names=self._profile.names,
+            settings={**asdict(self._config), **self._figures},
+        )
+
+    def _wait(self, until_s: float) -> None:
+        """Let compute wait for a copy."""
+        until_s += self._handover_s
+        if until_s > self._t:
+            self._stalled_s += until_s - self._t
+            self._t = until_s
+
+    def _load(self, index: int) -> None:
+        """Have the weights of a stay in a slot, and those of the next ones on their way."""
+        ahead = self._config.ahead
+        window = dict.fromkeys(stay.layer for stay in self._profile.stays[index : index + ahead + 1])
+        for layer in window:
+            if layer not in self._slots:
+                if len(self._slots) > ahead:
+                    old = [other for other in self._slots if other not in window]
+                    del self._slots[max(old, key=lambda other: self._next_use(other, index))]
+                self._slots[layer] = math.inf
+                arrived = partial(self._slots.__setitem__, layer)
+                self._h2d.trickle(self._t, "load", layer, self._layers[layer].load_bytes, self._itemsize, arrived)
+        layer = self._profile.stays[index].layer
+        if self._slots[layer] == math.inf:
+            self._h2d.flush(self._t)
+        self._wait(self._slots[layer])
+
+    def _next_use(self, layer: str, index: int) -> float:
+        visits = self._visits[layer]
+        at = bisect_left(visits, index)
+        return visits[at] if at < len(visits) else math.inf
+
+    def _relay(self, stay: Stay, turn: Turn, following: tuple[Stay, Turn] | None) -> None:
+        """The stash of a turn is there, and that of the following one begins to arrive."""
+        if not self._on_host:
+            return
+        if self._overlap:
+            self._wait(self._arrives_s)
+            if following is not None:
+                self._fetch(*following)
+            self._h2d.turn(self._t)
+        else:
+            self._fetch(stay, turn)
+            self._wait(self._arrives_s)
+
+    def _fetch(self, stay: Stay, turn: Turn) -> None:
+        if turn.fetch_bytes:
+            self._arrives_s = self._h2d.send(self._t, "fetch", stay.layer, turn.fetch_bytes, turn.k, stay.visit)
+
+    def _work(self, turn: Turn) -> None:
+        """The compute events of a turn."""
+        add, k = self._events.append, turn.k
+        for kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory in turn.ops:
+            if demand_bytes:
+                self._wait(self._h2d.send(self._t, "fetch", SHELL, demand_bytes, k))
+            start_s = self._t + overhead_s
+            self._t = stop_s = start_s + seconds
+            add(Event("compute", kind, start_s, stop_s, layer, k, 0, visit, self._stalled_s))
+            self._stalled_s = 0.0
+            for part in parts:
+                pushed_s = self._d2h.send(stop_s, "push", part.layer, part.nbytes, k, part.visit)
+                self._jobs.append(_Job(pushed_s, [Job("reduce", part.block, k, part.reduce_s, part.block_bytes)]))
+                self._run_eps()
+            if memory:
+                self._remember(memory)
+
+    def _park(self, turn: Turn, visit: int) -> None:
+        """The stash of a turn begins to leave, when that of the turn before has left."""
+        if not self._on_host:
+            return
+        self._wait(self._left_s)
+        if turn.stash_bytes:
+            self._left_s = self._d2h.send(self._t, "stash", "", turn.stash_bytes, turn.k, visit)
+        if not self._overlap:
+            self._wait(self._left_s)
+        self._d2h.turn(self._t)
+
+    def _take_buffer(self, stay: Stay) -> None:
+        """Wait until a gradient buffer is free: there are two of them, or one if nothing overlaps. Frozen layers need none."""
+        while stay.is_backward and stay.layer in self._trained and len(self._pushed_s) > self._overlap:
+            self._wait(self._pushed_s.popleft())
+
+    def _push(self, layer: str) -> None:
+        """Let a gradient leave; the EPS goes on with it."""
+        cost = self._layers[layer]
+        if not cost.push_bytes:
+            return
+        self._d2h.flush(self._t)
+        if self._config.update == "eager" and len(self._updated_s) >= MAX_UNDER_WAY:
+            self._wait(self._updated_s[-MAX_UNDER_WAY])
+
+        works = [("reduce", cost.reduce_s), ("update", cost.update_s)][: 1 + (self._config.update == "eager")]
+        job = _Job(math.inf, [Job(kind, layer, -1, seconds, cost.block_bytes) for kind, seconds in works])
+
+        def then(pushed_s: float) -> None:
+            self._pushed_s.append(pushed_s)
+            job.ready_s = pushed_s
+            self._run_eps()
+
+        self._jobs.append(job)
+        self._d2h.trickle(self._t, "push", layer, cost.push_bytes, 4, then)
+
+    def _run_eps(self) -> None:
+        """Let the EPS do, in order, what can be begun."""
+        while self._jobs and self._jobs[0].ready_s < math.inf:
+            job = self._jobs.popleft()
+            self._eps_s = max(self._eps_s, job.ready_s)
+            for kind, layer, k, seconds, nbytes in job.works:
+                start_s, self._eps_s = self._eps_s, self._eps_s + seconds
+                self._events.append(Event("eps", kind, start_s, self._eps_s, layer, k, nbytes))
+                if kind == "update":
+                    self._updated_s.append(self._eps_s)
+        if not self._overlap:
+            self._wait(self._eps_s)
+
+    def _finish(self) -> None:
+        """What the EPS does when all gradients have come."""
+        self._d2h.flush(self._t)
+        self._jobs.append(_Job(self._t, list(self._profile.closing)))
+        self._run_eps()
+
+    def _remember(self, memory: Memory) -> None:
+        for place, nbytes in memory:
+            self._samples.append(MemorySample(self._t, place, nbytes))

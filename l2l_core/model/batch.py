@@ -1,0 +1,305 @@
+"""A batch along its rows: how many there are, and the same batch with fewer of them.
+
+What has rows:
+
+- tensors and NumPy arrays, along dim 0. One with a single row beside others with more (a shared ``position_ids``, say) goes to
+  every micro-batch whole, and so do scalars and other values;
+- lists and tuples of as many items as the batch has rows: one item per row, whatever the items are. That decides too
+  where the number is the same by chance: a list that is none of rows (an image's height and width) belongs into a tensor with
+  one row, a namedtuple, a dict or a ``torch.Size``. Where each item is made of tensors with as many rows again, both readings
+  fit, and the batch is refused;
+- any other list or tuple is a container, and so are mappings, namedtuples and dataclasses; they keep their types.
+
+The number of rows is what tensors and arrays outside of lists say, and where there are none, the lists.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from l2l_core.model.hidden import refuse_hidden
+from l2l_core.model.nested import is_record, is_same, is_sequence, leaves_in, mapped, open_up, with_items
+
+Batch = Mapping[str, Any] | Sequence[Any] | Any  # a dataclass too
+Rows = slice | list[int]  # a choice of rows
+Change = Callable[[str, Any, int], Any]
+
+
+class BothReadingsError(ValueError):
+    """A list that may hold one item per row, or be a container of tensors with rows."""
+
+
+class RowsOf:
+    """The rows of a batch.
+
+    Raises:
+        TypeError: the batch is no mapping, sequence or dataclass.
+        ValueError: it is empty, or its tensors disagree on the number of rows.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        if not is_record(batch):
+            raise TypeError(
+                f"batch is a {type(batch).__name__}: the relay takes a dict of keyword arguments or a tuple of positional "
+                "ones, and with objective= a dataclass; wrap a single tensor as (tensor,)"
+            )
+        self.batch = batch
+        self.count = _count(batch)
+
+    def split(self, micro_batches: int) -> list[Any]:
+        """The batch in so many parts, of the sizes of `sizes`.
+
+        Raises:
+            ValueError: there are fewer rows than micro-batches, or something fits both readings.
+            TypeError: something holds rows and cannot be cut, or would be used up by the first micro-batch.
+        """
+        bounds = self._bounds(micro_batches)
+        if micro_batches == 1:
+            return [mapped(self.batch, lambda leaf: leaf)]
+        return self.pick([slice(*each) for each in bounds])
+
+    def sizes(self, micro_batches: int) -> list[int]:
+        """Rows of every micro-batch: equal, the last possibly smaller; or as nearly equal as that can be."""
+        return [stop - start for start, stop in self._bounds(micro_batches)]
+
+    def first(self, count: int) -> Any:
+        """The first `count` rows, or all of them if there are fewer or nothing can be cut."""
+        try:
+            return self.batch if count >= self.count else self.pick([slice(0, count)])[0]
+        except (BothReadingsError, TypeError):
+            return self.batch
+
+    def pick(self, choices: Sequence[Rows], change: Change | None = None) -> list[Any]:
+        """The batch with other choices of its rows, once for each; raises as `split` does.
+
+        Args:
+            choices: of rows.
+            change: ``(name, part, index of the choice) -> part``: what to put in the place of a part of a tensor.
+        """
+        return _Cut(self.count, choices, change).of(self.batch, "batch", is_root=True)
+
+    def columns(self) -> Iterator[tuple[str, Any]]:
+        """Whatever has one entry per row, with its name: tensors, arrays and lists."""
+        return _columns(self.batch, self.count, "batch", is_root=True)
+
+    def _bounds(self, parts: int) -> list[tuple[int, int]]:
+        if self.count < parts:
+            raise ValueError(
+                f"the batch has {self.count} row(s) but micro_batches={parts}: give a larger batch, or use "
+                f"RelayConfig(micro_batches={self.count})"
+            )
+        size, more = -(-self.count // parts), self.count % parts
+        if size * (parts - 1) < self.count:
+            starts = [size * k for k in range(parts)]
+        else:  # 5 rows in 4 parts: 2, 1, 1, 1
+            starts = [(size - 1) * k + min(k, more) for k in range(parts)]
+        return list(zip(starts, [*starts[1:], self.count], strict=True))
+
+
+def split(batch: Batch, micro_batches: int) -> list[Any]:
+    """Cut a batch into micro-batches; see `RowsOf`."""
+    return RowsOf(batch).split(micro_batches)
+
+
+def rows_of(batch: Batch) -> int:
+    """Number of rows (samples) of a batch."""
+    return RowsOf(batch).count
+
+
+# -- how many rows -----------------------------------------------------------------------------------------------------
+
+
+def _count(batch: Batch) -> int:
+    outside: list[int] = []
+    lists: list[Any] = []
+    _look(batch, outside, lists, is_root=True)
+    rows = _agreed(outside)
+    if 0 in outside or (rows is None and outside):
+        raise _disagreement(batch, outside)
+    if rows is not None and (rows > 1 or not lists):
+        return rows
+    inside = _rows_in(lists)
+    if rows == 1 and not inside:
+        return 1
+    lengths = {len(each) for each in lists}
+    by_list = lengths.pop() if len(lengths) == 1 else None
+    if rows == 1 and by_list == 1:
+        return 1
+    by_tensor = None if any(_holds_records(each) for each in lists) else _agreed([*outside, *inside])
+    if by_list and by_tensor and by_list != by_tensor:
+        raise BothReadingsError(
+            f"the batch has {by_list} row(s) if its lists have one item per row, and {by_tensor} if they are containers: "
+            f"{_describe(batch)}. Stack what has one item per row into a tensor, or put containers into a dict or namedtuple"
+        )
+    if not (found := by_tensor or by_list):
+        raise _disagreement(batch, inside)
+    return found
+
+
+def _look(value: Any, outside: list[int], lists: list[Any], is_root: bool = False) -> None:
+    """Find the rows of tensors that are in no list, and the outermost lists."""
+    if is_sequence(value) and not is_root:
+        lists.append(value)
+    elif (opened := open_up(value)) is not None:
+        for part in opened.parts:
+            _look(part, outside, lists)
+    elif has_rows(value):
+        outside.append(len(value))
+
+
+def _rows_in(value: Any) -> list[int]:
+    return [len(leaf) for leaf in leaves_in(value) if has_rows(leaf)]
+
+
+def _holds_records(value: Sequence[Any]) -> bool:
+    """Whether items of a list are records: then it has one per row, as columns are no records themselves."""
+    return any(open_up(item) is not None and not is_sequence(item) for item in value)
+
+
+def _agreed(sizes: Sequence[int]) -> int | None:
+    """The number of rows, where some tensors may have a single one; None if there is none."""
+    several = {*sizes} - {1}
+    return (several.pop() if several else 1) if sizes and len(several) < 2 else None
+
+
+def has_rows(value: Any) -> bool:
+    """Whether this is a tensor or an array with at least one dimension."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, torch.Tensor if numpy is None else (torch.Tensor, numpy.ndarray)) and value.ndim > 0
+
+
+def _disagreement(batch: Batch, sizes: Sequence[int]) -> ValueError:
+    if not sizes or {*sizes} == {0}:
+        return ValueError(f"the batch is empty: no tensor with at least one row in {_describe(batch)}")
+    return ValueError(f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}")
+
+
+def _describe(batch: Batch) -> str:
+    opened = open_up(batch)
+    assert opened is not None
+    if not isinstance(batch, Mapping) or len(batch) != len(opened.parts):
+        items = [(name.strip(".[]"), part) for name, part in zip(opened.names, opened.parts, strict=True)]
+    else:
+        items = list(batch.items())
+    return "{" + ", ".join(f"{name}: {_shown(value)}" for name, value in items) + "}"
+
+
+def _shown(value: Any) -> str:
+    if has_rows(value):
+        return str(tuple(value.shape))
+    return f"{type(value).__name__} of {len(value)}" if is_sequence(value) else type(value).__name__
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def _is_one_per_row(value: Any, rows: int, where: str, is_root: bool) -> bool:
+    """Whether a list has one item per row.
+
+    Raises:
+        BothReadingsError: its items may as well be columns of their own.
+    """
+    if is_root or rows == 1 or not is_sequence(value) or len(value) != rows:
+        return False
+    found = [_rows_in(item) for item in value]
+    if not _holds_records(value) and all(sizes and {*sizes} == {rows} for sizes in found):
+        raise BothReadingsError(
+            f"{where} is a {type(value).__name__} of {rows} items, as many as the batch has rows, and each holds tensors with "
+            f"{rows} rows: is it one item per row, or are the items columns? Stack the items into one tensor if it is one per "
+            "row, or put columns into a dict, a namedtuple or a dataclass"
+        )
+    return True
+
+
+class _Cut:
+    """Choices of rows out of a batch; `change` may exchange what was cut from a tensor, which it gets with name and choice."""
+
+    def __init__(self, rows: int, choices: Sequence[Rows], change: Change | None) -> None:
+        self._rows, self._choices, self._change = rows, choices, change
+
+    def of(self, value: Any, where: str, is_root: bool = False) -> list[Any]:
+        """`value` once for every choice."""
+        if has_rows(value):
+            return self._tensor(value, where)
+        if _is_one_per_row(value, self._rows, where, is_root):
+            return [with_items(value, _items(value, choice)) for choice in self._choices]
+        opened = open_up(value)
+        if opened is None:
+            return self._leaf(value, where)
+        parts = [self.of(part, where + name) for part, name in zip(opened.parts, opened.names, strict=True)]
+        if not opened.is_plain and is_same([cut[0] for cut in parts], opened.parts):
+            return self._whole(value)
+        return [opened.rebuild([part[k] for part in parts]) for k in range(len(self._choices))]
+
+    def _whole(self, value: Any) -> list[Any]:
+        return [value] * len(self._choices)
+
+    def _tensor(self, value: Any, where: str) -> list[Any]:
+        if len(value) == 1 != self._rows:
+            return self._whole(value)
+        if len(value) != self._rows:
+            raise ValueError(
+                f"tensors of the batch disagree on dim 0, the number of rows: {where} has {tuple(value.shape)}, others "
+                f"{self._rows} rows"
+            )
+        cut = [value[choice] for choice in self._choices]
+        return cut if self._change is None else [self._change(where, part, k) for k, part in enumerate(cut)]
+
+    def _leaf(self, value: Any, where: str) -> list[Any]:
+        """What is neither tensor nor container goes to every micro-batch whole, unless it has rows after all.
+
+        Raises:
+            TypeError: it has rows, or holds tensors, that nobody here knows to cut; or it would be used up.
+        """
+        if isinstance(value, PackedSequence):
+            raise TypeError(
+                f"{where} is a PackedSequence, which has no rows to cut: pass the padded tensor and the lengths, and pack them "
+                "in the model"
+            )
+        if isinstance(value, Iterator):
+            raise TypeError(
+                f"{where} is a {type(value).__name__}, which the first micro-batch would use up: pass list(...) of it"
+            )
+        if _length(value) == self._rows > 1:
+            if not isinstance(value, Sequence):
+                raise TypeError(
+                    f"{where} is a {type(value).__name__} of {self._rows} entries, as many as the batch has rows, and the relay "
+                    "does not know how to cut it: pass a tensor, an array or a list with one item per row"
+                )
+            return [value[c] if isinstance(c, slice) else _items(value, c) for c in self._choices]
+        if not isinstance(value, torch.Tensor):  # one without dimensions
+            refuse_hidden(value, where)
+        return self._whole(value)
+
+
+def _items(value: Any, choice: Rows) -> list[Any]:
+    return list(value)[choice] if isinstance(choice, slice) else [value[i] for i in choice]
+
+
+def _length(value: Any) -> int | None:
+    """Entries of what may have one per row; text, sets and modules have none."""
+    if isinstance(value, torch.Tensor | nn.Module | type | str | bytes | torch.Size | Set) or not hasattr(
+        value, "__len__"
+    ):
+        return None
+    try:
+        return len(value)
+    except TypeError:  # an array without dimensions
+        return None
+
+
+def _columns(value: Any, rows: int, where: str, is_root: bool = False) -> Iterator[tuple[str, Any]]:
+    if has_rows(value):
+        if len(value) == rows:
+            yield where, value
+    elif _is_one_per_row(value, rows, where, is_root):
+        yield where, value
+    elif (opened := open_up(value)) is not None:
+        for part, name in zip(opened.parts, opened.names, strict=True):
+            yield from _columns(part, rows, where + name)

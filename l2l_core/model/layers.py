@@ -1,0 +1,312 @@
+"""Which modules of a model are layers: the legs of the relay.
+
+`find_layers` looks at the module tree only: nothing runs, no model family is known by name. `resolve_layers` turns
+what a user passed as `layers=` into the same mapping. Neither changes the model.
+
+The rules, each of which some model in `tests/core/test_layers.py` needs:
+
+1. A *container* is an `nn.ModuleList`, an `nn.Sequential` or an `nn.ModuleDict` that cannot run by itself. Its members
+   are its slots; a slot that cannot run by itself (a nested ModuleList, a ModuleDict) stands for its own slots.
+2. Containers are grouped by *pattern*, their path with slots written `*` (`stages.*.layers`). A class that occurs
+   twice in one container is repeated; all members of that class in all containers of the pattern form a *stack*.
+   In a ModuleList the other members of the same rank (rule 3) belong to it too: a model with one attention layer
+   among seven state-space layers loops over all eight. In a Sequential they do not: it also holds embedding and head.
+   A ModuleList with a single member is a stack of one (ALBERT; any model of depth 1).
+3. *Rank*: members of two or more operations (submodules that own a matrix or kernel) come first, then an operation
+   with its wrapping (convolution and norm), then a bare operation, then what owns vectors only. The highest rank
+   found decides, so the `Sequential(Linear, GELU, Linear)` inside a block is not chosen, a plain one is.
+4. If members hold an inner stack that owns most of their weights, they are *stages* and the inner layers replace them
+   (Swin, ConvNeXt). Otherwise they are the layers (blocks with a list of attention heads).
+5. Experts of a mixture give way to the layer that holds them, whatever they weigh: they run for some of the tokens, it
+   runs for all. An inner stack counts as experts if a matrix beside it, in the module that owns it, has one row or
+   column per member (the router), or if its path contains "expert".
+6. A model whose blocks are in no container (Inception, DLA, RegNet) keeps them as attributes: then every module's
+   attributes count as the members of a container, in the order of definition. What was chosen so is logged.
+"""
+
+import difflib
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
+
+from l2l_core.model.compiled import is_wrapper
+
+__all__ = ["find_layers", "resolve_layers"]
+
+logger = logging.getLogger("l2l_core")
+
+Named = dict[str, nn.Module]  # dotted name -> module
+
+_SEVERAL = 3  # the highest rank: a member of several operations
+
+
+@dataclass(frozen=True)
+class _Container:
+    """A container, or a module that serves as one, with the parameterised modules that its slots stand for."""
+
+    pattern: str  # dotted path, slots written "*"
+    members: list[nn.Module]
+    is_loop: bool  # every member is run in turn, whatever its class
+    may_have_one: bool  # a single member is a stack too
+    is_routed: bool  # the members look like experts (rule 5)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The members of one rank in all containers of one pattern."""
+
+    members: set[nn.Module]
+    rank: int
+    depth: int  # of the pattern; a stack inside another is deeper
+    is_routed: bool
+
+
+def find_layers(model: nn.Module) -> Named:
+    """Return the layers of `model` by dotted name, in the order in which the model defines them.
+
+    A module that sits in several slots appears once, under its first name. The rules: module docstring.
+    Raises ValueError if nothing is repeated.
+    """
+    layers = _chosen(_stacks(model, _is_container))
+    found = {name: module for name, module in model.named_modules() if module in layers}
+    if not found:
+        stacks = [stack for stack in _stacks(model, _has_attributes) if stack.rank >= _SEVERAL]
+        layers = _chosen(stacks)
+        found = {name: module for name, module in model.named_modules() if module in layers}
+        if found:
+            logger.info(
+                "%s keeps its blocks in no list: the layers are these %d of its modules: %s. Overrule with layers=",
+                type(model).__name__, len(found), ", ".join(found),
+            )  # fmt: skip
+    if not found:
+        raise ValueError(_nothing_found(model))
+    return found
+
+
+def resolve_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> Named:
+    """Return the layers that the user asked for, by dotted name, in the order given; `None` means `find_layers`.
+
+    `layers` may mix modules and dotted names. Raises TypeError or ValueError, with the value, the cause and the
+    remedy, for anything that cannot be a leg of the relay.
+    """
+    if layers is None:
+        return find_layers(model)
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise TypeError(f"layers={_shown(layers)} is one value; pass a sequence: layers=[{_shown(layers)}].")
+    names = {module: name for name, module in model.named_modules()}
+    resolved: Named = {}
+    for value in layers:
+        module = _lookup(model, value)
+        name = _checked_name(names, module, value)
+        if name in resolved:
+            raise ValueError(f"layers contains {name!r} twice (now as {_shown(value)}); list every layer once.")
+        resolved[name] = module
+    if not resolved:
+        raise ValueError("layers=[] names no layer; list at least one, or pass layers=None to find them.")
+    _check_not_nested(resolved)
+    return resolved
+
+
+# --- stacks: rules 1 to 3 ------------------------------------------------------------------------------------------
+
+
+def _chosen(stacks: list[_Stack]) -> set[nn.Module]:
+    """The layers, out of all stacks: those of the highest rank, in the grain of rules 4 and 5."""
+    best = max((stack.rank for stack in stacks), default=0)
+    layers: dict[nn.Module, bool] = {}  # layer -> is it an expert?
+    for stack in sorted((s for s in stacks if s.rank == best), key=lambda s: s.depth, reverse=True):
+        _settle(layers, stack)
+    return set(layers)
+
+
+def _stacks(model: nn.Module, is_container: Callable[[nn.Module], bool]) -> list[_Stack]:
+    by_pattern: defaultdict[str, list[_Container]] = defaultdict(list)
+    for container in _containers(model, model, "", "", is_container):
+        by_pattern[container.pattern].append(container)
+    return [stack for containers in by_pattern.values() for stack in _stacks_of_pattern(containers)]
+
+
+def _containers(
+    module: nn.Module, owner: nn.Module, name: str, pattern: str, is_container: Callable[[nn.Module], bool]
+) -> Iterator[_Container]:
+    """The containers in and below `module`; `owner` is the nearest module around it that is none."""
+    if isinstance(module, ParametrizationList):  # a ModuleList by inheritance only
+        return
+    contains = is_container(module)
+    children = _members(module, name) if contains else _children(module, name)
+    if contains:
+        members = [child for child in children.values() if _is_parameterised(child)]
+        is_routed = "expert" in name.lower() or (_is_container(module) and _has_router(owner, module, len(children)))
+        is_list = isinstance(module, nn.ModuleList)
+        yield _Container(pattern, members, is_list or not _is_container(module), is_list, is_routed)
+    for child_name, child in children.items():
+        step = "*" if contains else child_name.rpartition(".")[2]
+        outer = owner if _is_container(module) else module
+        yield from _containers(child, outer, child_name, _join(pattern, step), is_container)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Rule 1."""
+    is_dict = isinstance(module, nn.ModuleDict) and not _can_run(module)
+    return is_dict or isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
+def _has_attributes(module: nn.Module) -> bool:
+    """Rule 6."""
+    return _is_container(module) or sum(map(_is_parameterised, module.children())) > 1
+
+
+def _stacks_of_pattern(containers: list[_Container]) -> Iterator[_Stack]:
+    ranks: Counter[type] = Counter()  # class -> highest rank of its members
+    repeated: set[type] = set()
+    for container in containers:
+        is_stack_of_one = container.may_have_one and len(container.members) == 1
+        counts = Counter(map(_kind, container.members))
+        repeated |= {kind for kind, count in counts.items() if count > 1 or is_stack_of_one}
+        for module in container.members:
+            ranks[_kind(module)] = max(ranks[_kind(module)], _rank(module))
+    is_loop = containers[0].is_loop
+    for rank in {ranks[kind] for kind in repeated}:
+        kinds = {kind for kind in ranks if ranks[kind] == rank and (is_loop or kind in repeated)}
+        held = [
+            (module, container) for container in containers for module in container.members if _kind(module) in kinds
+        ]
+        members, is_routed = {module for module, _ in held}, any(container.is_routed for _, container in held)
+        yield _Stack(members, rank, f".{containers[0].pattern}".rstrip(".").count("."), is_routed)
+
+
+def _children(module: nn.Module, name: str) -> Named:
+    return {_join(name, slot): child for slot, child in module.named_children()}
+
+
+def _members(container: nn.Module, name: str) -> Named:
+    """What the slots stand for (rule 1)."""
+    members: Named = {}
+    for child_name, child in _children(container, name).items():
+        members |= {child_name: child} if _can_run(child) else _members(child, child_name)
+    return members
+
+
+def _can_run(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or is_wrapper(module)
+
+
+def _is_parameterised(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _kind(module: nn.Module) -> type:
+    """The class of a module, compiled or not; torch makes up a new class for every parametrized one (spectral norm)."""
+    return type_before_parametrizations(module._orig_mod if is_wrapper(module) else module)  # type: ignore[arg-type]
+
+
+def _rank(module: nn.Module) -> int:
+    """_SEVERAL: several operations. 2: one with its wrapping. 1: one, bare. 0: vectors only (rule 3)."""
+    operations = sum(any(p.ndim > 1 for p in part.parameters(recurse=False)) for part in module.modules())
+    is_wrapped = any(True for _ in module.children())
+    return _SEVERAL if operations > 1 else operations + (operations and is_wrapped)
+
+
+# --- stages and experts: rules 4 and 5 -----------------------------------------------------------------------------
+
+
+def _settle(layers: dict[nn.Module, bool], stack: _Stack) -> None:
+    """Add `stack` to the `layers` found deeper; where its members hold some of them, one side gives way."""
+    held = {layer for member in stack.members for layer in _inside(member) if layer in layers}
+    inner = {layer for layer in held if not layers[layer]}
+    stages = {member for member in stack.members if inner & _inside(member)}
+    inner_wins = 2 * _numel(inner) > _numel(stages)
+    for layer in held - inner if inner_wins else held:
+        del layers[layer]
+    for member in stack.members - stages if inner_wins else stack.members:
+        layers[member] = stack.is_routed
+
+
+def _inside(module: nn.Module) -> set[nn.Module]:
+    return set(module.modules()) - {module}
+
+
+def _has_router(owner: nn.Module, container: nn.Module, num_members: int) -> bool:
+    """Does `owner` hold, beside the container, a matrix with one row or column per member?"""
+    beside = set(owner.parameters()) - set(container.parameters())
+    return num_members > 1 and any(p.ndim == 2 and num_members in p.shape for p in beside)
+
+
+def _numel(modules: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
+
+
+# --- what the user passed ------------------------------------------------------------------------------------------
+
+
+def _lookup(model: nn.Module, value: object) -> nn.Module:
+    if isinstance(value, nn.Module):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"layers contains {_shown(value)}; pass modules or dotted names such as 'encoder.layer.0'.")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if value not in modules:
+        close = difflib.get_close_matches(value, modules, n=3) or _candidates(model)
+        raise ValueError(
+            f"layers contains {value!r}, but {type(model).__name__} has no module of that name; "
+            f"close ones: {_listed(close)}."
+        )
+    return modules[value]
+
+
+def _checked_name(names: dict[nn.Module, str], module: nn.Module, value: object) -> str:
+    """The first dotted name of `module`, which the user gave as `value`, if it can be a layer."""
+    if module not in names:
+        raise ValueError(
+            f"layers contains {_shown(value)}, which is not part of the model; "
+            "pass a module of this very model (not of a copy), or its dotted name."
+        )
+    if names[module] == "":
+        raise ValueError("layers contains the model itself; list modules inside it, or pass layers=None to find them.")
+    if not _can_run(module):
+        raise ValueError(
+            f"layers contains {names[module]!r}, a {type(module).__name__} without a forward of its own; "
+            "list its members instead."
+        )
+    return names[module]
+
+
+def _check_not_nested(layers: Named) -> None:
+    for outer, module in layers.items():
+        inside = _inside(module)
+        for inner in (name for name, layer in layers.items() if layer in inside):
+            raise ValueError(f"layers contains {inner!r}, which lies inside layer {outer!r}; list only one of the two.")
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+
+def _nothing_found(model: nn.Module) -> str:
+    return (
+        f"found no layers in {type(model).__name__}: looked for an nn.ModuleList, nn.Sequential or nn.ModuleDict "
+        "that holds two or more parameterised modules of one class, for a ModuleList of one, and for attributes of one "
+        "class with several operations each. Name the layers yourself, as modules or "
+        f"dotted names, for example layers=[{_listed(_candidates(model))}]."
+    )
+
+
+def _candidates(model: nn.Module, count: int = 5) -> list[str]:
+    """Names of modules that can run and own parameters, shallow ones first."""
+    names = [name for name, m in model.named_modules() if name and _can_run(m) and _is_parameterised(m)]
+    return sorted(names, key=lambda name: name.count("."))[:count]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _shown(value: object) -> str:
+    return f"{type(value).__name__}(...)" if isinstance(value, nn.Module) else repr(value)
+
+
+def _join(path: str, part: str) -> str:
+    return f"{path}.{part}" if path else part

@@ -1,0 +1,184 @@
+"""A few rows together and in two parts: on the losses of these, candidates for what a loss is a mean over part company.
+
+Three kinds. One row twice, with other targets taken away in either copy: what is no mean over targets is the same in both parts
+and together. Two rows with other targets, where a second mean over something else shows; unless the loss does not even add up
+where both count alike under every candidate, for then it has a part that cannot be weighed at all, as what a router adds for the
+balance of its experts. And real rows, in groups, for candidates that do not differ by what is -100.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from l2l_core.model.batch import RowsOf, has_rows
+from l2l_core.model.targets import IGNORED, Counts, counts_of, is_integer
+
+Group = tuple[int, ...]  # rows
+Pair = tuple[float, float]  # what the first and the second part count for
+
+FEW = (2, 3)  # targets that are left of a row: few, so that the first position weighs
+MOST_ROWS = 16  # of those that count differently, to choose from
+PER_PAIR = 2  # looks at real rows for every two candidates that disagree
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Two small batches and both of them as one.
+
+    Attributes:
+        together, first, second: the batches.
+        counts: what the two count for, by candidate; None: their losses add up.
+    """
+
+    together: Any
+    first: Any
+    second: Any
+    counts: Mapping[str, Pair | None]
+
+    def excess(self, name: str, losses: Sequence[float]) -> float:
+        """By how much the loss together is more than what a candidate makes of the others."""
+        together, first, second = losses
+        if (pair := self.counts[name]) is None:
+            return together - (first + second)
+        if not any(pair):
+            return math.inf  # there would be no mean, and there is
+        return together - (pair[0] * first + pair[1] * second) / sum(pair)
+
+
+class Look:
+    """What is looked at, and what must hold before it counts.
+
+    Args:
+        parts: which tell candidates apart.
+        alike: which count alike under every candidate; where a loss is no mean even of these, `parts` tell nothing.
+    """
+
+    def __init__(self, parts: Parts, alike: Parts | None = None) -> None:
+        self._parts = (parts,) if alike is None else (parts, alike)
+        self.batches = [batch for each in self._parts for batch in (each.together, each.first, each.second)]
+
+    def error(self, name: str, losses: Sequence[float], tolerance: float) -> float:
+        """How far a candidate is off, given the losses of `batches`; relative where these are above 1.
+
+        Below, as of a model that is nearly done, rounding stays what it is: a loss is a difference of logits.
+        """
+        scale = max(1.0, *map(abs, losses))
+        error, *alike = (
+            abs(each.excess(name, losses[3 * i : 3 * i + 3])) / scale for i, each in enumerate(self._parts)
+        )
+        return 0.0 if alike and alike[0] > tolerance else error
+
+
+# -- rows with other targets -------------------------------------------------------------------------------------------
+
+
+def looks_at_targets(rows: RowsOf, counts: Counts, kinds: Sequence[str]) -> Iterator[Look]:
+    """For every tensor that holds targets, looks at rows with many of them."""
+    for name, column in rows.columns():
+        if not has_rows(column) or column.ndim < 2 or not is_integer(column) or bool((column != IGNORED).all()):
+            continue
+        kept = {row: masks for row in _best_rows(column) if (masks := _two_choices(column[row])) is not None}
+        for row, (few, more) in kept.items():
+            yield Look(_masked(rows, counts, name, (row, row), (few, more)))
+        if len(kept) == 2:
+            (one, (few, more)), (other, (_, other_more)) = kept.items()
+            unlike, alike = (_masked(rows, counts, name, (one, other), (mask, other_more)) for mask in (few, more))
+            yield Look(unlike, alike)
+
+
+def _best_rows(column: Any, most: int = 2) -> list[int]:
+    """Rows with a target at the first position, by which a shift differs, if there are any; then those with most targets."""
+    is_target = column != IGNORED
+    first = is_target[..., :1].reshape(len(column), -1).any(1).tolist()
+    number = is_target.reshape(len(column), -1).sum(1).tolist()
+    return sorted(
+        range(len(column)), key=lambda row: (first[row] and number[row] >= sum(FEW), number[row]), reverse=True
+    )[:most]
+
+
+def _two_choices(row: Any) -> tuple[Any, Any] | None:
+    """Which targets of a row the two copies keep: few of the first ones, and few of the last ones; None if there are too few."""
+    flat = (row != IGNORED).reshape(-1)
+    places = torch.as_tensor(flat).nonzero().flatten().tolist()
+    if len(places) < sum(FEW):
+        return None
+    chosen = []
+    for kept in (places[: FEW[0]], places[-FEW[1] :]):
+        mask = flat & False
+        mask[kept] = True
+        chosen.append(mask.reshape(row.shape))
+    return chosen[0], chosen[1]
+
+
+def _masked(rows: RowsOf, counts: Counts, name: str, pair: tuple[int, int], kept: tuple[Any, Any]) -> Parts:
+    """Two rows, of which some targets are kept."""
+
+    def keep(where: str, part: Any, choice: int) -> Any:
+        if where != name:
+            return part
+        other = part.clone() if isinstance(part, torch.Tensor) else part.copy()
+        for i, mask in enumerate(kept if choice == 0 else kept[choice - 1 : choice]):
+            other[i][~mask] = IGNORED
+        return other
+
+    a, b = pair
+    batches = rows.pick([[a, b], [a], [b]], keep)
+    now = {each: None if of is None else (float(of[a]), float(of[b])) for each, of in counts.items()}
+    left = torch.stack([torch.as_tensor(mask) for mask in kept])
+    for each, (first, second) in counts_of(name, torch.where(left, 0, IGNORED)):
+        now[each] = (float(first), float(second))
+    return Parts(*batches, {each: now[each] for each in counts})
+
+
+# -- real rows ---------------------------------------------------------------------------------------------------------
+
+
+def looks_at_rows(rows: RowsOf, counts: Counts, kinds: Sequence[str]) -> Iterator[Look]:
+    """Pairs of groups of rows on which candidates that disagree on the batch disagree most.
+
+    Args:
+        rows: the batch.
+        counts: of every row, by candidate.
+        kinds: one candidate of each kind that disagrees with the others.
+    """
+    groups = _groups([each for name in kinds if (each := counts[name])])
+    pairs = [(a, b) for a, b in combinations(groups, 2) if not {*a} & {*b}]
+    chosen: dict[tuple[Group, Group], None] = {}
+    for one, other in combinations((counts[name] for name in kinds), 2):
+        apart = {pair: abs(_share(one, *pair) - _share(other, *pair)) for pair in pairs}
+        chosen |= dict.fromkeys(sorted(pairs, key=apart.__getitem__, reverse=True)[:PER_PAIR])
+    for a, b in chosen:
+        pairs_of = {name: None if each is None else (_total(each, a), _total(each, b)) for name, each in counts.items()}
+        yield Look(Parts(*rows.pick([[*a, *b], [*a], [*b]]), pairs_of))
+
+
+def _total(counts: Sequence[int], group: Group) -> float:
+    return float(sum(counts[row] for row in group))
+
+
+def _share(counts: Sequence[int] | None, a: Group, b: Group) -> float:
+    """The weight of the first of two groups; sums, which weigh nothing, differ from all."""
+    return math.inf if counts is None else _total(counts, a) / _total(counts, a + b)
+
+
+def _groups(counts: Sequence[Sequence[int]]) -> list[Group]:
+    """Rows, two of every kind, each with as many others as it takes to count for something under every candidate."""
+    kinds: dict[Group, list[int]] = {}
+    for row, kind in enumerate(zip(*counts, strict=True)):
+        kinds.setdefault(kind, []).append(row)
+    spread = sorted(kinds)[:: -(-len(kinds) // MOST_ROWS)]
+    return [_completed(row, counts) for kind in spread for row in kinds[kind][:2]]
+
+
+def _completed(row: int, counts: Sequence[Sequence[int]]) -> Group:
+    group = [row]
+    for each in counts:
+        if not any(each[i] for i in group):
+            group.append(max(range(len(each)), key=each.__getitem__))
+    return tuple(group)

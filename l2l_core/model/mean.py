@@ -1,0 +1,192 @@
+"""The step's loss is the mean over the whole batch: by what each micro-batch's loss is divided so that it is.
+
+A micro-batch counts by what the model's loss is a mean over, not by 1/K: its loss is divided by ``n / n_k`` before backward,
+which is exactly ``K`` where all count alike. What a loss is a mean over is not told by names. There are candidates
+(`targets.py`), and as long as they ask for the same divisors nothing has to be known. Where they do not, the model's own loss
+decides: of a few rows together it must be the mean, weighed by the right candidate, of its losses of these in two parts
+(`looks.py`). Only candidates that do reproduce it are left, for all later batches of the same structure. Where there is none,
+or several are left that still disagree, the batch is refused.
+
+The rows are few, so what is measured needs no more memory than a step. It is measured in evaluation mode without gradients,
+once per structure of batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from l2l_core.model.batch import RowsOf
+from l2l_core.model.looks import Look, looks_at_rows, looks_at_targets
+from l2l_core.model.recent import Recent
+from l2l_core.model.targets import ROWS, Counts, candidates
+
+Weight = Callable[[Any], float]
+Measure = Callable[
+    [Sequence[Any], bool], Sequence[float]
+]  # losses of small batches, with weights as they are or shaken
+Divisors = tuple[float, ...]
+
+TOLERANCE = 1e-5  # of a loss in float32 that was added up in another order
+MOST_KINDS = 64  # structures of batches of which is remembered what their loss is a mean over
+_REMEDY = (
+    "Pass weight=lambda micro_batch: ... to the relay, what the loss of a micro-batch counts for (by number of what it is a "
+    "mean over), or give batches that split evenly"
+)
+
+
+class Mean:
+    """Divisors of micro-batches' losses, by the caller's weight or by what was found out.
+
+    Invariant: a candidate that failed to reproduce a loss is never asked again for batches of that structure.
+
+    Args:
+        weight: what a micro-batch counts for, if the caller says so.
+        measure: gives the model's losses of small batches, and leaves no trace.
+    """
+
+    def __init__(self, weight: Weight | None, measure: Measure) -> None:
+        self._weight, self._measure = weight, measure
+        self._alive: Recent[frozenset[str]] = Recent(MOST_KINDS)
+
+    def divisors(self, rows: RowsOf, micro_batches: Sequence[Any]) -> list[float]:
+        """Of every micro-batch of a batch.
+
+        Raises:
+            ValueError: a micro-batch counts for nothing, or it cannot be found out what it counts for.
+        """
+        if self._weight is not None:
+            return shares(micro_batches, self._weight)
+        if len(micro_batches) == 1:
+            return [1.0]
+        counts, sizes = candidates(rows), rows.sizes(len(micro_batches))
+        alive = self._alive.get(tuple(counts)) or frozenset(counts)
+        found = _divisors_of({name: counts[name] for name in counts if name in alive}, sizes)
+        if _disagree(found, found):
+            alive = self._narrow({name: counts[name] for name in found}, found, rows, sizes)
+            self._alive.keep(tuple(counts), alive)
+            found = {name: found[name] for name in found if name in alive}
+        _check_none_empty(found or {name: (math.inf,) for name in alive})
+        return list(next(iter(found.values())))
+
+    def _narrow(
+        self, counts: Counts, found: Mapping[str, Divisors], rows: RowsOf, sizes: Sequence[int]
+    ) -> frozenset[str]:
+        """The candidates that reproduce the model's own loss; they all ask for the same divisors.
+
+        Raises:
+            ValueError: there is none, or there are some that disagree.
+        """
+        made: list[Look] = []
+        for looks_at in (looks_at_targets, looks_at_rows):
+            looks = list(looks_at(rows, counts, _one_of_each(counts, found)))
+            counts = self._reproducing(looks, False, counts, sizes)
+            made += looks
+            if not _disagree(counts, found):
+                return frozenset(counts)
+        if not made:
+            _check_none_empty({name: found[name] for name in counts})
+        counts = self._reproducing(made, True, counts, sizes)
+        if _disagree(counts, found):
+            raise _undecided(_table(counts, sizes))
+        return frozenset(counts)
+
+    def _reproducing(self, looks: Sequence[Look], shaken: bool, counts: Counts, sizes: Sequence[int]) -> Counts:
+        """The candidates that are right about all of these looks whose losses are finite."""
+        losses = self._measure([batch for look in looks for batch in look.batches], shaken) if looks else []
+        rest = iter(losses)
+        seen = [(look, list(islice(rest, len(look.batches)))) for look in looks]
+        seen = [(look, own) for look, own in seen if all(map(math.isfinite, own))]
+        errors = {name: max((look.error(name, own, TOLERANCE) for look, own in seen), default=0.0) for name in counts}
+        if min(errors.values()) > TOLERANCE:
+            raise _unknown(_table(counts, sizes), min(errors.values()))
+        return {name: counts[name] for name, error in errors.items() if error <= TOLERANCE}
+
+
+def _one_of_each(names: Iterable[str], found: Mapping[str, Divisors]) -> list[str]:
+    """One of every kind of candidates, which ask for the same divisors."""
+    return list({found[name]: name for name in reversed(list(names))}.values())
+
+
+def _disagree(names: Iterable[str], found: Mapping[str, Divisors]) -> bool:
+    return len({found[name] for name in names}) > 1
+
+
+def shares(micro_batches: Sequence[Any], weight: Weight) -> list[float]:
+    """Divisor of each micro-batch's loss, ``n / n_k``; their reciprocals add up to one.
+
+    Raises:
+        ValueError: a micro-batch counts for nothing, so its mean loss does not exist.
+    """
+    counts = [float(weight(micro_batch)) for micro_batch in micro_batches]
+    for k, count in enumerate(counts):
+        if not count > 0:
+            raise _counts_for_nothing(k, count, "")
+    return list(_shares(counts))
+
+
+def _shares(counts: Sequence[float]) -> Divisors:
+    """``n / n_k``, exactly the number of counts where they are all the same; infinite for a count of nothing."""
+    if len({*counts}) == 1:
+        return (float(len(counts)),) * len(counts)
+    total = sum(counts)
+    return tuple(total / count if count else math.inf for count in counts)
+
+
+def _divisors_of(counts: Counts, sizes: Sequence[int]) -> dict[str, Divisors]:
+    """Divisors by candidate, without those that count nothing in the whole batch."""
+    return {
+        name: (1.0,) * len(sizes) if each is None else _shares(_added(each, sizes))
+        for name, each in counts.items()
+        if each is None or any(each)
+    }
+
+
+def _added(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """What micro-batches of these sizes count for."""
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    return [sum(counts[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def _check_none_empty(found: Mapping[str, Divisors]) -> None:
+    for name, divisors in found.items():
+        if math.inf in divisors:
+            raise _counts_for_nothing(divisors.index(math.inf), 0.0, f" ({name})")
+
+
+def _table(counts: Counts, sizes: Sequence[int]) -> str:
+    """Candidates that differ from rows, with what micro-batches count for."""
+    added = {name: None if each is None else _added(each, sizes) for name, each in counts.items()}
+    shown = {name: each for name, each in added.items() if name == ROWS or each is None or len({*each}) > 1}
+    return "; ".join(f"{name}: {'-' if each is None else _listed(each)}" for name, each in shown.items())
+
+
+def _listed(counts: Sequence[int], most: int = 8) -> str:
+    return f"[{', '.join(map(str, counts[:most]))}{', ...' if len(counts) > most else ''}]"
+
+
+def _counts_for_nothing(k: int, count: float, of: str) -> ValueError:
+    return ValueError(
+        f"micro-batch {k} counts for {count:g}{of}: it has no target (all labels -100?), so its mean loss is not defined. Use "
+        "fewer micro_batches, drop such rows, or pass weight="
+    )
+
+
+def _unknown(table: str, error: float) -> ValueError:
+    return ValueError(
+        f"what the loss is a mean over cannot be found out, and micro-batches hold unequal shares of what it may be ({table}): "
+        f"the loss of a few rows together is not the mean of their losses under any of these (off by {error:.2g} or "
+        f"more). A sum, or a sum of several means, has no such mean. {_REMEDY}"
+    )
+
+
+def _undecided(table: str) -> ValueError:
+    return ValueError(
+        f"what the loss is a mean over cannot be found out, and micro-batches hold unequal shares of what it may be ({table}): "
+        f"rows that tell them apart have the same loss, or there are none. {_REMEDY}"
+    )

@@ -1,0 +1,119 @@
+"""What a micro-batch is to the model: its arguments, the loss it ends in, and how the outputs of several become one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from l2l_core.model.caches import arguments_without
+from l2l_core.model.hidden import refuse_hidden
+
+Objective = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class ModelCall:
+    """How a micro-batch becomes the arguments of the model and a scalar loss.
+
+    A mapping gives keyword arguments; with `loss`, keys that the model's ``forward`` does not take are left to the loss. A
+    sequence gives positional arguments; with `loss`, its last element is the target and stays with the loss. What else a
+    batch may be, a dataclass, needs an `objective`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        objective: Objective | None = None,
+    ) -> None:
+        if loss is not None and objective is not None:
+            raise ValueError(
+                "loss= and objective= are both given: use one, objective(model, micro_batch) includes the loss"
+            )
+        self._loss, self._objective = loss, objective
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._names = frozenset(parameters)
+        self._fixed = arguments_without(model)
+
+    def check(self, batch: Any) -> None:
+        """Raise TypeError for a batch that says nothing of how the model is called."""
+        if self._objective is None:
+            _check_arguments(batch)
+
+    def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        """The scalar loss of one micro-batch."""
+        if self._objective is not None:
+            return _check_scalar(self._objective(model, micro_batch), "objective(model, micro_batch)")
+        outputs = self.outputs(model, micro_batch)
+        if self._loss is not None:
+            return _check_scalar(self._loss(outputs, micro_batch), "loss(outputs, batch)")
+        return _check_scalar(_loss_of(outputs), "outputs.loss")
+
+    def outputs(self, model: nn.Module, micro_batch: Any) -> Any:
+        """The model's own outputs for one micro-batch. Raises TypeError as `check` does, also where there is an objective."""
+        _check_arguments(micro_batch)
+        if isinstance(micro_batch, Mapping):
+            taken = self._taken(micro_batch)
+            return model(**{**self._fixed, **taken})
+        has_target = self._loss is not None and len(micro_batch) > 1
+        return model(*(micro_batch[:-1] if has_target else micro_batch), **self._fixed)
+
+    def _taken(self, micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._loss is None or self._takes_any:
+            return micro_batch
+        return {name: value for name, value in micro_batch.items() if name in self._names}
+
+
+def _check_arguments(batch: Any) -> None:
+    if not isinstance(batch, Mapping | Sequence):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}, which does not say how the model is called: give a dict of keyword arguments or "
+            "a tuple of positional ones, as (batch,); or pass objective=lambda model, micro_batch: ... to the relay, which is "
+            "enough to train and evaluate"
+        )
+
+
+def _loss_of(outputs: Any) -> Any:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"the model's output ({type(outputs).__name__}) has no .loss: put labels into the batch, or pass "
+            "loss=lambda outputs, batch: ... or objective=lambda model, micro_batch: ..."
+        )
+    return loss
+
+
+def _check_scalar(loss: Any, source: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(
+            f"{source} gave {got}: the relay needs one scalar tensor per micro-batch, reduce it (mean) first"
+        )
+    return loss
+
+
+def join(outputs: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
+    """Concatenate the outputs of micro-batches along dim 0; scalars become their weighted mean.
+
+    Tensors whose dim 0 is not the number of rows are returned as the first micro-batch gave them. `divisors` is asked where
+    there is a scalar.
+    """
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    leaves = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_join_leaf(parts, rows, divisors) for parts in leaves], flat[0][1])
+
+
+def _join_leaf(parts: Sequence[Any], rows: Sequence[int], divisors: Callable[[], Sequence[float]]) -> Any:
+    if not isinstance(parts[0], torch.Tensor):
+        refuse_hidden(parts[0], "the model's output")
+        return parts[0]
+    if parts[0].dim() == 0:
+        return torch.stack([part / divisor for part, divisor in zip(parts, divisors(), strict=True)]).sum()
+    if all(part.shape[0] == n for part, n in zip(parts, rows, strict=True)):
+        return torch.cat(list(parts))
+    return parts[0]

@@ -1,0 +1,177 @@
+"""From a relay over the caller's model to the stacks of a save: the way there is made of the edits' own means.
+
+A relay is made over the model as it is given. Then layers that edits brought in are parked, empty, and one restacking per
+stack puts the saved layers in place; those that are not among them are parked by it. So shared weights, names and groups
+come about as they did in the relay that was saved. Nothing here writes a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from l2l_core.edits.editor import Editor
+from l2l_core.eps.blocks.units import Unit, shared_key
+from l2l_core.eps.optimizers.order import GroupOrder, Places
+from l2l_core.model.compiled import deep_copy
+from l2l_core.model.stacks import find_stacks
+from l2l_core.saves.folder import Saved
+from l2l_core.saves.stacks import Edited
+from l2l_core.surgery.likeness import kind_of
+from l2l_core.surgery.rearrange import rearrange
+
+SHARED = shared_key("")  # what keys of blocks that several units use begin with
+
+
+@dataclass
+class Resumption:
+    """How one save is taken over.
+
+    Args:
+        saved: the save.
+        edited: what it says of edits.
+        parts: what it says of the past, see `past.py`.
+        modules: the caller's, by key, for layers that are like none of the model's.
+    """
+
+    saved: Saved
+    edited: Edited
+    parts: Mapping[str, Mapping[str, Any]]
+    modules: Mapping[str, nn.Module]
+
+    def __post_init__(self) -> None:
+        self._parked = {part["key"]: part for name, part in self.parts.items() if name.startswith("parked-")}
+        self._order: GroupOrder | None = None  # of an optimizer that was made without the holder
+        self._kinds = {**self.edited.kinds, **{key: part["kind"] for key, part in self._parked.items()}}
+        self._holder = next(key for i in count() if (key := f"holder-{i}") not in self._kinds)
+
+    def prepare(self, model: nn.Module, optimizer: object, back: ExitStack) -> dict[str, nn.Module | str]:
+        """The layers for a relay over a model that is as it was before the edits, or as it is in the save.
+
+        In the second case layers that share weights with others may be gone. For as long as the relay is being made a holder
+        of those weights is among the layers, so that they become blocks of their own, as they are in the save.
+
+        Args:
+            model, optimizer: the caller's.
+            back: gets what puts everything back as it was.
+
+        Raises:
+            ValueError: the model is neither.
+        """
+        self.built = self.edited.built_in(model, self.saved.layers, self._kinds, self.saved.path)
+        layers: dict[str, nn.Module | str] = dict(self.built.layers)
+        shared = [key.removeprefix(SHARED) for key in self.saved.manifest["versions"] if key.startswith(SHARED)]
+        if not shared or self.edited.first is None or layers == self.edited.first.layers:
+            return layers
+        stacks = find_stacks(model, [model.get_submodule(name) for name in self.built.layers.values()])
+        if isinstance(optimizer, Optimizer):
+            groups = [group["params"] for group in optimizer.param_groups]
+            self._order = GroupOrder(groups, Places(model, stacks))  # it was made for the model as it is
+        holder = _Holder([model.get_parameter(name) for name in shared])
+        back.callback(
+            rearrange(model, stacks[0], (*stacks[0].layers, holder), like={holder: stacks[0].layers[0]}, trust=True)
+        )
+        return layers | {self._holder: holder}
+
+    def restack(self, editor: Editor, back: ExitStack) -> None:
+        """Let a relay over those layers have the saved stacks, parameters trained and groups of the optimizer.
+
+        Raises:
+            ValueError: a layer is like none that is there.
+        """
+        if self._order is not None:
+            editor.group_order = self._order
+        edited, units = self.edited, {unit.key: unit for unit in editor.layers}
+        here = [[unit.key, unit.name] for unit in editor.layers if unit.key != self._holder]
+        self.saved.compare_layers([["", ""], *self.built.layers.items()], [["", ""], *here])
+        if edited.first is not None:
+            editor.began_as(edited.first, self.built.containers)
+        editor.group_order.recall(edited.orders, editor.first_names)
+        editor.made, editor.origin = max(edited.made, editor.made), {**editor.origin, **edited.origin}
+        for name, keys in edited.stacks.items():
+            before = editor.units_of(editor.stack_called(name))
+            for key in keys:
+                if key not in units:
+                    units[key] = self._make(editor, key, units)
+            like = {units[key]: origin for key in keys if (origin := units.get(edited.origin[key])) in before}
+            if (after := tuple(units[key] for key in keys)) != before:
+                new = {unit: origin for unit, origin in like.items() if unit not in before}
+                back.callback(editor.restack(name, before, after, new, trust=True))
+        if edited.stacks:
+            editor.layers = [units[key] for key in self.saved.layers if key in units]
+        if edited.is_edited:
+            self._set_trained(editor)
+            self._regroup(editor)
+
+    def _make(self, editor: Editor, key: str, units: Mapping[str, Unit]) -> Unit:
+        origin = self.edited.origin[key]
+        nearest = {origin: units[origin]} if origin in units else {}
+        module = self.find(key, self._kinds[key], {k: unit.module for k, unit in {**nearest, **units}.items()})
+        if module is None:
+            raise ValueError(self.missing(key, "layer"))
+        return editor.make_room(key, module)
+
+    def find(self, key: str, kind: str, there: Mapping[str, nn.Module]) -> nn.Module | None:
+        """A module of the kind that a layer is in the save: the caller's own, or a copy of one `there`; None if there is none.
+
+        Raises:
+            ValueError: the caller's own is of another kind.
+        """
+        if key in self.modules:
+            if kind_of(self.modules[key]) != kind:
+                raise ValueError(
+                    f"modules={{{key!r}: ...}}: this {type(self.modules[key]).__name__} is of another kind than the layer that "
+                    f"was saved (other parts, shapes or settings): build it as it was when an edit brought it in"
+                )
+            return self.modules[key]
+        like = [module for other, module in there.items() if (self._kinds.get(other) or kind_of(module)) == kind]
+        like += [module for module in self.modules.values() if kind_of(module) == kind]
+        return deep_copy(like[0]) if like else None
+
+    def missing(self, key: str, kind: str) -> str:
+        """Why a layer is not there, and what would help."""
+        return (
+            f"layer {key}, a {kind} like none in the model, is not there: a save has no code. Load with such a module: "
+            f"modules={{{key!r}: ...}}"
+        )
+
+    def _set_trained(self, editor: Editor) -> None:
+        trained = set(self.saved.manifest["trainable"])
+        for block in dict.fromkeys(block for unit in (editor.shell, *editor.layers) for block in unit.blocks):
+            editor.train_only(block, [name in trained for name in block.names])
+
+    def _regroup(self, editor: Editor) -> None:
+        """A group may hold other parameters than those that the optimizer was made with for this model."""
+        groups = self.saved.manifest["groups"]
+        units = (editor.shell, *editor.layers)
+        params = {n: p for unit in units for b in unit.blocks for n, p in zip(b.names, b.params, strict=True)}
+        if len(groups) == len(editor.store.groups) and all(name in params for names in groups for name in names):
+            editor.store.regroup([[params[name] for name in names] for names in groups])
+
+
+class _Holder(nn.Module):
+    """Holds parameters, and never runs."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(params)
+
+    def forward(self) -> None:
+        raise AssertionError("a holder is gone before any step")
+
+
+def keep(model: nn.Module, optimizer: object, back: ExitStack) -> None:
+    """Let `back` put back which parameters are trained, and what a ready optimizer holds."""
+    for param in model.parameters():
+        back.callback(param.requires_grad_, param.requires_grad)
+    if isinstance(optimizer, Optimizer):
+        back.callback(optimizer.state.update, dict(optimizer.state))
+        back.callback(optimizer.state.clear)
+        for group in optimizer.param_groups:
+            back.callback(group.update, {name: group[name] for name in ("params", "param_names") if name in group})

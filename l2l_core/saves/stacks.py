@@ -1,0 +1,146 @@
+"""What a save has to say of edits, and how a relay over a model as it was, or as it is now, gets to the saved stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from l2l_core.edits.editor import Built, Editor
+from l2l_core.edits.history import Entry, History
+from l2l_core.surgery.likeness import kind_of
+from l2l_core.surgery.ties import ties_of
+
+
+@dataclass(frozen=True)
+class Edited:
+    """The stacks of an edited relay.
+
+    Attributes:
+        stacks: keys of the layers in order, by the name that the stack had first.
+        original: dotted names of the layers before any edit, by key.
+        origin: by key, the original layer that it goes back to.
+        made: keys given out so far, or passed over.
+        journal: what was edited.
+        kinds: checksum of what tells a layer apart, by key; see `kind_of`.
+        sizes: number of members of the container, by its dotted name.
+        stats: what the last step told of the shell and of each layer, by key.
+        orders: of the optimizer's groups, see `GroupOrder.to_plain`.
+        first, now: how the model was built before any edit, and is now; None in older saves.
+    """
+
+    stacks: dict[str, list[str]] = field(default_factory=dict)
+    original: dict[str, str] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    made: int = 0
+    journal: tuple[Entry, ...] = ()
+    kinds: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    stats: dict[str, dict[str, float]] = field(default_factory=dict)
+    first: Built | None = None
+    now: Built | None = None
+    orders: list[Any] = field(default_factory=list)
+
+    @staticmethod
+    def from_(editor: Editor, history: History) -> Edited:
+        """Of a relay as it is now."""
+        now, first = editor.built, editor.first
+        kinds = {unit.key: kind_of(unit.module) for unit in editor.layers}
+        sizes = {now.containers[name]: size for name, size in now.sizes.items()}
+        stats = {unit.key: dict(unit.stats) for unit in (editor.shell, *editor.layers)}
+        origin, made, journal = editor.origin, editor.made, history.journal
+        orders = editor.group_order.to_plain(editor.first_names)
+        return Edited(now.stacks, first.layers, origin, made, journal, kinds, sizes, stats, first, now, orders)
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> Edited:
+        """From what `to_plain` gave; empty for a save that knows nothing of edits."""
+        builts = {name: Built(**plain[name]) for name in ("first", "now") if plain.get(name)}
+        journal = tuple(Entry(**row) for row in plain.get("journal", ()))
+        return Edited(**{**plain, "journal": journal, **builts})
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**asdict(self), "journal": [asdict(entry) for entry in self.journal]}
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the model may be another one than when the relay was made."""
+        return bool(self.journal)
+
+    def built_in(self, model: nn.Module, names: Mapping[str, str], kinds: Mapping[str, str], where: object) -> Built:
+        """How a model is built that is as it was before the edits, or as it is in the save.
+
+        Args:
+            model: the caller's.
+            names: of the layers in the save, by key.
+            kinds: what the save tells of layers, of parked ones too, by key; see `kind_of`.
+            where: the save, for messages.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if not self.original or self.original == dict(names):
+            return self._now_built(names)
+        modules = dict(model.named_modules())
+        ways = [self._first_built(), self._now_built(names)]
+        unlike = [_unlike(built, model, modules) for built in ways]
+        fitting = [built for built, why in zip(ways, unlike, strict=True) if not why]
+        fitting.sort(
+            key=lambda built: sum(key not in kinds for key in built.layers)
+        )  # the one that can be compared best
+        for is_alike in (_are_same, _are_alike):  # other settings will do, if layers that were alike still are
+            for built in fitting:
+                here = {key: kind_of(modules[name]) for key, name in built.layers.items() if key in kinds}
+                if is_alike({key: kinds[key] for key in here}, here):
+                    return built
+        reasons = unlike if not fitting else ["its layers are others", "its layers are others"]
+        raise ValueError(
+            f"{where} was saved with other layers: the model is neither as it was when the relay was made ({reasons[0]}), nor "
+            f"as it is in the save ({reasons[1]}). Build the model and the optimizer as they were when the relay was made"
+        )
+
+    def restore_into(self, editor: Editor, history: History) -> None:
+        """Let a relay with the saved stacks go on with the same journal."""
+        history.continue_from(self.journal, (), ())
+        for unit in (editor.shell, *editor.layers):
+            unit.stats.update(self.stats.get(unit.key, {}))
+
+    def _first_built(self) -> Built:
+        return self.first or Built(self.original, {}, {}, {}, None)
+
+    def _now_built(self, names: Mapping[str, str]) -> Built:
+        return self.now or Built(dict(names), {name: name for name in self.sizes}, {}, self.sizes, None)
+
+
+def _unlike(built: Built, model: nn.Module, modules: Mapping[str, nn.Module]) -> str:
+    """In what a model is not built so; empty if it is."""
+
+    def reasons() -> Iterator[str]:
+        for name in built.layers.values():
+            if name not in modules:
+                yield f"there is no {name}"
+        for stack, size in built.sizes.items():
+            there = modules.get(built.containers[stack])
+            if there is None or len(there._modules) != size:
+                yield f"{built.containers[stack] or 'the model'} has not {size} members"
+        if built.ties is not None and _as_sets(built.ties) != _as_sets(ties_of(model)):
+            yield "other weights are shared"
+
+    return next(reasons(), "")
+
+
+def _as_sets(ties: Sequence[Sequence[str]]) -> set[frozenset[str]]:
+    return {frozenset(names) for names in ties}
+
+
+def _are_same(saved: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    return saved == here
+
+
+def _are_alike(saved: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Whether layers of one kind there are of one kind here, and of different ones otherwise."""
+    pairs = {(saved[key], here[key]) for key in saved}
+    return len(pairs) == len(set(saved.values())) == len(set(here.values()))

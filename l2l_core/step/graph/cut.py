@@ -1,0 +1,228 @@
+"""Where the autograd graph of a micro-batch is cut: at tensors that one stretch of the forward makes and a later one reads.
+
+A tensor that crosses a cut is read through an *entry*: the same storage, at the start of a new graph. Backward through
+what reads it ends there and hands the gradient to a `Sink`; when everything that was made later has run, the sink's
+gradient goes on into the graph behind. So each layer, and each *segment* of shell code between two layer calls, runs
+backward by itself, and nothing of an earlier one runs with it: neither its nodes nor the user's hooks on its tensors.
+
+Sums come out in the order of plain training: a gradient that waits in a sink takes part in the next run as a root at the
+entry, where autograd adds to it what that run brings, one contribution after the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from l2l_core.step.graph.aside import back
+
+Root = tuple[GradientEdge, torch.Tensor]
+
+
+class Sink:
+    """Holds the gradient of one tensor of one micro-batch until the graph behind it runs backward.
+
+    Invariant: contributions are added in the order in which backward produces them.
+
+    Attributes:
+        strides: in which the gradient goes on; None for those in which it has come.
+    """
+
+    __slots__ = ("grad", "strides")
+
+    def __init__(self) -> None:
+        self.grad: torch.Tensor | None = None
+        self.strides: tuple[int, ...] | None = None
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Add one contribution; same shape as the tensor."""
+        self.grad = grad if self.grad is None else self.grad + grad
+
+    def take(self) -> torch.Tensor | None:
+        """The gradient so far; the sink is empty afterwards."""
+        grad, self.grad = self.grad, None
+        if grad is None:
+            return None
+        if self.strides not in (None, grad.stride()):
+            grad = torch.empty_strided(grad.shape, self.strides, dtype=grad.dtype, device=grad.device).copy_(back(grad))
+        return back(grad)
+
+
+class _Enter(torch.autograd.Function):
+    apply = vars(torch.autograd.Function)["apply"]  # who watches the model's custom functions shall not see this one
+
+    @staticmethod
+    def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor, sink: Sink, in_place: bool) -> torch.Tensor:  # type: ignore[override]
+        ctx.sink = sink
+        ctx.set_materialize_grads(False)
+        if in_place:
+            ctx.mark_dirty(x)
+            return x
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
+        if grad is not None:
+            ctx.sink.add(grad)
+        return None, None, None, None
+
+
+def enter(x: torch.Tensor, sink: Sink) -> torch.Tensor:
+    """`x` as the start of a new graph: same storage, no leaf (in-place use is allowed), its gradient goes to `sink`.
+
+    Gradients must be enabled.
+    """
+    return _Enter.apply(_PHONY, x.detach(), sink, False)
+
+
+def enter_in_place(x: torch.Tensor, sink: Sink) -> None:
+    """Let the tensor object itself be the start of a new graph; whoever holds it holds an entry from now on.
+
+    Gradients must be enabled.
+
+    Raises:
+        RuntimeError: `x` is a view to which somebody holds a weak reference, so that it cannot be exchanged.
+    """
+    hooks = x._backward_hooks  # the user's stay with the history, which sees the whole gradient
+    x._backward_hooks = None
+    try:
+        if x._is_view():  # cannot be detached in place; the Python object gets another tensor of the same storage
+            torch.utils.swap_tensors(x, enter(x, sink))
+        else:
+            x.detach_()
+            _Enter.apply(_PHONY, x, sink, True)
+    except BaseException:
+        x._backward_hooks = hooks
+        raise
+
+
+_PHONY = torch.empty(0, requires_grad=True)  # makes autograd record the node; gets no gradient ever
+
+
+def sequence_number() -> int:
+    """Autograd's clock: nodes made from now on have this number or a higher one."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """Shell code of one micro-batch between two layer calls.
+
+    Attributes:
+        roots: of tensors that were made here and are read later: where backward starts.
+        entries: through which it reads what was made earlier, and the outputs of the layer before it.
+        uses: how often the graph reads each parameter; known once the forward is over.
+        is_hooked: whether somebody wants to see the gradient of an entry.
+    """
+
+    roots: list[tuple[GradientEdge, Sink]] = field(default_factory=list)
+    entries: list[tuple[GradientEdge, Sink]] = field(default_factory=list)
+    uses: Counter[torch.Tensor] = field(default_factory=Counter)
+    is_hooked: bool = False
+    is_nested: bool = False  # a reentrant checkpoint is in it
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether later code has left gradients for what was made here, or for a hook."""
+        places = [*self.roots, *self.entries] if self.is_hooked else self.roots
+        return any(sink.grad is not None for _, sink in places)
+
+    def take(self) -> list[Root]:
+        """Every gradient that takes part in the run of this segment."""
+        return taken([*self.roots, *self.entries])
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Gradients that wait at the segment's borders."""
+        return [sink.grad for _, sink in (*self.roots, *self.entries) if sink.grad is not None]
+
+
+def taken(places: Iterable[tuple[GradientEdge, Sink]]) -> list[Root]:
+    """What waits in the sinks, each with the edge where it goes on; they are empty afterwards."""
+    return [(edge, grad) for edge, sink in places if (grad := sink.take()) is not None]
+
+
+def run_backward(roots: Sequence[Root]) -> None:
+    """Back-propagate from `roots` to the entries and parameters in reach."""
+    if roots:
+        edges, grads = zip(*roots, strict=True)
+        torch.autograd.backward(edges, grads)
+
+
+def uses_of(starts: Iterable[GradientEdge], entered: Mapping[Any, torch.Tensor]) -> Counter[torch.Tensor]:
+    """How often the graph behind some edges reads each parameter, by itself or through an entry (by the entry's node)."""
+    found = reach(starts)
+    return Counter([*found.leaves, *(entered[node] for node in found.entries if node in entered)])
+
+
+@dataclass(slots=True)
+class Reach:
+    """What the graph behind some edges consists of, up to the entries.
+
+    Attributes:
+        leaves: parameters, and tensors that ask for a gradient themselves; one for every edge that leads to it.
+        entries: nodes at which it starts; one for every edge too.
+        nodes: what lies between.
+        first, last: lowest and highest sequence number of these.
+        cast: leaves that it reads in another type, as autocast makes them.
+        is_nested: whether a node runs a backward of its own, which adds to parameters at once (a reentrant checkpoint).
+    """
+
+    leaves: list[torch.Tensor]
+    entries: list[Any]
+    nodes: set[Any]
+    first: int
+    last: int
+    cast: set[torch.Tensor]
+    is_nested: bool
+
+
+def reach(starts: Iterable[GradientEdge]) -> Reach:
+    """Walk over a graph. It happens at every layer call, so this is written to be quick."""
+    leaves, entries, nodes, numbers = [], [], set(), []
+    cast, is_nested = set(), False
+    todo = [edge.node for edge in starts]
+    while todo:
+        node = todo.pop()
+        kind = type(node)
+        if kind is _LEAF:
+            leaves.append(node.variable)
+        elif kind is _ENTRY:
+            entries.append(node)
+        elif node not in nodes:
+            nodes.add(node)
+            numbers.append(node._sequence_nr())
+            behind = [parent for parent, _ in node.next_functions if parent is not None]
+            if kind.__name__ == "ToCopyBackward0":
+                cast.update(parent.variable for parent in behind if type(parent) is _LEAF)
+            elif kind.__name__ == "CheckpointFunctionBackward":
+                is_nested = True
+            todo += behind
+    first, last = min(numbers, default=sequence_number()), max(numbers, default=0)
+    return Reach(leaves, entries, nodes, first, last, cast, is_nested)
+
+
+def nested(who: str) -> str:
+    """The message about a reentrant checkpoint outside of a layer that is by itself: nobody sees which weights it reads."""
+    return (
+        f"{who} uses a reentrant checkpoint: it adds to gradients of weights, which may be used elsewhere too, in a backward of "
+        "its own, out of the order in which a relay adds them up. Use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether a graph node stands for a leaf: a parameter, or a tensor that asks for a gradient itself."""
+    return type(node) is _LEAF
+
+
+def is_entry(node: Any) -> bool:
+    """Whether a graph node is the start of an entry."""
+    return type(node) is _ENTRY
+
+
+_LEAF = torch._C._functions.AccumulateGrad
+_ENTRY = _Enter._backward_cls

@@ -1,0 +1,320 @@
+"""Plain attributes of modules, which micro-batches share while they take turns.
+
+A model that notes something on itself (`self.rows = len(x)`) and reads it after a layer call would find what another
+micro-batch has noted meanwhile. So what a micro-batch has set is set again before it goes on. What one leaves for the
+next (a memory of the last forward) can only be had in the order of plain training; where turns change that order, it is
+refused. So is a number that the shell sets on a layer anew for every micro-batch: the layer would run with another's.
+
+Reads and writes are seen by descriptors on the classes of the shell's own modules, for the length of a pass.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from l2l_core.eps.blocks.units import Unit
+from l2l_core.step.graph.aside import Asides
+
+Place = tuple[nn.Module, str]
+
+_MISSING = object()
+_KEPT_BY: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()  # numbers that layers of a class set
+_OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+
+
+class Attributes:
+    """Sees which micro-batch reads and sets which attribute. Use as a context manager around a pass.
+
+    Invariant: after the block every class is as it was before.
+
+    Args:
+        shell: modules of the shell; those of torch's own classes set nothing in their forward.
+        layers: the layers.
+        asides: told what a layer keeps on itself, and for which micro-batch it ran.
+        metering: whether to find out which numbers layers keep; later passes see the same ones.
+    """
+
+    def __init__(self, shell: Iterable[nn.Module], layers: Sequence[Unit], asides: Asides, metering: bool) -> None:
+        self._metering = metering
+        self._asides = asides
+        self._plain: dict[tuple[Place, int], Any] = {}  # numbers that layers keep on themselves, by micro-batch
+        self._left: dict[Place, list[weakref.ref[torch.Tensor]]] = {}  # what layers keep on themselves
+        self._shell = {module for module in shell if not type(module).__module__.startswith("torch.")}
+        self._unit_of = {module: unit for unit in layers for module in unit.module.modules()}
+        self._k = -1  # whose turn it is
+        self._own: dict[Place, Any] = {}  # what that micro-batch has set so far
+        self._in_layer = False
+        self._read: dict[Place, int] = {}  # the last micro-batch that has read what others left
+        self._set: dict[Place, int] = {}
+        self._on_layers: dict[Unit, set[Place]] = {}  # what the shell has set there
+        self._spies: dict[tuple[type, str], tuple[_Spy, Any]] = {}  # with what the class itself had there
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Attributes:
+        names = {(type(m), name) for m in self._shell for name in vars(m) if name not in _OF_MODULES}
+        names |= {(type(m), name) for m in self._unit_of for name in self._numbers_of(m)}
+        for cls, name in names:
+            self._spy(cls, name)
+        self._plain_set = self._undo.enter_context(_told_of_sets(self.was_set))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+    def _numbers_of(self, module: nn.Module) -> Iterable[str]:
+        """Names of what a layer's module may keep, which the shell may read before the layer has run."""
+        if type(module).__module__.startswith("torch."):
+            return ()
+        if not self._metering:
+            return _KEPT_BY.get(type(module), ())
+        return [name for name, value in vars(module).items() if name not in _OF_MODULES and _is_plain(value)]
+
+    def _spy(self, cls: type, name: str) -> None:
+        found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
+        if hasattr(type(found), "__set__"):
+            return  # a property: instances hold nothing under this name
+        self._spies[cls, name] = _Spy(self, name, found), vars(cls).get(name, _MISSING)
+        self._set_up(cls, name)
+        self._undo.callback(self._take_away, cls, name)
+
+    def _set_up(self, cls: type, name: str) -> None:
+        setattr(cls, name, self._spies[cls, name][0])
+
+    def _take_away(self, cls: type, name: str) -> None:
+        if (own := self._spies[cls, name][1]) is _MISSING:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, own)
+
+    @contextmanager
+    def turn(self, k: int, own: dict[Place, Any]) -> Iterator[None]:
+        """Micro-batch `k` is at work in the block; `own` is what it has set so far, and gets what it sets."""
+        for (module, name), value in own.items():
+            vars(module)[name] = value  # another micro-batch has left its own there
+        self._k, self._own = k, own
+        try:
+            yield
+        finally:
+            self._k, self._own = -1, {}
+
+    @contextmanager
+    def in_layer(self) -> Iterator[None]:
+        """A layer is at work in the block: what it sets on itself is its own affair."""
+        before, self._in_layer = self._in_layer, True
+        try:
+            yield
+        finally:
+            self._in_layer = before
+
+    @contextmanager
+    def told_of_all(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Compiled code of `modules` runs in the block, past the spies: it may read all, and what it has set shows afterwards."""
+        before = {(m, name): value for m in modules for name, value in vars(m).items() if name not in _OF_MODULES}
+        for place in before:
+            if place[0] in self._shell:
+                self.was_read(*place)
+        classes = {cls for kind in {type(module) for module in modules} for cls in kind.__mro__}
+        spied = [(cls, name) for cls, name in self._spies if cls in classes]
+        for cls, name in spied:
+            self._take_away(cls, name)
+        told, nn.Module.__setattr__ = nn.Module.__setattr__, self._plain_set  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = told  # type: ignore[method-assign]
+            for cls, name in spied:
+                self._set_up(cls, name)
+        for place in [(m, n) for m in modules for n in vars(m) if n not in _OF_MODULES]:
+            if vars(place[0])[place[1]] is not before.get(place, _MISSING):
+                self.was_set(*place)
+
+    def was_read(self, module: nn.Module, name: str) -> Any:
+        """Somebody reads an attribute that there is; returns its value for the micro-batch at work.
+
+        Raises:
+            RuntimeError: a later micro-batch has set it already.
+        """
+        place, value = (module, name), vars(module)[name]
+        is_own = self._k < 0 or place in self._own or (self._in_layer and module in self._unit_of)
+        if is_own or not (module in self._shell or module in self._unit_of):
+            return value
+        if (place, self._k) in self._plain:
+            return self._plain[place, self._k]
+        if self._set.get(place, -1) > self._k:
+            self._refuse(place)
+        self._read[place] = max(self._k, self._read.get(place, -1))
+        return value
+
+    def was_set(self, module: nn.Module, name: str) -> None:
+        """Somebody has set an attribute.
+
+        Raises:
+            RuntimeError: a later micro-batch has read the value before.
+        """
+        if self._k < 0:
+            return
+        if module in self._shell:
+            self._note_set(module, name)
+            if name in vars(module):
+                self._own[module, name] = vars(module)[name]
+        elif module in self._unit_of and self._in_layer:
+            self._layer_keeps(module, name)
+        elif module in self._unit_of:
+            if _is_plain(value := vars(module).get(name)):
+                self._plain[(module, name), self._k] = value
+            self._on_layers.setdefault(self._unit_of[module], set()).add((module, name))
+
+    def _note_set(self, module: nn.Module, name: str) -> None:
+        place = module, name
+        if self._read.get(place, -1) > self._k:
+            self._refuse(place)
+        self._set[place] = max(self._k, self._set.get(place, -1))
+        if name in vars(module) and not isinstance(vars(type(module)).get(name), _Spy):
+            self._spy(type(module), name)
+
+    def layer_filled(self, place: Place) -> None:
+        """A layer has put something into a container that it keeps, for the micro-batch at work."""
+        self._note_set(*place)
+
+    def _layer_keeps(self, module: nn.Module, name: str) -> None:
+        place, value = (module, name), vars(module).get(name)
+        if _is_plain(value):
+            _KEPT_BY.setdefault(type(module), set()).add(name)
+            self._note_set(module, name)
+            self._plain[place, self._k] = value
+            return
+        before = [tensor for ref in self._left.get(place, []) if (tensor := ref()) is not None and tensor is not value]
+        if any([self._asides.replaced(tensor, self._k) for tensor in before]):
+            self._refuse(place)
+        self._left[place] = [weakref.ref(tensor) for tensor in (*before, value) if isinstance(tensor, torch.Tensor)]
+        self._asides.note(value, self._k)
+
+    def _refuse(self, place: Place) -> None:
+        module, name = place
+        raise RuntimeError(
+            f"attribute {name!r} of {type(module).__name__} goes from one micro-batch's forward to the next one's, and "
+            "micro-batches take turns at the layers: it would come too late or too early. Keep such a memory between steps, "
+            "pass it in the batch, or use RelayConfig(micro_batches=1)"
+        )
+
+    def set_on(self, unit: Unit) -> dict[Place, Any]:
+        """What the shell has set on a layer's modules in this pass, with the values as they stand."""
+        return {(m, name): vars(m).get(name) for m, name in self._on_layers.get(unit, ())}
+
+
+class _Spy:
+    """Stands on a class in place of an attribute of its instances, and tells of reads and writes."""
+
+    def __init__(self, attributes: Attributes, name: str, default: Any) -> None:
+        self._attributes, self._name, self._default = attributes, name, default
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        held = {} if instance is None else vars(instance)
+        if self._name in held:
+            return self._attributes.was_read(instance, self._name)
+        if self._default is _MISSING:
+            raise AttributeError(f"{owner.__name__ if owner else instance!r} has no attribute {self._name!r}")
+        get = getattr(type(self._default), "__get__", None)
+        return self._default if get is None else get(self._default, instance, owner)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = value
+        self._attributes.was_set(instance, self._name)
+
+    def __delete__(self, instance: Any) -> None:
+        if vars(instance).pop(self._name, _MISSING) is _MISSING:
+            raise AttributeError(self._name)
+
+
+def _is_plain(value: Any) -> bool:
+    """Numbers and words, and what consists of them."""
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+@contextmanager
+def _told_of_sets(listener: Any) -> Iterator[Any]:
+    """Call `listener` with every module and name that is assigned to, in the block, where no spy stands yet.
+
+    Yields what assigned before.
+    """
+    before = nn.Module.__setattr__
+
+    def setting(self: nn.Module, name: str, value: Any) -> None:
+        before(self, name, value)
+        if not isinstance(vars(type(self)).get(name), _Spy):
+            listener(self, name)
+
+    nn.Module.__setattr__ = setting  # type: ignore[method-assign]
+    try:
+        yield before
+    finally:
+        nn.Module.__setattr__ = before  # type: ignore[method-assign]
+
+
+def of_layer(unit: Unit) -> dict[Place, Any]:
+    """Numbers and strings that the layer's modules keep as attributes."""
+    found = ((module, name, value) for module in unit.module.modules() for name, value in vars(module).items())
+    return {(module, name): value for module, name, value in found if isinstance(value, int | float | str)}
+
+
+def check_layer(unit: Unit, before: dict[Place, Any]) -> None:
+    """Raise RuntimeError if an attribute of the layer is not what it was when the micro-batch came to it."""
+    for (module, name), value in before.items():
+        now = vars(module).get(name)
+        if now is not value and not (isinstance(value, int | float | str) and now == value):
+            raise RuntimeError(
+                f"attribute {name!r} of layer {unit.name} is set anew for every micro-batch, and micro-batches take turns: the "
+                "layer would see another micro-batch's value. Pass it as an argument of the layer"
+            )
+
+
+class Traces:
+    """What a layer's modules keep as attributes, and NumPy's random state, to see whether a run has changed any of it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._modules = list(layer.modules())
+        self._before, self._random = self._now(), _numpy_state()
+
+    def differ(self) -> bool:
+        """Whether something is not as it was."""
+        now = self._now()
+        return (
+            now.keys() != self._before.keys()
+            or any(now[at][0] is not held or now[at][1] != count for at, (held, count) in self._before.items())
+            or _numpy_state() != self._random
+        )
+
+    def filled(self) -> list[Place]:
+        """Containers that hold more or less than they did."""
+        now = self._now()
+        same = {at: count for at, (held, count) in self._before.items() if at in now and now[at][0] is held}
+        return [at for at, count in same.items() if now[at][1] != count and not isinstance(now[at][0], torch.Tensor)]
+
+    def _now(self) -> dict[Place, tuple[Any, int]]:
+        kept = ((m, name, value) for m in self._modules for name, value in vars(m).items() if name not in _OF_MODULES)
+        return {(module, name): (value, _count(value)) for module, name, value in kept}
+
+
+def _count(value: Any) -> int:
+    """Changes when the value is changed in place: the length of a container, the version of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return value._version
+    return len(value) if isinstance(value, list | dict | set | deque) else 0
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, position, *rest = numpy.random.get_state()
+    return name, keys.tobytes(), position, *rest

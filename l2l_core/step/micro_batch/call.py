@@ -1,0 +1,488 @@
+"""One layer on one micro-batch: run with its graph cut on both sides, recomputed later, and back-propagated.
+
+Both the first run and the recompute see their differentiable inputs through entries, so that the same code gives the
+same graph. The first run's graph is dropped at once unless this is the last layer, which is not run twice.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from l2l_core.devices.device import Device
+from l2l_core.eps.blocks.units import Unit, check_stamps, stamps_of
+from l2l_core.model.ambient import Ambient
+from l2l_core.model.hidden import is_cache, refuse_hidden
+from l2l_core.step.graph.aside import Asides, unasked
+from l2l_core.step.graph.buffer_order import BufferOrder
+from l2l_core.step.graph.cut import (
+    Reach,
+    Root,
+    Segment,
+    Sink,
+    enter,
+    is_entry,
+    nested,
+    reach,
+    run_backward,
+    sequence_number,
+    taken,
+    uses_of,
+)
+from l2l_core.step.micro_batch.attributes import Attributes, Place, Traces, check_layer, of_layer
+from l2l_core.step.micro_batch.crossing import Crossing
+from l2l_core.step.micro_batch.empty_caches import EmptyCache, LentCache
+from l2l_core.step.micro_batch.hooks import Locator, SideOutputs, UserHooks, alive
+from l2l_core.step.micro_batch.influence import Influence
+from l2l_core.step.micro_batch.recomputes import Recomputes, Sum, differs
+from l2l_core.step.traffic.clock import Clock
+from l2l_core.step.traffic.meter import Meter
+from l2l_core.step.traffic.stash import Stash
+from l2l_core.surgery.sample import same_random_numbers
+from l2l_core.trace.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What all calls of one pass over the model share."""
+
+    device: Device
+    stash: Stash
+    asides: Asides
+    trace: Trace
+    sides: SideOutputs
+    user_hooks: UserHooks
+    meter: Meter
+    clock: Clock
+    attributes: Attributes
+    order: BufferOrder
+    check_call: Callable[[], None]  # refuses what no layer may be called in
+    runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
+    influence: Influence = field(default_factory=Influence)
+    recomputes: Recomputes = field(default_factory=Recomputes)
+    nesting: set[Unit] = field(default_factory=set)  # layers that run a backward of their own in theirs
+    buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
+
+    def buffers_of(self, unit: Unit) -> list[torch.Tensor | None]:
+        """Values of a unit's buffers now; the same list as before if none has changed."""
+        last = self.buffer_values.get(unit)
+        if last is None or not unit.buffers.equal(last):
+            self.buffer_values[unit] = unit.buffers.copy()
+        return self.buffer_values[unit]
+
+    def note(self, call: Call, outputs: Any) -> None:
+        """A layer has run for the first time: what it did to its buffers and to the hidden state."""
+        if call.buffers:
+            self.order.layer_ran(call.k, call.unit.buffers, call.buffers, self.buffers_of(call.unit))
+        self.influence.note(call.unit, call.tensors, outputs)
+
+    def expect_unchanged(self, unit: Unit) -> Callable[[], None]:
+        """A check that nobody sets a layer's attributes while a micro-batch waits for it to run first."""
+        runs, found = self.runs[unit], self._noted_on(unit)
+        return lambda: self._check_noted(unit, found) if self.runs[unit] == runs else None
+
+    def _noted_on(self, unit: Unit) -> dict[Place, Any]:
+        return {**(of_layer(unit) if self.stash.metering else {}), **self.attributes.set_on(unit)}
+
+    def _check_noted(self, unit: Unit, found: dict[Place, Any]) -> None:
+        if new := self.attributes.set_on(unit).keys() - found.keys():
+            found = {**found, **dict.fromkeys(new)}  # it was not there when the micro-batch came
+        check_layer(unit, found)
+
+    @contextmanager
+    def watched(self, in_layer: bool = False) -> Iterator[None]:
+        """Run a block of backward under the stash's watch, where it needs one."""
+        if self.stash.metering or self.stash.guards_layers or (self.stash.guards and not in_layer):
+            with self.stash.in_backward(), self.stash.watch:
+                yield
+        else:
+            yield
+
+    def timed(self, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:
+        """Start a compute event; calling the result ends it."""
+        self.meter.enter(kind, layer, k)
+        self.clock.start(kind, layer, k, visit)
+
+        def end() -> None:
+            self.clock.stop()
+            self.meter.leave()
+
+        return end
+
+
+@dataclass(slots=True)
+class _Graph:
+    """Edges of a layer's graph from which backward can start."""
+
+    inputs: list[GradientEdge]  # aligned with Call.inputs; roots for gradients that inputs already have
+    outputs: list[GradientEdge]  # aligned with Call.outputs
+    sides: dict[Locator, GradientEdge]
+
+
+@dataclass(slots=True)
+class _Given:
+    """What a run of the layer gave out."""
+
+    flat: list[Any]
+    spec: Any
+    own: dict[int, Any]  # arguments by the id of what the layer saw of them: an entry, a lent cache
+    new: dict[int, torch.Tensor]  # tensors that are no argument, by id
+    flowing: list[torch.Tensor]  # those of them that receive a gradient
+    lent: dict[EmptyCache, LentCache]
+
+    def check_caches(self) -> None:
+        """Raise TypeError if the layer would have found something in a cache that it was lent empty."""
+        for cache, lent in self.lent.items():
+            cache.first_run(lent)
+
+
+@dataclass(slots=True)
+class _Input:
+    """A differentiable argument, and where its gradient gathers."""
+
+    tensor: torch.Tensor
+    sink: Sink
+
+
+Priors = Callable[[int, Callable[[], Counter[torch.Tensor]]], list[Root]]  # what a run of a micro-batch has to add to
+
+
+@dataclass(eq=False)
+class Call:
+    """The call of `unit` by micro-batch `k`.
+
+    Invariant: what `inputs` and `leaves` hold is the stash of this call; it is let go when backward is done.
+    """
+
+    unit: Unit
+    real: Callable[..., Any]  # the layer's own forward
+    k: int
+    leaves: list[Any]
+    spec: Any
+    inputs: list[_Input]
+    visit: int = -1
+    outputs: list[Sink] = field(default_factory=list)
+    side_sinks: dict[Locator, Sink] = field(default_factory=dict)
+    segment: Segment | None = None  # of shell code before the call, back-propagated after it
+    kept: _Graph | None = None
+    ambient: Ambient | None = None
+    context: contextvars.Context | None = None
+    buffers: list[torch.Tensor | None] | None = None  # the unit's buffers as the forward saw them
+    versions: list[int] = field(default_factory=list)
+    attributes: dict[Place, torch.Tensor] = field(default_factory=dict)  # side outputs left there
+    left_traces: bool = False  # something else than buffers is not as it was, so that the recompute may differ
+    sums: list[Sum] = field(default_factory=list)  # of the outputs, to compare the recompute with
+
+    @staticmethod
+    def of(
+        unit: Unit,
+        real: Callable[..., Any],
+        k: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        crossing: Crossing,
+    ) -> Call:
+        """Take a call's arguments and cut their graph.
+
+        Raises:
+            TypeError: an argument hides tensors (a cache, an object that is no pytree).
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
+        inputs: dict[int, _Input] = {}
+        for index, leaf in enumerate(leaves):
+            if is_cache(leaf):
+                leaves[index] = EmptyCache(leaf, f"argument {index} of layer {unit.name}")
+            elif not isinstance(leaf, torch.Tensor):
+                refuse_hidden(leaf, f"argument {index} of layer {unit.name}")
+            elif leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
+                inputs[id(leaf)] = _Input(leaf, crossing.sink_of(leaf))
+        call = Call(unit, real, k, leaves, spec, list(inputs.values()))
+        call.context = contextvars.copy_context()
+        return call
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor among the arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def awaited(self) -> list[torch.Tensor]:
+        """What the call needs on the device: its arguments and, in backward, the gradients that have come so far."""
+        sinks = [*self.outputs, *self.side_sinks.values(), *(item.sink for item in self.inputs)]
+        return self.tensors + [sink.grad for sink in sinks if sink.grad is not None]
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether the layer gave out anything that can receive a gradient; handing on what it is given is not enough."""
+        return bool(self.outputs or self.side_sinks)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def first(self, run: Pass, keep: bool, crossing: Crossing) -> Any:
+        """Run the layer inside its micro-batch's coroutine; return its outputs as the shell shall see them."""
+        with unasked():
+            self.versions = [tensor._version for tensor in self.tensors]
+        began, stamps = sequence_number(), stamps_of(self.unit.params)
+        traces = Traces(self.unit.module) if run.stash.metering else None
+        run.user_hooks.adopt(self.unit.module)
+        stop = run.timed("forward", self.unit.key, self.k, self.visit)
+        with run.sides.watching(self.unit.module) as seen:
+            given, graph = self._run(run)
+        crossing.ran(self.unit.name, began)
+        given.check_caches()
+        outputs = self._leave(run, given, crossing)
+        stop()
+        check_stamps(self.unit.params, stamps, f"layer {self.unit.name}")
+        self._check_versions("the layer itself changed it in place")
+        found = self._check_graph(graph.outputs, began)
+        if crossing.autocasts:
+            crossing.casts(found.cast)
+        if found.is_nested:
+            run.nesting.add(self.unit)
+            if any(block.shared for block in self.unit.blocks):
+                raise RuntimeError(nested(f"layer {self.unit.name}"))
+        if traces is not None:
+            self.left_traces = traces.differ()
+            for place in traces.filled():
+                run.attributes.layer_filled(place)
+        self.sums = run.recomputes.sums_of(given.flowing)
+        self.kept = graph if keep else None
+        left = {id(tensor): at for at, tensor in enumerate(given.flowing)}
+        del given, graph, found  # with it goes what only the layer's own graph kept alive
+        sides = {**alive(seen), **run.sides.attributes(self.unit.module)}
+        seen.clear()
+        if sides:
+            self.kept = None  # what a graph has saved cannot be cut
+            edges = [get_gradient_edge(tensor) for tensor in sides.values()]
+            self._check_graph([edge for edge in edges if edge.node._sequence_nr() >= began], began)
+        self._cut_sides(run, sides, left, crossing)
+        return outputs
+
+    def prove(self, run: Pass) -> None:
+        """Recompute at once, before anything is trained, to see whether it gives what the first run gave.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        if self.needs_backward and self.kept is None:
+            with run.stash.working(self.k, "shell"), self._buffers_as_seen(run), same_random_numbers():
+                with _attributes_kept(self.unit):
+                    self._recompute(run)
+
+    def _check_graph(self, outputs: Iterable[GradientEdge], began: int) -> Reach:
+        """Refuse a layer that reads differentiable tensors which it was not given; what its graph consists of."""
+        found = reach(outputs)
+        own, params = {id(i.sink) for i in self.inputs}, {id(param) for param in self.unit.params}
+        foreign = sum(id(leaf) not in params and isinstance(leaf, torch.nn.Parameter) for leaf in found.leaves)
+        foreign += sum(id(node.sink) not in own for node in found.entries)
+        if found.first < began:
+            foreign += sum(node._sequence_nr() < began for node in found.nodes)
+        if foreign:
+            raise RuntimeError(
+                f"layer {self.unit.name} reads {foreign} differentiable tensor(s) that it was not given as arguments (taken "
+                "from an attribute, a closure or another layer): their gradients would miss the relay. Pass them as "
+                "arguments of the layer"
+            )
+        return found
+
+    def _run(self, run: Pass) -> tuple[_Given, _Graph]:
+        """The layer itself, on entries."""
+        buffers = [buffer for buffer in self.unit.buffers.now() if buffer is not None]
+        with run.stash.working(self.k, self.unit.key, [*self.tensors, *buffers]), run.attributes.in_layer():
+            run.asides.release(self.tensors)
+            entered = {id(i.tensor): enter(i.tensor, i.sink) for i in self.inputs}
+            lent = {leaf: leaf.lend() for leaf in self.leaves if isinstance(leaf, EmptyCache)}
+            seen = entered | {id(cache): own for cache, own in lent.items()}
+            args, kwargs = pytree.tree_unflatten([seen.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
+            flat, spec = pytree.tree_flatten(self.real(*args, **kwargs), is_leaf=is_cache)
+        own: dict[int, Any] = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
+        own.update((id(seen), cache.original) for cache, seen in lent.items())
+        passed = {id(leaf) for leaf in self.leaves} | set(own)
+        new = {id(t): t for t in flat if isinstance(t, torch.Tensor) and id(t) not in passed}
+        flowing = [t for t in new.values() if t.requires_grad and torch.is_grad_enabled()]
+        graph = _Graph([get_gradient_edge(entered[id(i.tensor)]) for i in self.inputs], [], {})
+        graph.outputs = [get_gradient_edge(t) for t in flowing]
+        return _Given(flat, spec, own, new, flowing, lent), graph
+
+    def _leave(self, run: Pass, given: _Given, crossing: Crossing) -> Any:
+        """The outputs as the shell shall see them: entries, what the layer was given, and copies of weights."""
+        if given.flowing:
+            self.segment = crossing.turn()
+        run.asides.note(list(given.new.values()), self.k)  # should the layer keep them
+        shown = dict(given.own)
+        for tensor in given.flowing:
+            self.outputs.append(sink := Sink())
+            shown[id(tensor)] = shown_tensor = crossing.leave(self._apart(run, tensor), sink)
+            run.stash.hold(shown_tensor, self.k, "stash", "", fresh=True)
+        for index, item in enumerate(given.flat):
+            if id(item) in shown:
+                continue
+            if not isinstance(item, torch.Tensor):
+                refuse_hidden(item, f"output {index} of layer {self.unit.name}")
+            elif id(item) in given.new:
+                shown[id(item)] = constant = self._apart(run, item)
+                run.stash.hold(run.asides.note(constant, self.k), self.k, "activations", "", fresh=True)
+        return pytree.tree_unflatten([shown.get(id(item), item) for item in given.flat], given.spec)
+
+    def _apart(self, run: Pass, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it if it lies in a weight, whose slot will hold another layer's soon, or in a buffer."""
+        return _copied(tensor.detach()) if run.stash.is_exempt(tensor) else tensor
+
+    def _cut_sides(
+        self, run: Pass, tensors: dict[Locator, torch.Tensor], left: dict[int, int], crossing: Crossing
+    ) -> None:
+        """Make entries of what the layer gave out on the side; of an output that somebody keeps too, by its place in `left`."""
+        if tensors and not self.outputs:
+            self.segment = crossing.turn()
+        for locator, tensor in tensors.items():
+            if tensor.grad_fn is None or is_entry(tensor.grad_fn):
+                continue  # the same tensor under a second name
+            is_output = id(tensor) in left
+            sink = self.outputs[left[id(tensor)]] if is_output else Sink()
+            try:
+                crossing.leave_in_place(tensor, sink)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{'.'.join(locator[1:])} of layer {self.unit.name} is kept by the model and is a view, so that its graph "
+                    f"cannot be cut ({error}). Keep a copy: x.clone()"
+                ) from error
+            if not is_output:
+                self.side_sinks[locator] = sink
+            if locator[0] == "attribute":
+                self.attributes[self.unit.module.get_submodule(locator[1]), locator[2]] = tensor
+            run.stash.hold(tensor, self.k, "activations", "", fresh=True)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward(self, run: Pass, priors: Priors, shell_priors: Priors) -> None:
+        """[2] Recompute, and back-propagate through the layer."""
+        if all(sink.grad is None for sink in [*self.outputs, *self.side_sinks.values()]):
+            return
+        run.stash.fetch(self.awaited, self.k, self.unit.key)
+        stop = run.timed("backward", self.unit.key, self.k, self.visit)
+        with run.stash.working(self.k, "shell"), self._buffers_as_seen(run):
+            graph = self.kept or self._recompute(run)
+            roots = taken(zip(graph.outputs, self.outputs, strict=True))
+            roots += taken((graph.sides[at], sink) for at, sink in self.side_sinks.items())
+            weights = {
+                i.tensor: (e, i.sink) for e, i in zip(graph.inputs, self.inputs, strict=True) if i.tensor.is_leaf
+            }
+            entered = {edge.node: tensor for tensor, (edge, _) in weights.items()}
+            uses = partial(uses_of, [edge for edge, _ in roots], entered)
+            if weights:  # of the shell, given as arguments: their sums go on here
+                given = shell_priors(self.k, lambda: Counter({t: n for t, n in uses().items() if t in weights}))
+                for edge, grad in given:
+                    weights[edge.node.variable][1].add(grad)  # type: ignore[attr-defined]
+            roots += taken((edge, item.sink) for edge, item in zip(graph.inputs, self.inputs, strict=True))
+            self.kept = None
+            with run.stash.working(self.k, self.unit.key, None), run.watched(in_layer=True):
+                run_backward(roots + priors(self.k, uses))
+        stop()
+
+    def _recompute(self, run: Pass) -> _Graph:
+        assert self.context is not None and self.ambient is not None
+        self.check_unchanged()
+        return self.context.run(self._recompute_in_context, run)
+
+    def check_unchanged(self) -> None:
+        """Refuse to recompute from arguments that were changed in place."""
+        self._check_versions("the model changed it in place after the call")
+
+    def _check_versions(self, cause: str) -> None:
+        with unasked():
+            now = [tensor._version for tensor in self.tensors]
+        if now != self.versions:
+            index = next(i for i, (a, b) in enumerate(zip(now, self.versions, strict=True)) if a != b)
+            raise RuntimeError(
+                f"tensor argument {index} of layer {self.unit.name} (shape {tuple(self.tensors[index].shape)}) cannot be "
+                f"recomputed from: {cause}. Change a copy instead (x = x + y rather than x += y, ReLU(inplace=False))"
+            )
+
+    def _recompute_in_context(self, run: Pass) -> _Graph:
+        with (
+            run.user_hooks.silenced(),
+            self.ambient.active(),
+            run.sides.watching(self.unit.module, strong=True) as seen,
+        ):  # type: ignore[union-attr]
+            given, graph = self._run(run)
+            run.recomputes.compare(self.unit.name, self.sums, given.flowing)
+            if self.side_sinks or self.attributes:
+                graph.sides = self._find_sides(run, seen)
+            if self.ambient.autocasts:  # type: ignore[union-attr]
+                torch.clear_autocast_cache()
+        return graph
+
+    def _find_sides(self, run: Pass, seen: dict[Locator, Any]) -> dict[Locator, GradientEdge]:
+        tensors = {**seen, **run.sides.attributes(self.unit.module)}
+        for _, path, *rest in [at for at in tensors if at[0] == "attribute"]:
+            module = self.unit.module.get_submodule(path)
+            setattr(
+                module, rest[0], tensors["attribute", path, rest[0]].detach()
+            )  # as backward leaves it: without a graph
+        if any(at not in tensors or tensors[at].grad_fn is None for at in self.side_sinks):
+            raise RuntimeError(differs(self.unit.name))
+        return {at: get_gradient_edge(tensors[at]) for at in self.side_sinks}
+
+    @contextmanager
+    def _buffers_as_seen(self, run: Pass) -> Iterator[None]:
+        """Recompute from what the forward saw; put the newest values back after backward, which reads them too."""
+        if not self.buffers or self.kept is not None or run.buffers_of(self.unit) is self.buffers:
+            yield
+            return
+        now = self.unit.buffers.copy()
+        self.unit.buffers.restore(self.buffers)
+        yield
+        self.unit.buffers.restore(now)
+
+    def backward_before(self, run: Pass, priors: Priors) -> None:
+        """Back-propagate through the shell code before the call."""
+        assert self.segment is not None, f"{self.unit.key} k={self.k} has no segment"
+        if self.segment.is_awaited:
+            stop = run.timed("shell", "shell", self.k, self.visit)
+            with run.stash.working(self.k, "shell", None), run.watched():
+                run_backward(self.segment.take() + priors(self.k, lambda: self.segment.uses))  # type: ignore[union-attr]
+            stop()
+        for grad in [*self.segment.gradients(), *(i.sink.grad for i in self.inputs)]:
+            if grad is not None:
+                run.stash.hold(grad, self.k, "stash", "", fresh=True)
+
+    def release(self) -> None:
+        """Let go of the stash."""
+        self.leaves, self.inputs, self.segment, self.buffers = [], [], None, None
+        self.context = self.ambient = self.kept = None
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, overlapping ones too (an expanded weight): kernels round by them."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.clone()
+    count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((count,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+@contextmanager
+def _attributes_kept(unit: Unit) -> Iterator[None]:
+    """What the layer's modules set on themselves in the block, or put into their lists and dicts, is forgotten."""
+    before = [(module, dict(vars(module))) for module in unit.module.modules()]
+    held = [v for _, attributes in before for v in attributes.values() if isinstance(v, list | dict | set | deque)]
+    contents = [(container, copy.copy(container)) for container in held]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for container, content in contents:
+            if len(container) != len(content):
+                container.clear()
+                container.extend(content) if isinstance(container, list | deque) else container.update(content)

@@ -1,0 +1,72 @@
+"""How much each layer changes its hidden state, gathered as layers run: no pass of its own, nothing kept, nothing waited for.
+
+The *influence* of a layer is 1 minus the mean cosine between the hidden state that a token enters with and the one that it
+leaves with: 0 for a layer that passes everything on. It is the Block Influence of ShortGPT (Men et al., arXiv 2403.03853),
+there of all tokens, here of an evenly spaced sample of each call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import cosine_similarity
+from torch.utils import _pytree as pytree
+
+from l2l_core.eps.blocks.units import Unit
+
+_SAMPLED = 256  # tokens of a call, at most
+
+
+class Influence:
+    """Adds up over the calls of a step.
+
+    Invariant: it holds one number per layer on the device, and no tensor of the model.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Unit, torch.Tensor] = {}  # of cosines, each call weighted with its tokens; () float64
+        self._tokens: dict[Unit, int] = {}
+
+    @torch.no_grad()
+    def note(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
+        """A layer has made `outputs` of `inputs`: any tree, and any shapes; the last dimension is the features'."""
+        pair = _hidden_states(inputs, pytree.tree_leaves(outputs))
+        if pair is None:
+            return
+        came, left = pair
+        tokens, features = came.numel() // came.shape[-1], came.shape[-1]
+        every = _spacing(tokens, came.shape)
+        cosines = cosine_similarity(*(t.detach().reshape(-1, features)[::every].float() for t in (came, left)), dim=-1)
+        sum_ = cosines.mean(dtype=torch.float64) * tokens
+        self._sums[unit] = self._sums[unit] + sum_ if unit in self._sums else sum_
+        self._tokens[unit] = self._tokens.get(unit, 0) + tokens
+
+    def tell(self) -> None:
+        """The step is over: write it into the layers' statistics. Reads the device once."""
+        if self._sums:
+            for unit, sum_ in zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True):
+                unit.stats["influence"] = max(0.0, 1 - sum_ / self._tokens[unit])  # below 0 by rounding alone
+
+
+def _hidden_states(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The first floating-point tensor that comes out, and the first of its shape that went in."""
+    left = next((t for t in outputs if _is_floating(t)), None)
+    came = next((t for t in inputs if left is not None and _is_floating(t) and t.shape == left.shape), None)
+    return None if left is None or came is None or not left.ndim or not left.numel() else (came, left)
+
+
+def _is_floating(leaf: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor) or leaf.is_nested:
+        return False
+    return leaf.is_floating_point() and leaf.layout is torch.strided
+
+
+def _spacing(tokens: int, shape: Sequence[int]) -> int:
+    """So many tokens from one that is looked at to the next: not in step with a sequence, whose first token is special."""
+    every, row = -(-tokens // _SAMPLED), math.prod(shape[1:-1])
+    while every > 1 and math.gcd(every, row) > 1:
+        every += 1
+    return every

@@ -1,0 +1,245 @@
+"""How compiled parts of a model run in a pass: out of the engine's sight.
+
+Dynamo traces whatever is in force when a compiled part is called: function modes, global hooks, descriptors on classes. If it
+saw the engine's, it would trace the engine, compile other code than plain training does, or none. So every compiled part is
+entered through a wrapper. Around it the engine's means are put away, and what they would have seen is told in one
+piece: which tensors go in and come out, which attributes and buffers have changed, and what autograd has saved.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from l2l_core.eps.blocks.buffers import Buffers
+from l2l_core.model.ambient import function_modes_without
+from l2l_core.model.compiled import entry_of, is_wrapper, parts_of, wrapper_class
+from l2l_core.step.graph.aside import Asides
+from l2l_core.step.graph.buffer_order import BufferOrder
+from l2l_core.step.graph.cut import sequence_number
+from l2l_core.step.micro_batch.attributes import Attributes
+from l2l_core.step.micro_batch.crossing import Crossing, crossing_in_force
+from l2l_core.step.micro_batch.hooks import SideOutputs
+from l2l_core.step.traffic.stash import Stash, Watch
+
+
+class OutOfSight:
+    """Lets the compiled parts of a model run out of the engine's sight. Use as a context manager around a pass.
+
+    Invariant: after the block every module has the entry that it had before. While a compiled part runs, no wrapper stands in it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+        stash: Stash,
+        asides: Asides,
+        sides: SideOutputs,
+        attributes: Attributes,
+        order: BufferOrder,
+    ) -> None:
+        self._stash, self._asides, self._sides = stash, asides, sides
+        self._attributes, self._order = attributes, order
+        self._parts = {part: list(part.modules()) for part in parts_of(model)}
+        inside = {module for layer in layers for module in layer.modules()}
+        self._buffers = {p: Buffers(modules) for p, modules in self._parts.items() if p not in inside}  # of the shell
+        self._own: dict[nn.Module, tuple[str, Any]] = {}  # entry, and what the instance had there
+        self._wrapped: dict[nn.Module, Any] = {}
+        self._undo = ExitStack()
+
+    def __enter__(self) -> OutOfSight:
+        self._undo.enter_context(_alone(bool(self._parts)))
+        if "torch._dynamo" in sys.modules:
+            _hide_engine()
+        if self._parts:
+            self._undo.enter_context(_plainly_called(self._parts))
+        for part in self._parts:
+            entry = entry_of(part)
+            assert entry is not None
+            self._own[part] = entry, vars(part).get(entry)
+            self._wrapped[part] = partial(self._run, part, getattr(part, entry))
+            self._put(part)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for part in self._own:
+            self._take_away(part)
+        self._undo.close()
+
+    def _put(self, part: nn.Module) -> None:
+        vars(part)[self._own[part][0]] = self._wrapped[part]
+
+    def _take_away(self, part: nn.Module) -> None:
+        entry, own = self._own[part]
+        if own is None:
+            vars(part).pop(entry, None)
+        else:
+            vars(part)[entry] = own
+
+    # -- one call of a compiled part -----------------------------------------------------------------------------------
+
+    def _run(self, part: nn.Module, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        crossing = crossing_in_force()
+        run = partial(self._run_apart, part, real)
+        if crossing is None:
+            return run(*args, **kwargs)
+        return crossing.applied(run, args, kwargs)
+
+    def _run_apart(self, part: nn.Module, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        modules = self._parts[part]
+        self._bring(pytree.tree_leaves((args, kwargs)), (value for m in modules for value in vars(m).values()))
+        began = sequence_number()
+        with self._out_of_sight(modules), self._buffers_told(part), self._attributes.told_of_all(modules):
+            out = real(*args, **kwargs)
+        self._made(out, began)
+        return out
+
+    def _bring(self, given: Iterable[Any], attributes: Iterable[Any]) -> None:
+        """Have what the part reads, or may read, on the device and off guard: no mode sees it in compiled code."""
+        self._asides.ask(given)
+        self._asides.ask(attributes, self._stash.at_work)  # another micro-batch's may be about to be replaced
+
+    @contextmanager
+    def _out_of_sight(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        inner = [module for module in modules if module in self._own and self._stands(module)]
+        for part in inner:
+            self._take_away(part)
+        try:
+            with self._sides.paused(), self._stash.in_part(), function_modes_without(Crossing):
+                yield
+        finally:
+            for part in inner:
+                self._put(part)
+
+    def _stands(self, part: nn.Module) -> bool:
+        return vars(part).get(self._own[part][0]) is self._wrapped[part]
+
+    @contextmanager
+    def _buffers_told(self, part: nn.Module) -> Iterator[None]:
+        """The order in which micro-batches meet buffers of the shell."""
+        buffers = self._buffers.get(part)
+        if not buffers:
+            yield
+            return
+        before = buffers.copy()
+        yield
+        after = before if buffers.equal(before) else buffers.copy()
+        self._order.part_ran(self._stash.at_work, buffers, before, after)
+
+    def _made(self, out: Any, began: int) -> None:
+        """What the part gives out and what autograd has saved in it is kept like that of any other code."""
+        tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self._note(tensors)
+        edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.grad_fn is not None]
+        for node in _nodes_since(edges, began):
+            if type(node).__name__ == "CompiledFunctionBackward":
+                saved = [
+                    tensor.detach() for tensor in node.saved_tensors
+                ]  # not the node's own: they would keep it alive
+                self._note(saved)
+                node.register_prehook(partial(self._touch, saved))
+
+    def _note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These were there when the part had run; some are weights and other tensors of the model."""
+        self._stash.after({}, [tensor for tensor in tensors if not self._stash.is_exempt(tensor)])
+
+    def _touch(self, saved: Sequence[torch.Tensor], _grads: Any) -> None:
+        """Compiled backward is about to read what it has saved, which no mode sees."""
+        for tensor in saved:
+            self._stash.touch(tensor)
+
+
+def _nodes_since(edges: Iterable[GradientEdge], began: int) -> set[Any]:
+    """Graph nodes behind some edges, those that were made since a sequence number."""
+    nodes, todo = set(), [edge.node for edge in edges]
+    while todo:
+        node = todo.pop()
+        if node not in nodes and node._sequence_nr() >= began:
+            nodes.add(node)
+            todo += [parent for parent, _ in node.next_functions if parent is not None]
+    return nodes
+
+
+@contextmanager
+def _plainly_called(parts: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """Call wrappers of `torch.compile` among these like any other module.
+
+    Their own `__call__` warns of global hooks, and notes globally that one is at work, which none is that has given way.
+    """
+    if not any(is_wrapper(part) for part in parts):
+        yield
+        return
+    cls = wrapper_class()
+    before = vars(cls)["__call__"]
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (nn.Module.__call__ if self in parts else before)(self, *args, **kwargs)
+
+    cls.__call__ = call
+    try:
+        yield
+    finally:
+        cls.__call__ = before
+
+
+@cache
+def _hide_engine() -> None:
+    """Let Dynamo take no frame of the engine for the model's, and run nothing by itself in shell code."""
+    from torch._dynamo import eval_frame, trace_rules
+
+    trace_rules.add(__package__)
+    before = eval_frame._callback_from_stance  # called whenever compiled code is about to run
+
+    def callback(compiler: Any) -> Any:
+        _refuse_function(compiler)
+        return before(compiler)
+
+    eval_frame._callback_from_stance = callback
+
+
+def _refuse_function(compiler: Any) -> None:
+    """Compiled code is about to run in this thread: refuse it in shell code, unless it is a part, which was entered properly."""
+    watches = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watch)]
+    if callable(compiler) and (crossing_in_force() is not None or any(watch.stash.needs_watch for watch in watches)):
+        raise RuntimeError(
+            "the model's own code calls a compiled function (torch.compile on a function) outside of its layers: it would be "
+            "compiled together with what the relay does around each operation. Make it the forward of a module of the model and "
+            "compile that, call it within a layer, or leave it as it is written"
+        )
+
+
+_lock = threading.Lock()
+_passes: list[tuple[int, bool]] = []  # under way: thread, and whether compiled parts are in the model
+
+
+@contextmanager
+def _alone(has_parts: bool) -> Iterator[None]:
+    """What is put away around a compiled part is the process's: nobody else's pass may count on it meanwhile.
+
+    Raises:
+        RuntimeError: a pass is under way in another thread, and one of the two has compiled parts.
+    """
+    own = threading.get_ident(), has_parts
+    with _lock:
+        if any(thread != own[0] and (has_parts or other_has) for thread, other_has in _passes):
+            raise RuntimeError(
+                "another relay is in the middle of a step in another thread, and one of the two models has compiled parts, which "
+                "run while the engine's hooks are put away, everybody's. Let one wait for the other, or use two processes"
+            )
+        _passes.append(own)
+    try:
+        yield
+    finally:
+        with _lock:
+            _passes.remove(own)

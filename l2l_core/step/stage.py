@@ -1,0 +1,307 @@
+"""What is set up around one pass over the model and taken down after it, whatever happens.
+
+Slots and shell on the device, the stash, hooks, shadowed forwards, random streams. The loop finds everything ready, and
+an exception anywhere leaves no shadow, no hook, no booked byte and no moved parameter behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from l2l_core.config import RelayConfig
+from l2l_core.devices.device import Copy, Device
+from l2l_core.devices.ledger import Ledger
+from l2l_core.eps.blocks.checks import refuse_cached
+from l2l_core.eps.blocks.units import Unit, outside
+from l2l_core.eps.casts import Wires
+from l2l_core.model.ambient import Ambient, RandomState
+from l2l_core.model.nested import map_tensors
+from l2l_core.step.advice import advise
+from l2l_core.step.graph.aside import Asides
+from l2l_core.step.graph.buffer_order import BufferOrder
+from l2l_core.step.micro_batch.attributes import Attributes
+from l2l_core.step.micro_batch.call import Pass
+from l2l_core.step.micro_batch.crossing import Crossing, functions_seen
+from l2l_core.step.micro_batch.forward import Forward, Shadows
+from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
+from l2l_core.step.micro_batch.sight import OutOfSight
+from l2l_core.step.traffic.clock import Clock
+from l2l_core.step.traffic.gradient import Gradient, GradientSlots, Takers
+from l2l_core.step.traffic.lanes import Lane, Link
+from l2l_core.step.traffic.meter import Meter, Metered
+from l2l_core.step.traffic.readers import before_reads
+from l2l_core.step.traffic.slots import Prefetch
+from l2l_core.step.traffic.stash import Stash
+from l2l_core.trace.trace import Trace
+
+_SHAKEN = 0.02  # of a weight, in `Stage.shake`: as much as models begin with
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Task = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A relay's lasting parts."""
+
+    model: nn.Module
+    device: Device
+    host: Ledger
+    shell: Unit
+    layers: Sequence[Unit]
+    wires: Wires
+
+    @property
+    def units(self) -> list[Unit]:
+        """The shell and the layers."""
+        return [self.shell, *self.layers]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Dotted name of every unit by key."""
+        return {unit.key: unit.name for unit in self.units}
+
+    def shell_modules(self) -> list[nn.Module]:
+        """Modules that are in no layer."""
+        return outside(self.model, {unit.module for unit in self.layers})
+
+    def inside(self) -> dict[torch.Tensor, str]:
+        """Parameters that only layers use, and a layer's name."""
+        own = set(self.shell.params)
+        return {param: unit.name for unit in self.layers for param in unit.params if param not in own}
+
+    def copy_buffers(self) -> Callable[[], None]:
+        """Copy the values of all buffers; the result puts them back."""
+        values = [unit.buffers.copy() for unit in self.units]
+
+        def put_back() -> None:
+            for unit, old in zip(self.units, values, strict=True):
+                unit.buffers.restore(old)
+
+        return put_back
+
+    @property
+    def slot_numel(self) -> int:
+        """Elements of the largest layer."""
+        return max((unit.numel for unit in self.layers), default=0)
+
+
+class Stage:
+    """One pass, set up. Use as a context manager.
+
+    Args:
+        parts: of the relay.
+        config: how to run.
+        trace: gets events and memory.
+        replay: activation bytes of an earlier step; None counts them operation by operation.
+    """
+
+    def __init__(self, parts: Parts, config: RelayConfig, trace: Trace, replay: Metered | None) -> None:
+        self.parts, self.config, self.trace, self._replay = parts, config, trace, replay
+        turns = config.micro_batches if config.ahead and config.stash == "host" else 1
+        self.h2d, self.d2h = (Lane(parts.device, trace, name, turns) for name in ("h2d", "d2h"))
+        self.loads, self.pushes = Link(self.h2d, "load"), Link(self.d2h, "push")
+        self.clock = Clock(parts.device, trace)
+        self._dtype = _DTYPES[config.precision]  # of weights on the device
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Stage:
+        with self._stack:
+            try:
+                self._set_up()
+            except torch.OutOfMemoryError as error:
+                raise self.parts.device.ledger.refused(error) from error
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        """Take the pass down.
+
+        Raises:
+            DeviceOutOfMemory: in place of the error of the device's own allocator; says what was booked.
+        """
+        ledger = self.parts.device.ledger
+        if isinstance(error, Exception) and not isinstance(error, MemoryError) and (doing := ledger.doing()):
+            note = f"The relay was at: {doing}."
+            if note not in getattr(error, "__notes__", ()):  # the same error object may come again
+                error.add_note(note)
+        refused = ledger.refused(error) if isinstance(error, torch.OutOfMemoryError) else None  # while all is booked
+        self._stack.close()
+        if refused is not None:
+            raise refused from error
+
+    def _set_up(self) -> None:
+        parts, enter, later = self.parts, self._stack.enter_context, self._stack.callback
+        ledger = parts.device.ledger
+        ledger.advise = partial(advise, ledger, self.config, self._dtype.itemsize * parts.slot_numel)
+        enter(parts.device.current())
+        later(parts.device.settle)  # last of all: then nothing is under way, and the trace has every event
+        parts.wires.begin(parts.units, self._dtype)
+        later(parts.wires.end)
+        later(RandomState.take().put)
+        on_host = self.config.stash == "host"
+        enter(parts.shell.buffers.on(parts.device, "shell buffers"))
+        exempt = model_tensors(parts)
+        self.stash = Stash(
+            parts.device,
+            parts.host,
+            on_host=on_host,
+            overlap=self.config.ahead > 0,
+            metering=self._replay is None,
+            h2d=self.h2d,
+            d2h=self.d2h,
+            clock=self.clock,
+            exempt=exempt,
+        )
+        attributes = [v for m in parts.model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+        order = self.stash.order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], attributes)
+        later(order.close)
+        self.stash.guards_layers = on_host and not torch.is_grad_enabled()
+        self._asides = Asides(self.stash.asked, self.stash.touch, active=torch.is_grad_enabled())
+        later(self.stash.clear)
+        later(self._asides.close)
+        if on_host:
+            enter(before_reads(self.stash.touch))
+        self.meter = Meter(ledger, parts.host, self.trace, self._replay)
+        later(self.meter.close)
+        resident = self._load_shell()
+        self.prefetch = Prefetch(
+            parts.device,
+            parts.slot_numel,
+            self.config.ahead,
+            self.loads.trickle,
+            self.clock,
+            resident,
+            self._dtype,
+            parts.wires.source,
+            self._visiting,
+        )
+        later(self.prefetch.close)
+        self.stash.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
+        enter(functions_seen())
+        hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
+        sides = SideOutputs()
+        attributes = Attributes(parts.shell_modules(), parts.layers, self._asides, self._replay is None)
+        layers = {unit.module: unit for unit in parts.layers}
+        enter(OutOfSight(parts.model, layers, self.stash, self._asides, sides, attributes, order))
+        self.shadows = enter(Shadows(layers))
+        enter(attributes)
+        check = partial(refuse_cached, parts.model)
+        self.run = Pass(
+            parts.device,
+            self.stash,
+            self._asides,
+            self.trace,
+            sides,
+            hooks,
+            self.meter,
+            self.clock,
+            attributes,
+            order,
+            check,
+        )
+        later(self.shadows.cancel)
+
+    def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Put the shell on the device; return where its parameters are for the length of the pass."""
+        shell, device = self.parts.shell, self.parts.device
+        flat = device.empty(shell.numel, self._dtype)
+        self._stack.callback(device.recycle, flat)
+        device.ledger.book("weights", "shell", flat.nbytes)
+        self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
+        self.stash.exempt([flat], weights=True)
+        self.stash.exempt([b.master for unit in self.parts.units for b in unit.blocks], weights=True)
+        pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
+        with self.clock.stalled():
+            self.loads(shell.key, [(part, self.parts.wires.source(block)) for part, block in pairs]).wait()
+        views = shell.views(flat)
+        self._stack.callback(shell.point, [view for block in shell.blocks for view in block.views])
+        shell.point(views)
+        return dict(zip(shell.params, views, strict=True))
+
+    @contextmanager
+    def _visiting(self, unit: Unit) -> Iterator[None]:
+        """What a visit needs on the device besides weights: the layer's buffers, which are part of no image."""
+        with unit.buffers.on(self.parts.device, "buffers") as copies, self.stash.exempting(copies):
+            yield
+
+    def shake(self) -> None:
+        """Move the shell's weights on the device a little, for this pass: a head that is all zero tells no loss from another.
+
+        The masters, and whatever comes after, know nothing of it.
+        """
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parts.shell.params:
+                noise = torch.randn(param.shape, generator=generator) * _SHAKEN
+                param.data.add_(noise.to(param.device, param.dtype))
+
+    def learned(self) -> Metered:
+        """What later passes of the same shape need not find out again."""
+        return self.meter.latest
+
+    def gradients(self) -> tuple[GradientSlots, Gradient]:
+        """Device buffers for the gradients of layers, and the gradient of the shell."""
+        parts = self.parts
+        takers = Takers(parts.units)
+        self._stack.callback(takers.close)
+        count = 2 if self.config.ahead else 1
+        slots = GradientSlots(parts.device, self.clock, takers, parts.layers, count, "slots")
+        self._stack.callback(slots.close)
+        shell = GradientSlots(parts.device, self.clock, takers, [parts.shell], 1, "shell")
+        self._stack.callback(shell.close)
+        self.stash.exempt([*slots.flats, *shell.flats])
+        return slots, shell.take(parts.shell, lambda block: block.shared)
+
+    def forwards(self, micro_batches: Sequence[Any], task: Task, seeds: Sequence[int]) -> list[Forward]:
+        """One paused forward per micro-batch, each with a random stream of its own."""
+        base = Ambient.take()
+        base.put()
+        if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
+            base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
+        if self.stash.guards_forward:
+            base = replace(
+                base,
+                dispatch_modes=(*base.dispatch_modes, self.stash.watch),
+            )
+        for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
+            bring, run, crossing = (
+                partial(self._bring, k, micro_batch),
+                partial(task, self.parts.model),
+                Crossing(k, self._asides),
+            )
+            ambient = base.reseeded(RandomState.seeded(seed))
+            if torch.is_grad_enabled():
+                ambient = ambient.within(crossing)
+            self.shadows.forwards.append(Forward(k, bring, run, ambient, self.run, crossing))
+        return self.shadows.forwards
+
+    def _bring(self, k: int, micro_batch: Any) -> Any:
+        """Copy a micro-batch to the device."""
+        copies: list[Copy] = []
+
+        def brought(tensor: torch.Tensor) -> torch.Tensor:
+            target = torch.empty_like(tensor, device=self.parts.device.torch_device)
+            self.stash.hold(self._asides.note(target, k), k, "other", "", fresh=True)
+            copies.append((target, tensor.detach()))
+            return target
+
+        rows = map_tensors(micro_batch, brought)
+        if copies:
+            with self.clock.stalled():
+                self.h2d.send("batch", "", copies, k).wait()
+        return rows
+
+
+def model_tensors(parts: Parts) -> list[torch.Tensor]:
+    """Tensors that the model keeps between passes: masters, buffers, plain attributes."""
+    modules = list(parts.model.modules())
+    held = [v for m in modules for v in [*m._buffers.values(), *vars(m).values()] if isinstance(v, torch.Tensor)]
+    return held + [block.master for unit in parts.units for block in unit.blocks]

@@ -1,0 +1,52 @@
+"""Times the compute lane: one event after another, none of them while compute waits for a copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from l2l_core.devices.device import Device
+from l2l_core.trace.trace import Event, Trace
+
+
+class Clock:
+    """Adds compute events of a device to a trace.
+
+    Invariant: at most one event is open. An event that has to wait for a copy is cut in two, so that waiting is not
+    counted as work.
+    """
+
+    def __init__(self, device: Device, trace: Trace) -> None:
+        self._device, self._trace = device, trace
+        self._what: tuple[str, str, int, int] = "", "", -1, -1  # kind, layer, micro-batch, visit
+        self._stalled_s = 0.0  # since the last event
+        self._stop: Callable[[], None] | None = None
+
+    def start(self, kind: str, layer: str, k: int, visit: int = -1) -> None:
+        """Open an event."""
+        assert self._stop is None, f"{kind} of {layer} begins within {self._what}"
+        self._what = kind, layer, k, visit
+        t0, add, stalled_s = self._trace.began_s, self._trace.add, self._stalled_s
+        self._stalled_s = 0.0
+        self._stop = self._device.start(
+            lambda a, b: add(Event("compute", kind, a - t0, b - t0, layer, k, 0, visit, stalled_s)),
+            f"{kind} {layer} k={k}",
+        )
+
+    def stop(self) -> None:
+        """End the open event, if there is one."""
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Compute waits in this block. An open event ends here, and goes on as another one after the block."""
+        is_open = self._stop is not None
+        self.stop()
+        began_s = time.perf_counter()
+        yield
+        self._stalled_s += time.perf_counter() - began_s
+        if is_open:
+            self.start(*self._what)

@@ -1,0 +1,277 @@
+"""Gradients on the device: summed over micro-batches in a flat slot, then pushed to the EPS.
+
+Autograd's own accumulation is not used: a hook moves each parameter's fresh gradient into its place in the slot as soon
+as it is ready, so that at most one parameter's gradient exists besides the slot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from l2l_core.devices.device import Device, Ticket
+from l2l_core.eps.blocks.trained import GradientPiece, Trained
+from l2l_core.eps.blocks.units import Block, Unit
+from l2l_core.eps.store import LayerStore
+from l2l_core.step.graph.cut import Root
+from l2l_core.step.traffic.clock import Clock
+from l2l_core.step.traffic.lanes import Link
+
+
+@dataclass(eq=False, slots=True)
+class _Buffer:
+    flat: torch.Tensor
+    clock: Clock
+    leaving: list[Ticket] = field(default_factory=list)  # copies that still read it
+
+    def settle(self) -> None:
+        """Let compute write to the buffer only when what it held has left."""
+        if self.leaving:
+            with self.clock.stalled():
+                for ticket in self.leaving:
+                    ticket.wait()
+            self.leaving.clear()
+
+
+class Takers:
+    """Who takes the gradients that autograd accumulates into parameters: one hook on each, for the length of a pass.
+
+    Invariant: every gradient is taken by the unit whose backward has made it, or the step ends.
+
+    Args:
+        units: the shell and the layers.
+
+    Attributes:
+        trained: by block, which parameters are trained in this pass.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._names = {
+            param: name for unit in units for b in unit.blocks for param, name in zip(b.params, b.names, strict=True)
+        }
+        self.trained = {block: block.trained for unit in units for block in unit.blocks}
+        self._routes: dict[torch.Tensor, Callable[[torch.Tensor], None]] = {}
+        self._handles = [
+            block.params[i].register_post_accumulate_grad_hook(self._collect)
+            for block, trained in self.trained.items()
+            for i in trained.indices
+        ]
+
+    def numel(self, unit: Unit) -> int:
+        """Elements of a slot for the unit's gradient."""
+        return sum(self.trained[block].numel for block in unit.blocks)
+
+    def check(self, blocks: Iterable[Block]) -> None:
+        """Refuse parameters that were frozen, or let go, since the pass began: their gradients would be lost.
+
+        Raises:
+            RuntimeError: names one of them.
+        """
+        for block in blocks:
+            flags = self.trained[block].flags
+            for name, param, was in zip(block.names, block.params, flags, strict=True):
+                if param.requires_grad != was:
+                    raise RuntimeError(
+                        f"requires_grad of parameter {name} became {param.requires_grad} during the step: what a step trains "
+                        "is settled when it begins. Change it between steps, or use Freeze and Unfreeze"
+                    )
+
+    def _collect(self, param: torch.Tensor) -> None:
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        if param not in self._routes:
+            raise RuntimeError(
+                f"parameter {self._names[param]} gets a gradient from code that is not in its layer (a closure, an attribute, "
+                "another layer): it would miss the relay. Pass it as an argument of the layer that uses it"
+            )
+        if grad.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {self._names[param]} has a {grad.layout} gradient; use Embedding(sparse=False)"
+            )
+        self._routes[param](grad)
+
+    def route(self, param: torch.Tensor, take: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+        """Let `take` have the gradients of a parameter, unless somebody has them; the result ends that."""
+        if self._routes.setdefault(param, take) is not take:
+            return lambda: None
+        return lambda: self._routes.pop(param)  # type: ignore[func-returns-value]
+
+    def close(self) -> None:
+        """Take no more gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._routes.clear()
+
+
+@dataclass(eq=False, slots=True)
+class _Share:
+    """What of a slot belongs to one block.
+
+    Invariant: `touched[i]` says whether the i-th trained parameter has a gradient; untouched places hold garbage.
+    """
+
+    block: Block
+    trained: Trained
+    flat: torch.Tensor  # (trained.numel,)
+    touched: list[bool]
+
+    @property
+    def piece(self) -> GradientPiece:
+        return GradientPiece(self.flat, self.trained, tuple(self.touched))
+
+
+class Gradient:
+    """The gradient of one unit during one visit: of the parameters that are trained, and of no others.
+
+    Parameters that no micro-batch touched get no update, as in plain training.
+    """
+
+    def __init__(self, unit: Unit, buffer: _Buffer, takers: Takers, apart: Callable[[Block], bool]) -> None:
+        self.unit, self._buffer, self.apart = unit, buffer, apart
+        self._shares: list[_Share] = []
+        self._ends: list[Callable[[], None]] = []
+        start = 0
+        for block in unit.blocks:
+            trained = takers.trained[block]
+            share = _Share(block, trained, buffer.flat[start : start + trained.numel], [False] * len(trained.indices))
+            start += trained.numel
+            if trained.indices:
+                self._shares.append(share)
+            places = enumerate(zip(trained.indices, trained.layout.views(share.flat), strict=True))
+            self._ends += [takers.route(block.params[i], self._taker(share, at, view)) for at, (i, view) in places]
+
+    def _taker(self, share: _Share, at: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def take(grad: torch.Tensor) -> None:
+            self._buffer.settle()
+            if share.touched[at]:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+                share.touched[at] = True
+
+        return take
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are still being taken."""
+        return bool(self._ends)
+
+    def stop(self) -> None:
+        """Take no more gradients."""
+        for end in self._ends:
+            end()
+        self._ends = []
+
+    def priors(self, store: LayerStore, push: Link, k: int, uses: Callable[[], Counter[torch.Tensor]]) -> list[Root]:
+        """What micro-batch `k` has brought before to parameters that the next run reads more than once.
+
+        As a root of that run it is the first summand, as in plain training; added afterwards, the sum would be another. A
+        parameter that is read once makes no difference: there the EPS adds.
+        """
+        shares = [share for share in self._shares if self.apart(share.block) and store.has_part(share.block, k)]
+        if not shares:
+            return []
+        counts, roots = uses(), []
+        for block, trained in ((share.block, share.trained) for share in shares):
+            several = [i for i in trained.indices if counts[block.params[i]] > 1]
+            if several:
+                push.lane.flush()  # the EPS works in order: the layer before must have come whole
+                with self._buffer.clock.stalled():
+                    lent = store.lend_part(block, k, several)
+                pairs = [(block.params[i], host.to(self._buffer.flat.device)) for i, host in lent.items()]
+                roots += [(get_gradient_edge(param), grad) for param, grad in pairs]
+        return roots
+
+    def holds_part_of(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether there is a gradient, not pushed yet, of one of these parameters whose micro-batches are kept apart."""
+        apart = [share for share in self._shares if any(share.touched) and self.apart(share.block)]
+        held = {share.block.params[i] for share in apart for i in share.piece.views()}
+        return bool(held) and any(param in held for param in params)
+
+    def flush(self, k: int, visit: int, store: LayerStore, push: Link) -> None:
+        """Push what micro-batch `k` has just added, in `visit`, to blocks whose micro-batches are kept apart."""
+        for share in self._shares:
+            if any(share.touched) and self.apart(share.block):
+                there = share.piece
+                here = replace(there, flat=store.buffer(there.trained.numel))
+                targets, sources = here.views(), there.views()
+                ticket = push(self.unit.key, [(targets[i], sources[i]) for i in sources], k, visit)
+                with self._buffer.clock.stalled():
+                    store.reduce_part(self.unit, share.block, k, here, ticket)
+                self._buffer.leaving.append(ticket)
+                share.touched[:] = [False] * len(share.touched)
+
+    def push(self, store: LayerStore, push: Link) -> None:
+        """[3] Push the summed gradient of every block, to be reduced and updated in the background."""
+        self.stop()
+        push.lane.flush()
+        for share in self._shares:
+            if any(share.touched) and not self.apart(share.block):
+                with self._buffer.clock.stalled():  # until there is room, and without overlap until all is done
+                    here = replace(share.piece, flat=store.buffer(share.trained.numel, bounded=True))
+                    ticket = push.trickle(self.unit.key, [(here.flat, share.flat)])
+                    self._buffer.leaving.append(ticket)
+                    store.reduce(self.unit, share.block, here, ticket)
+
+
+class GradientSlots:
+    """Device buffers for gradients: one fills while another is being pushed.
+
+    Args:
+        device: whose memory they are in.
+        clock: of compute.
+        takers: who hands out gradients, and knows what is trained.
+        units: those that use the buffers, which are as large as the largest gradient of them.
+        count: of buffers.
+        name: for the ledger.
+    """
+
+    def __init__(
+        self, device: Device, clock: Clock, takers: Takers, units: Iterable[Unit], count: int, name: str
+    ) -> None:
+        numel = max((takers.numel(unit) for unit in units), default=0)
+        self._device, self._takers, self._owner, self._nbytes = device, takers, name, 4 * numel * count
+        device.ledger.book("gradients", name, self._nbytes)
+        self._buffers = [_Buffer(device.empty(numel), clock) for _ in range(count)]
+        self._none = _Buffer(device.empty(0), clock)  # for units of which nothing is trained
+        self._live: list[Gradient] = []
+        self._next = 0
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        return [buffer.flat for buffer in self._buffers]
+
+    def take(self, unit: Unit, apart: Callable[[Block], bool]) -> Gradient:
+        """A gradient for a visit of `unit`, in the buffer that was pushed longest ago.
+
+        Raises:
+            RuntimeError: a parameter was frozen, or let go, since the step began.
+        """
+        self._takers.check(unit.blocks if self._live else self._takers.trained)  # all of them before any is updated
+        buffer = self._next_buffer() if self._takers.numel(unit) else self._none
+        buffer.settle()
+        self._live = [gradient for gradient in self._live if gradient.is_open] + [
+            Gradient(unit, buffer, self._takers, apart)
+        ]
+        return self._live[-1]
+
+    def _next_buffer(self) -> _Buffer:
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        return buffer
+
+    def close(self) -> None:
+        """Stop every gradient and give the bytes back."""
+        for gradient in self._live:
+            gradient.stop()
+        self._device.ledger.release("gradients", self._owner, self._nbytes)
+        for buffer in self._buffers:
+            for ticket in buffer.leaving:
+                ticket.abandon()
+            self._device.recycle(buffer.flat)
+        self._buffers.clear()

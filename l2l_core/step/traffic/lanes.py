@@ -1,0 +1,162 @@
+"""The link between host and device during a pass: one `Lane` per direction, and `Link`s that send one kind of copy on it.
+
+A lane is a serial resource, so what is sent first stands in the way of what comes next. A layer's weights have a whole
+visit's time to arrive; a micro-batch's stash is wanted at the next turn. So weights and gradients *trickle*: they are cut
+into pieces, and one piece goes out at each turn, behind the stash.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+
+from l2l_core.devices.device import Copy, Device, Ticket
+from l2l_core.trace.trace import Event, Trace
+
+_LEAST_PIECE_BYTES = 1 << 14  # below this, the fixed cost of a copy outweighs what a piece could save
+
+
+class Lane:
+    """One direction of the link: "h2d" or "d2h".
+
+    Args:
+        device: does the copying.
+        trace: gets one event per copy, or per piece of one.
+        name: of the lane.
+        pieces: into how many pieces a trickling copy is cut: the number of turns in a visit.
+    """
+
+    def __init__(self, device: Device, trace: Trace, name: str, pieces: int = 1) -> None:
+        self._device, self._trace, self.name, self._pieces = device, trace, name, pieces
+        self._trickling: _Trickle | None = None  # at most one copy: another one sends out the rest of it
+        self._owner = threading.get_ident()
+
+    def send(self, kind: str, layer: str, copies: Sequence[Copy], k: int = -1, visit: int = -1) -> Ticket:
+        """Start copies that belong to `layer`, micro-batch `k` and the visit with that number, as one event."""
+        nbytes = sum(target.nbytes for target, _ in copies)
+        t0, add, lane = self._trace.began_s, self._trace.add, self.name
+        return self._device.issue(
+            lane,
+            list(copies),
+            lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit)),
+            label=f"{kind} {layer}",
+        )
+
+    def trickle(self, kind: str, layer: str, copies: Sequence[Copy]) -> Ticket:
+        """Start copies that have time; the first piece goes out at once, the others one per `turn`."""
+        self.flush()
+        pieces = _cut(copies, self._pieces)
+        if len(pieces) < 2:
+            return self.send(kind, layer, copies)
+        self._trickling = _Trickle(self, kind, layer, pieces)
+        self.turn()
+        return self._trickling
+
+    def turn(self) -> None:
+        """A micro-batch has had its turn: let one piece follow."""
+        if self._trickling is not None and self._trickling.send_one():
+            self._trickling = None
+
+    def flush(self) -> None:
+        """Send what still waits."""
+        while self._trickling is not None:
+            self.turn()
+
+    def cancel(self, trickle: _Trickle) -> None:
+        """Give up what of `trickle` still waits."""
+        if trickle is self._trickling:
+            trickle.drop()
+            self._trickling = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread is the one that sends on this lane."""
+        return threading.get_ident() == self._owner
+
+
+class _Trickle:
+    """A copy that goes out in pieces. Its ticket may be joined by another thread before the last piece has gone out."""
+
+    def __init__(self, lane: Lane, kind: str, layer: str, pieces: Sequence[list[Copy]]) -> None:
+        self._lane, self._kind, self._layer, self._pieces = lane, kind, layer, deque(pieces)
+        self._tickets: list[Ticket] = []
+        self._all_sent = threading.Event()
+
+    def send_one(self) -> bool:
+        """Send the next piece; whether it was the last one."""
+        self._tickets.append(self._lane.send(self._kind, self._layer, self._pieces[0]))
+        self._pieces.popleft()  # only now: if it could not be sent, whoever waits is told so
+        if not self._pieces:
+            self._all_sent.set()
+        return not self._pieces
+
+    def drop(self) -> None:
+        """Send no more."""
+        self._all_sent.set()
+
+    def wait(self) -> None:
+        self._come()
+        for ticket in self._tickets:
+            ticket.wait()
+
+    def join(self) -> None:
+        self._come()
+        for ticket in self._tickets:
+            ticket.join()
+
+    def abandon(self) -> None:
+        self._lane.cancel(self)
+        for ticket in self._tickets:
+            ticket.abandon()
+
+    def _come(self) -> None:
+        if self._lane.is_mine and not self._all_sent.is_set():
+            self._lane.flush()
+        self._all_sent.wait()
+        if self._pieces:
+            raise RuntimeError(f"the {self._kind} of {self._layer} was given up: the step failed")
+
+
+class Link:
+    """Sends copies of one kind on a lane, and counts their bytes."""
+
+    def __init__(self, lane: Lane, kind: str) -> None:
+        self.lane, self.kind = lane, kind
+        self.nbytes = 0
+
+    def __call__(self, layer: str, copies: Sequence[Copy], k: int = -1, visit: int = -1) -> Ticket:
+        """Start copies that belong to `layer`, and to micro-batch `k` in `visit`."""
+        self.nbytes += sum(target.nbytes for target, _ in copies)
+        return self.lane.send(self.kind, layer, copies, k, visit)
+
+    def trickle(self, layer: str, copies: Sequence[Copy]) -> Ticket:
+        """Start copies of flat tensors that belong to `layer` and may take a visit's time."""
+        self.nbytes += sum(target.nbytes for target, _ in copies)
+        return self.lane.trickle(self.kind, layer, copies)
+
+
+def cuts(numel: int, itemsize: int, pieces: int) -> list[int]:
+    """Where `numel` elements are cut into at most `pieces` of about the same size: first element of each, and the end."""
+    pieces = max(1, min(pieces, numel * itemsize // _LEAST_PIECE_BYTES))
+    return [numel * i // pieces for i in range(pieces + 1)]
+
+
+def _cut(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
+    """`copies` of flat tensors of one type, as lists of about the same number of bytes."""
+    if not copies:
+        return []
+    edges = cuts(sum(target.numel() for target, _ in copies), copies[0][0].element_size(), pieces)
+    return [_between(copies, start, stop) for start, stop in pairwise(edges)]
+
+
+def _between(copies: Sequence[Copy], start: int, stop: int) -> list[Copy]:
+    """Elements `start` to `stop` of `copies`, counted through all of them."""
+    parts, passed = [], 0
+    for target, source in copies:
+        a, b = max(start - passed, 0), min(stop - passed, target.numel())
+        if a < b:
+            parts.append((target[a:b], source[a:b]))
+        passed += target.numel()
+    return parts

@@ -1,0 +1,102 @@
+"""Device memory over a step: samples at every compute event, activations counted once and replayed afterwards.
+
+Slots, stash and gradients are booked exactly in every step. Activations are counted operation by operation only while
+`Stash.metering` is on; that costs time. From such a step a `Metered` is kept, and later steps of the same shape book
+what it says: each event's highest activation bytes while it runs, and what was left afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from l2l_core.devices.ledger import Ledger
+from l2l_core.trace.trace import Trace
+
+_OWNER = "replayed"
+
+
+@dataclass(slots=True)
+class Metered:
+    """What a metered pass has learned: activation bytes per compute event (highest during, left after), in order."""
+
+    events: list[tuple[str, int, int]] = field(default_factory=list)
+    worst: dict[str, int] = field(default_factory=dict)  # by event label without k, for events out of order
+
+    def joined(self, other: Metered) -> Metered:
+        """What this pass and another one have learned; the order of events is that of this one."""
+        worst = {label: max(m.worst.get(label, 0) for m in (self, other)) for label in {**self.worst, **other.worst}}
+        return Metered(self.events, worst)
+
+
+class Meter:
+    """Samples memory into a trace, and either counts activations or replays what an earlier one has recorded.
+
+    Args:
+        device, host: ledgers to sample.
+        trace: gets the samples.
+        replay: what a metered step has learned; None while metering, which fills `metered`.
+    """
+
+    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None) -> None:
+        self._device, self._host, self._trace, self._replay = device, host, trace, replay
+        self.metered = Metered()
+        trace.settings["metered"] = replay is None  # such a step takes longer
+        self._label = ""
+        self._at = 0
+        self._booked = 0
+        self.sample()
+
+    @property
+    def latest(self) -> Metered:
+        """What describes this step: what is replayed, or what was counted."""
+        return self._replay or self.metered
+
+    def enter(self, kind: str, layer: str, k: int) -> None:
+        """A compute event begins."""
+        self._label = f"{kind} {layer}"
+        self._device.doing = lambda: self._name(kind, layer, k)
+        self._device.take_high()
+        if self._replay is not None:
+            self._book(self._expected(self._replay)[1])
+
+    def _name(self, kind: str, layer: str, k: int) -> str:
+        """A compute event for people: "forward of h.3 (L003), micro-batch 1"."""
+        whole = {"shell": "the model's code outside of layers"}.get(kind, kind)
+        name = self._trace.names.get(layer, "")
+        of = "" if layer == "shell" else f" of {name} ({layer})" if name else f" of {layer}"
+        return f"{whole}{of}" + (f", micro-batch {k}" if k >= 0 else "")
+
+    def leave(self) -> None:
+        """The compute event ends."""
+        high = self._device.take_high()
+        self._trace.sample("device", high)
+        if self._replay is None:
+            during, after = high.get("activations", 0), self._device.by_category().get("activations", 0)
+            self.metered.events.append((self._label, during, after))
+            self.metered.worst[self._label] = max(during, self.metered.worst.get(self._label, 0))
+        else:
+            self._book(self._expected(self._replay)[2])
+        self._at += 1
+        self.sample()
+
+    def sample(self) -> None:
+        """Note what fills both memories now."""
+        self._trace.sample("device", self._device.by_category())
+        self._trace.sample("host", self._host.by_category())
+
+    def close(self) -> None:
+        """Take back what was booked from what was learned."""
+        self._book(0)
+        self._device.doing = lambda: ""
+
+    def _expected(self, known: Metered) -> tuple[str, int, int]:
+        if self._at < len(known.events) and known.events[self._at][0] == self._label:
+            return known.events[self._at]
+        return self._label, known.worst.get(self._label, 0), 0
+
+    def _book(self, nbytes: int) -> None:
+        if nbytes > self._booked:
+            self._device.book("activations", _OWNER, nbytes - self._booked)
+        elif nbytes < self._booked:
+            self._device.release("activations", _OWNER, self._booked - nbytes)
+        self._booked = nbytes

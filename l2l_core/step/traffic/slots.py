@@ -1,0 +1,137 @@
+"""Weight slots on the device, and loads that run ahead of compute.
+
+The plan is the list of visits still to come: forward as predicted from the last step, then the same layers in reverse.
+While one layer computes, the next `ahead` of the plan are loading. A slot is reused for the layer whose next visit is
+farthest away, so at the turn the last layers of forward are still there when backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from l2l_core.devices.device import Copy, Device, Ticket
+from l2l_core.eps.blocks.units import Block, Unit
+from l2l_core.step.traffic.clock import Clock
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A device buffer that holds one layer's weights.
+
+    Invariant: `unit` is the layer whose weights are in `flat`, or on their way there until `ticket` is done.
+    """
+
+    flat: torch.Tensor  # (numel of the largest layer,)
+    unit: Unit | None = None
+    ticket: Ticket | None = None
+
+
+class Prefetch:
+    """`ahead + 1` slots for the layers of one step.
+
+    Args:
+        device: where the slots are.
+        numel: elements of the largest layer.
+        ahead: how many layers are loaded ahead of the one that computes.
+        load: issues the copies of one layer and returns their ticket.
+        clock: of compute, which may have to wait for a load.
+        resident: parameters that stay on the device (the shell's) and where; a layer may share one.
+        dtype: of the weights on the device; a load casts.
+        source: where a load of a block copies from.
+        visiting: entered for the length of a visit, when the weights are there; brings the layer's buffers.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        numel: int,
+        ahead: int,
+        load: Callable[[str, list[Copy]], Ticket],
+        clock: Clock,
+        resident: Mapping[nn.Parameter, torch.Tensor],
+        dtype: torch.dtype = torch.float32,
+        source: Callable[[Block], torch.Tensor] = lambda block: block.master,
+        visiting: Callable[[Unit], AbstractContextManager[object]] = lambda unit: nullcontext(),
+    ) -> None:
+        self._source, self._visiting = source, visiting
+        self._device, self._ahead, self._load, self._clock, self._resident = device, ahead, load, clock, resident
+        self._nbytes = dtype.itemsize * numel * (ahead + 1)
+        device.ledger.book("weights", "slots", self._nbytes)
+        self.slots = [Slot(device.empty(numel, dtype)) for _ in range(ahead + 1)]
+        self._plan: list[Unit] = []
+        self._position = 0
+
+    def begin(self, plan: Sequence[Unit]) -> None:
+        """Start a step whose visits are expected to be `plan`; what earlier steps left in the slots is old."""
+        for slot in self.slots:
+            slot.unit = None
+        self._plan, self._position = list(plan), 0
+
+    def replan(self, rest: Sequence[Unit]) -> None:
+        """Say what comes after the visit that just ended, as soon as it is known better than predicted."""
+        self._plan[self._position :] = rest
+
+    @contextmanager
+    def visit(self, unit: Unit) -> Iterator[None]:
+        """Let `unit` compute: its weights are in a slot and its parameters point there until the block ends."""
+        self._advance_to(unit)
+        window = list(dict.fromkeys(self._plan[self._position : self._position + self._ahead + 1]))
+        for wanted in window:
+            if self._slot_of(wanted) is None:
+                self._issue(wanted, keep=window)
+        slot = self._slot_of(unit)
+        assert slot is not None and slot.ticket is not None, f"{unit.key} is in no slot"
+        with self._clock.stalled():
+            slot.ticket.wait()
+        views = unit.views(slot.flat[: unit.numel])  # what the shell has too is read there: its code may keep a view
+        unit.point([self._resident.get(param, view) for param, view in zip(unit.params, views, strict=True)])
+        try:
+            with self._visiting(unit):
+                yield
+        finally:
+            homes = [view for block in unit.blocks for view in block.views]
+            unit.point([self._resident.get(param, home) for param, home in zip(unit.params, homes, strict=True)])
+            self._position += 1
+
+    def drain(self) -> None:
+        """Wait for loads that are still on their way."""
+        for slot in self.slots:
+            if slot.ticket is not None:
+                slot.ticket.abandon()
+            slot.unit = slot.ticket = None
+
+    def close(self) -> None:
+        """Give the slots' bytes back."""
+        self.drain()
+        self._device.ledger.release("weights", "slots", self._nbytes)
+        for slot in self.slots:
+            self._device.recycle(slot.flat)
+        self.slots.clear()
+
+    def _advance_to(self, unit: Unit) -> None:
+        """Move along the plan to `unit`; a visit that was not expected is put in."""
+        if unit in self._plan[self._position :]:
+            self._position = self._plan.index(unit, self._position)
+        else:
+            self._plan.insert(self._position, unit)
+
+    def _slot_of(self, unit: Unit) -> Slot | None:
+        return next((slot for slot in self.slots if slot.unit is unit), None)
+
+    def _issue(self, unit: Unit, keep: Sequence[Unit]) -> None:
+        free = [slot for slot in self.slots if slot.unit is None or slot.unit not in keep]
+        slot = max(free, key=self._next_use)
+        if slot.ticket is not None:
+            slot.ticket.abandon()  # perhaps a load that nobody came for
+        slot.unit = unit
+        pairs = zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True)
+        slot.ticket = self._load(unit.key, [(target, self._source(block)) for target, block in pairs])
+
+    def _next_use(self, slot: Slot) -> int:
+        rest = self._plan[self._position :]
+        return rest.index(slot.unit) if slot.unit in rest else len(rest)

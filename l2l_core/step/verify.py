@@ -1,0 +1,201 @@
+"""Relay against in-core accumulation, from the same state: the proof, in one call.
+
+The judge shares nothing with what it judges: the in-core side is a deep copy of the model with an optimizer of its own,
+made of copies of state, groups, defaults and attributes. `Relay.verify` sees to it that the step leaves no trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from l2l_core.eps.blocks.units import Unit
+from l2l_core.eps.optimizers.settings import differing_settings, is_same, settings_of
+from l2l_core.eps.optimizers.states import differing
+from l2l_core.eps.store import LayerStore
+from l2l_core.model.compiled import deep_copy
+from l2l_core.model.nested import map_tensors
+from l2l_core.model.reference import train_step
+from l2l_core.surgery.sample import same_random_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRow:
+    """One unit after a step.
+
+    Attributes:
+        key, name: of the unit.
+        equal: its weights and buffers have the same bits.
+        max_abs_diff: largest difference of any weight or buffer.
+        several_visits: parameters that several visits contribute to.
+        different: parameters and buffers that differ.
+    """
+
+    key: str
+    name: str
+    equal: bool
+    max_abs_diff: float
+    several_visits: tuple[str, ...]
+    different: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Relay and in-core training of one step, compared.
+
+    Attributes:
+        equal: losses, all updated weights, all buffers and what the optimizer keeps are bitwise equal.
+        max_abs_diff: largest difference of any weight or buffer.
+        loss, reference_loss: of the step.
+        rows: one per unit.
+        optimizer: what differs of the optimizer: names in its state, and its settings and counters.
+    """
+
+    equal: bool
+    max_abs_diff: float
+    loss: float
+    reference_loss: float
+    rows: tuple[VerifyRow, ...]
+    optimizer: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        verdict = "bitwise equal" if self.equal else f"different by up to {self.max_abs_diff:.3g}"
+        lines = [f"relay and in-core training are {verdict}; loss {self.loss:.8g} and {self.reference_loss:.8g}"]
+        lines += [
+            f"  {row.key} {row.name}: {row.max_abs_diff:.3g} ({_listed(row.different)})"
+            for row in self.rows
+            if not row.equal
+        ]
+        if self.optimizer:
+            lines.append(f"  the optimizer keeps other values of {_listed(self.optimizer)}")
+        shared = sorted({name for row in self.rows for name in row.several_visits})
+        return "\n".join(lines + ([f"  parameters of several visits: {', '.join(shared)}"] if shared else []))
+
+
+def compare_step(
+    *,
+    model: nn.Module,
+    store: LayerStore,
+    units: Sequence[Unit],
+    relay_step: Callable[[], Any],
+    micro_batches: Sequence[Any],
+    objective: Callable[[nn.Module, Any], torch.Tensor],
+    divisors: Sequence[float],
+    seeds: Sequence[int],
+    max_grad_norm: float | None,
+    torch_device: torch.device,
+) -> VerifyReport:
+    """Run the step on a copy in core, on `torch_device`, then by relay, and compare losses, weights, buffers, optimizer."""
+    twin = _twin_of(model)
+    optimizer = store.plain_optimizer(twin, model)
+    if torch_device.type != "cpu":
+        twin.to(torch_device)
+        optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
+    with same_random_numbers():  # NumPy's too: both sides begin with the same ones
+        copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
+        losses = train_step(twin, optimizer, micro_batches, objective, divisors, seeds, max_grad_norm, copied)
+    reference_loss = float(sum(losses))
+    del losses
+    twin.cpu()  # before the relay needs the room
+    expected = {
+        param: pytree.tree_map_only(torch.Tensor, _on_host, dict(optimizer.state.get(own, {})))
+        for param, own in zip(model.parameters(), twin.parameters(), strict=True)
+    }
+    settings = settings_of(optimizer)
+    del optimizer
+    result = relay_step()
+    weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
+    buffers, visits = _buffers(model, twin), _visits(result.trace)
+    rows = tuple(_row(unit, weights, buffers, visits) for unit in units)
+    kept = _differing_state(expected, store.states())
+    if len(settings) == len(
+        found := settings_of(store.optimizer)
+    ):  # a layer that warms up has a group of its own in core
+        kept += [f"setting {name!r}" for name in differing_settings(settings, found)]
+    return VerifyReport(
+        equal=result.loss == reference_loss and all(row.equal for row in rows) and not kept,
+        max_abs_diff=max((row.max_abs_diff for row in rows), default=0.0),
+        loss=result.loss,
+        reference_loss=reference_loss,
+        rows=rows,
+        optimizer=tuple(kept),
+    )
+
+
+def _twin_of(model: nn.Module) -> nn.Module:
+    """A deep copy; a tensor with a graph, which a forward has left on a module, is copied without it."""
+    held = [value for module in model.modules() for value in vars(module).values()]
+    graphs = {
+        id(value): value.detach().clone() for value in held if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
+    return deep_copy(model, graphs)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
+
+
+def _visits(trace: Any) -> dict[str, int]:
+    visits: dict[str, set[int]] = {}
+    for event in trace.events:
+        if event.kind == "forward":
+            visits.setdefault(event.layer, set()).add(event.visit)
+    return {key: len(indices) for key, indices in visits.items()}
+
+
+Pair = tuple[str, torch.Tensor | None, torch.Tensor | None]  # name, the relay's tensor, the one in core
+
+
+def _row(
+    unit: Unit,
+    weights: Mapping[nn.Parameter, nn.Parameter],
+    buffers: Mapping[int, Pair],
+    visits: Mapping[str, int],
+) -> VerifyRow:
+    params = [(name, param) for block in unit.blocks for name, param in zip(block.names, block.params, strict=True)]
+    pairs: list[Pair] = [(name, param.detach(), weights[param].detach()) for name, param in params]
+    pairs += [buffers[id(buffer)] for buffer in unit.buffers.now() if buffer is not None]
+    differing = {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
+    several = tuple(n for b in unit.blocks if b.shared or visits.get(unit.key, 0) > 1 for n in b.names)
+    worst = max(differing.values(), default=0.0)
+    return VerifyRow(unit.key, unit.name, not differing, worst, several, tuple(differing))
+
+
+def _buffers(model: nn.Module, twin: nn.Module) -> dict[int, Pair]:
+    """The model's buffers by identity, beside those of its copy at the same place."""
+    modules = zip(model.named_modules(), twin.modules(), strict=True)
+    return {
+        id(buffer): (f"{prefix}.{name}" if prefix else name, buffer, own._buffers.get(name))
+        for (prefix, module), own in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+
+def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    """The largest difference of two tensors that differ; infinite if they cannot be subtracted."""
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
+    differ = one != other
+    off = (one[differ].double() - other[differ].double()).abs()
+    return float(off.nan_to_num(math.inf).max()) if off.numel() else 0.0
+
+
+def _differing_state(
+    expected: Mapping[nn.Parameter, Mapping[str, Any]], found: Mapping[nn.Parameter, Mapping[str, Any]]
+) -> list[str]:
+    """Names in the optimizer's state that differ for some parameter."""
+    names = (name for param, theirs in expected.items() for name in differing(theirs, found.get(param, {})))
+    return list(dict.fromkeys(f"state {name!r}" for name in names))
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,82 @@
+"""Layers that add branches to their hidden state: what silences the branches."""
+
+from __future__ import annotations
+
+import torch
+
+from l2l_core.surgery.identity.plan import IdentityPlan
+from l2l_core.surgery.identity.probe import Probe
+from l2l_core.surgery.identity.search import (
+    Case,
+    Refusal,
+    check_alive,
+    check_makes_hidden,
+    give_back,
+    in_definition_order,
+    is_close,
+    with_spare,
+)
+
+
+def plan_residual(case: Case, probe: Probe, order: list[str], zeroed: list[str]) -> IdentityPlan:
+    """The plan for a layer that is the identity now, with `zeroed` at 0. Leaves the probe changed. Raises Refusal.
+
+    `order`: all parameters, in the order of their last use.
+    """
+    assert probe.hidden is not None
+    zeroed = give_back(probe, zeroed)
+    zeroed, minus_ones = _move_to_offset_gains(probe, order, zeroed)
+    check_alive(probe, [*zeroed, *minus_ones])
+    zeroed, minus_ones = with_spare(probe, zeroed, 0.0), with_spare(probe, minus_ones, -1.0)
+    plan = IdentityPlan(in_definition_order(probe, zeroed), (), in_definition_order(probe, minus_ones))
+    if not all(is_close(probe.run(h), h) for h in (case.random_like(probe.hidden) for _ in range(2))):
+        _check_range(case, probe)
+    return plan
+
+
+def _move_to_offset_gains(probe: Probe, order: list[str], zeroed: list[str]) -> tuple[list[str], list[str]]:
+    """Where the branch ends in a norm with gain 1 + w, silence it there instead of feeding it zeros.
+
+    A norm of zeros has a gradient of 1 / sqrt(eps): the first update would make the branch as loud as any other.
+    """
+    assert probe.hidden is not None
+    base, minus_ones = probe.run(), list[str]()
+    for name in order:
+        earlier = [other for other in zeroed if order.index(other) < order.index(name)]
+        if name in zeroed or not earlier or probe.value(name).numel() > max(probe.hidden.shape, default=1):
+            continue
+        probe.put(name, -1.0)
+        freed = list[str]()
+        if torch.equal(probe.run(), base):
+            for other in earlier:
+                probe.restore([other])
+                if torch.equal(probe.run(), base):
+                    freed.append(other)
+                else:
+                    probe.put(other, 0.0)
+        if freed and not probe.without_gradient([name]):
+            zeroed = [other for other in zeroed if other not in freed]
+            minus_ones.append(name)
+        else:
+            probe.restore([name])
+            probe.fill(freed, 0.0)
+    return zeroed, minus_ones
+
+
+def _check_range(case: Case, probe: Probe) -> None:
+    """The identity holds on the sample but not for any input (a ReLU at the end): does `preceding` make only such?"""
+    if case.before is None:
+        raise Refusal(
+            "it gives back its hidden state here, but not any (as a ReLU at its end would do), and the layer before it, "
+            "which might see to that, was not given"
+        )
+    check_makes_hidden(case)
+    before = case.probe_before()
+    assert probe.hidden is not None
+    for size in (1, 30, 1000):  # large enough for its biases not to decide
+        made = before.run(None if before.hidden is None else size * case.random_like(before.hidden))
+        if made.shape != probe.hidden.shape or not is_close(probe.run(made), made):
+            raise Refusal(
+                "it gives back its hidden state only if that is of a certain kind (as a ReLU at its end would do), and the "
+                f"{case.before_name} before it does not make sure of that"
+            )

@@ -1,0 +1,129 @@
+"""Trying what a layer does when parameters are zeroed: one case, the moves that every search makes, and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from l2l_core.surgery.identity.probe import Probe
+from l2l_core.surgery.sample import Sample
+
+EXACT = 1e-6  # relative to the largest element; for sums that are made in another order
+
+
+class Refusal(Exception):  # noqa: N818  (no error of ours: `plan_identity` makes a ValueError of it)
+    """The reason why there is no identity, as a part of a sentence."""
+
+
+@dataclass
+class Case:
+    """One layer, one of its arguments taken as the hidden state, and random numbers to try it with."""
+
+    layer: nn.Module
+    sample: Sample
+    slot: int
+    before: tuple[nn.Module, Sample] | None
+    noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def probe(self, shaken: bool = True) -> Probe:
+        """A copy of the layer to try things with."""
+        return Probe(self.layer, self.sample, self.slot, self.noise if shaken else None)
+
+    def probe_before(self, shaken: bool = True) -> Probe:
+        """A copy of the preceding module."""
+        assert self.before is not None
+        layer, sample = self.before
+        return Probe(layer, sample, _input_slot(sample), self.noise if shaken else None)
+
+    @property
+    def before_name(self) -> str:
+        """What the preceding module is called in messages."""
+        assert self.before is not None
+        return type(self.before[0]).__name__
+
+    def random_like(self, hidden: Tensor, spread: float | None = None) -> Tensor:
+        """Another hidden state, of the same spread unless told, and with both signs."""
+        spread = hidden.float().std(correction=0).clamp(min=1e-3).item() if spread is None else spread
+        return (torch.randn(hidden.shape, generator=self.noise) * spread).to(hidden.dtype)
+
+
+def zero_all(probe: Probe, names: Sequence[str]) -> list[str]:
+    """Zero what can be zeroed: a weight that is divided by its norm cannot."""
+    probe.fill(names, 0.0)
+    if is_finite(probe.run()):
+        return list(names)
+    probe.restore(names)
+    zeroed = []
+    for name in reversed(names):
+        probe.put(name, 0.0)
+        if is_finite(probe.run()):
+            zeroed.insert(0, name)
+        else:
+            probe.restore([name])
+    return zeroed
+
+
+def give_back(probe: Probe, names: Sequence[str]) -> list[str]:
+    """Restore what can be restored without changing the output at all; return the rest."""
+    base, needed = probe.run(), []
+    for name in names:
+        probe.restore([name])
+        if not torch.equal(probe.run(), base):
+            probe.put(name, 0.0)
+            needed.append(name)
+    return needed
+
+
+def with_spare(probe: Probe, changed: Sequence[str], value: float) -> list[str]:
+    """Add counterparts, unused on this sample, of what was changed (experts that got no token); change them too."""
+    kinds, used = {probe.kind(name) for name in changed}, probe.used()
+    spare = [n for n in probe.names if n not in used and n not in changed and probe.kind(n) in kinds]
+    probe.fill(spare, value)
+    return [*changed, *spare]
+
+
+def check_alive(probe: Probe, changed: Sequence[str]) -> None:
+    """A layer that does nothing must be able to learn to do something."""
+    if changed and (dead := probe.without_gradient(changed)):
+        raise Refusal(
+            f"it would stay the identity for ever: with {len(changed)} parameter(s) at 0, {', '.join(dead)} would get no gradient"
+        )
+
+
+def check_makes_hidden(case: Case) -> None:
+    """The layer's hidden state must be what the preceding module gives out, with nothing in between."""
+    before, hidden = case.probe_before(shaken=False), case.sample.leaves[case.slot]
+    try:
+        made = before.run()
+    except Exception as error:
+        raise Refusal(f"the {case.before_name} before it does not run on its sample ({error})") from error
+    if made.shape != hidden.shape or not is_close(made, hidden, 1e-5):
+        raise Refusal(
+            f"what the {case.before_name} before it gives out is not what this layer is given: something comes between them"
+        )
+
+
+def _input_slot(sample: Sample) -> int:
+    """Where the preceding module's hidden state is: its first floating-point argument that is no vector; -1: none."""
+    leaves = enumerate(sample.leaves)
+    return next((i for i, t in leaves if isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1), -1)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither infinity nor NaN."""
+    return bool(tensor.isfinite().all())
+
+
+def is_close(one: Tensor, other: Tensor, bound: float = EXACT) -> bool:
+    """Whether no element is off by more than `bound` times the largest one; NaN is close to nothing."""
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    return bool((one - other).abs().max() <= bound * other.abs().max())
+
+
+def in_definition_order(probe: Probe, names: Sequence[str]) -> tuple[str, ...]:
+    """`names` as the layer defines them."""
+    return tuple(sorted(names, key=probe.names.index))

@@ -1,0 +1,98 @@
+"""What goes with a layer to its new position (entries of per-layer lists), and what the position gives it (`layer_idx`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from l2l_core.model.stacks import Stack
+from l2l_core.surgery.config_depth import LayerList
+from l2l_core.surgery.likeness import anatomy, attributes_at
+from l2l_core.surgery.surroundings import Edits
+
+# What a layer's entries were when it left, by name of the list: it may come back.
+_entries_of_left: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
+
+def travel(
+    lists: list[LayerList], stack: Stack, new: tuple[nn.Module, ...], like: Mapping[nn.Module, nn.Module]
+) -> list[list[Any]]:
+    """The entries of the new order, one list for each of `lists`."""
+    at = {layer: i for i, layer in enumerate(stack.layers)}
+    for layer, model_of_it in like.items():
+        if model_of_it not in at and model_of_it not in _entries_of_left:
+            raise ValueError(
+                f"like= says that a {type(layer).__name__} is like a {type(model_of_it).__name__} that is no layer of "
+                f"{stack.title}"
+            )
+    return [[_entry(each, stack, at, layer, i, like) for i, layer in enumerate(new)] for each in lists]
+
+
+def _entry(
+    listed: LayerList,
+    stack: Stack,
+    at: Mapping[nn.Module, int],
+    layer: nn.Module,
+    position: int,
+    like: Mapping[nn.Module, nn.Module],
+) -> Any:
+    for known in (layer, like.get(layer)):
+        if known in at:
+            return listed.values[at[known]]
+        if known is not None and listed.name in _entries_of_left.get(known, {}):
+            return _entries_of_left[known][listed.name]
+    features = anatomy(layer).features
+    alike = [i for i, old in enumerate(stack.layers) if anatomy(old).features is features]
+    for candidates in (range(len(listed.entries)), alike):
+        if candidates and len({listed.entries[i] for i in candidates}) == 1:
+            return listed.values[candidates[0]]
+    raise ValueError(
+        f"{listed.name} says what every layer of {stack.title} is ({', '.join(map(str, dict.fromkeys(listed.values)))}), and "
+        f"the new {type(layer).__name__} at position {position} does not show it; say which layer it is like: like={{new: old}}"
+    )
+
+
+def remember(stack: Stack, new: tuple[nn.Module, ...], lists: list[LayerList]) -> None:
+    staying = set(new)
+    for i, layer in enumerate(stack.layers):
+        if lists and layer not in staying:
+            _entries_of_left[layer] = {each.name: each.values[i] for each in lists}
+
+
+def entries_of(layer: nn.Module) -> dict[str, Any]:
+    """What a layer's entries were when it left its stack, by name of the list."""
+    return dict(_entries_of_left.get(layer, {}))
+
+
+def remember_entries(layer: nn.Module, entries: Mapping[str, Any]) -> None:
+    """Say what the entries of a layer were that left in another process."""
+    if entries:
+        _entries_of_left[layer] = dict(entries)
+
+
+def _positions(stack: Stack) -> dict[tuple[str, str], int]:
+    """(submodule, attribute) that holds the position of its layer in all layers that have it -> what is added to it."""
+    offsets: dict[tuple[str, str], set[int]] = {}
+    for i, layer in enumerate(stack.layers):
+        for path, name in anatomy(layer).positions:
+            value = attributes_at(layer, path).get(name)
+            offsets.setdefault((path, name), set()).add(value - i if isinstance(value, int) else -1)
+    single = len(stack) == 1  # then any number would do: take only what counts from 0 or 1
+    return {
+        place: min(offset)
+        for place, offset in offsets.items()
+        if len(offset) == 1 and (min(offset) in (0, 1) if single else min(offset) >= 0)
+    }
+
+
+def renumber(edits: Edits, stack: Stack, new: tuple[nn.Module, ...]) -> None:
+    known = _positions(stack)
+    names = {name: offset for (_, name), offset in known.items()}
+    for i, layer in enumerate(new):
+        for path, name in anatomy(layer).positions:
+            offset = known.get((path, name), names.get(name))
+            if offset is not None:
+                edits.set(attributes_at(layer, path), name, i + offset)

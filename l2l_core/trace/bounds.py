@@ -1,0 +1,252 @@
+"""What a step was waiting for, phase by phase, and the setting that would help: "why is it slow", with numbers.
+
+Pure arithmetic on the events of a trace. The phases are those of `roofline.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.phases import IDLE, Phase, cuts_of
+from l2l_core.trace.roofline import OVERLAPPING, Seconds, Work
+
+if TYPE_CHECKING:
+    from l2l_core.trace.trace import Event, Trace
+
+_SMALL = 0.05  # a share of a phase that is not worth a sentence
+_ONCE = ("load", "push", "reduce", "update", "clip")  # per visit, however many micro-batches, unless one is named
+_FAR = 16  # so many times the micro-batches are no practical advice on their own
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one phase of a step was waiting for; `str` makes a sentence of it.
+
+    Attributes:
+        phase: one of `PHASES`.
+        span_s: length of the phase in seconds.
+        busy_s: by lane, seconds of the phase in which it worked.
+        lane: what binds the phase: the lane that exposes most, or "idle" if compute waited mostly while no lane worked;
+            "compute" if neither comes to 5 % of the phase.
+        exposed_s: seconds in which that lane worked and compute did not; for "idle", in which nothing worked at all.
+        idle_s: seconds in which compute did not work, for whatever reason.
+        floor_s: the roofline of the phase: the busiest lane in forward and backward; in fill and tail, which are chains,
+            the time in which any lane worked.
+        advice: what would help, with a number, or why nothing would.
+        settings: the same as values for `RelayConfig`, empty if no setting helps. "micro_batches" counts micro-batches of
+            the present size, so the batch must grow with it.
+    """
+
+    phase: str
+    span_s: float
+    busy_s: Seconds
+    lane: str
+    exposed_s: float
+    idle_s: float
+    floor_s: float
+    advice: str
+    settings: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        if self.lane == "compute":
+            found = f"bound by compute, which works {_time(self.busy_s['compute'])} of {_time(self.span_s)}"
+        elif self.lane == IDLE:
+            found = f"compute waits {_time(self.exposed_s)} of {_time(self.span_s)} while no lane works"
+        else:
+            found = f"{self.lane} exposes {_time(self.exposed_s)} of {_time(self.span_s)}"
+        return f"{self.phase}: {found}; {self.advice}"
+
+
+def bounds(trace: Trace) -> tuple[Bound, ...]:
+    """What binds each phase of a step, in order of time; the spans add up to the trace's. Empty without events.
+
+    Works on the trace of a step under way or that failed, and of a forward pass. Settings that the trace does not know
+    (`Trace.settings`) are not advised on; the number of micro-batches is then read off the events.
+    """
+    lanes = trace.lanes
+    phases = {name: Phase(name, start_s, stop_s, lanes) for name, start_s, stop_s in cuts_of(lanes)}
+    adviser = _Adviser(phases, Work(lanes, trace.settings), trace.settings)
+    return tuple(adviser.bound(phase) for phase in phases.values())
+
+
+def micro_batches_to_hide(compute_s: float, fixed_s: float, growing_s: float, micro_batches: int) -> int | None:
+    """The least number of micro-batches under whose compute a lane's work fits, None if there is none.
+
+    Each further micro-batch of the same size adds to compute and to the growing part in proportion, so K' of them do if
+    ``K' * (compute_s - growing_s) / K >= fixed_s``.
+
+    Args:
+        compute_s: of a phase.
+        fixed_s: the lane's work that stays, such as loads.
+        growing_s: the lane's work that grows with the number of micro-batches, such as the stash.
+        micro_batches: with how many of them this was measured.
+    """
+    gain_s = (compute_s - growing_s) / micro_batches
+    if gain_s <= 0:
+        return None
+    needed = fixed_s / gain_s
+    return max(1, math.ceil(needed - 1e-9 * max(1.0, needed)))  # a whole number may come out a little above itself
+
+
+# ---- advice ----------------------------------------------------------------------------------------------------
+
+Advice = tuple[str, dict[str, Any]]
+
+
+class _Adviser:
+    """What would help a phase, given the other phases and the settings."""
+
+    def __init__(self, phases: Mapping[str, Phase], work: Work, settings: Mapping[str, Any]) -> None:
+        self.phases, self.work, self.settings = phases, work, settings
+        ks = [event.k for group in work.groups for events in group.values() for event in events]
+        self.micro_batches: int = settings.get("micro_batches") or 1 + max((0, *ks))
+
+    def bound(self, phase: Phase) -> Bound:
+        lane = self._binding(phase)
+        advice, settings = self._advise(phase, lane)
+        return Bound(
+            phase=phase.name,
+            span_s=phase.span_s,
+            busy_s=phase.busy_s,
+            lane=lane,
+            exposed_s=phase.exposed_s[lane],
+            idle_s=phase.idle_s,
+            floor_s=phase.floor_s,
+            advice=advice,
+            settings=settings,
+        )
+
+    def _binding(self, phase: Phase) -> str:
+        lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
+        return lane if phase.exposed_s[lane] > _SMALL * phase.span_s else "compute"
+
+    def _advise(self, phase: Phase, lane: str) -> Advice:
+        if lane == IDLE and phase.name in OVERLAPPING:
+            return "overhead between operations, not the link; larger micro-batches make it count for less", {}
+        if lane == IDLE:
+            return "work that no lane records, such as waking a thread", {}
+        if lane == "compute":
+            if phase.idle_s <= _SMALL / 5 * phase.span_s:
+                return "nothing to gain from the link", {}
+            return f"at most {_time(phase.idle_s)} to gain from anything else", {}
+        if phase.name == "fill":
+            return "no layer can compute before the first is loaded; a larger batch makes this count for less", {}
+        return self._advise_tail(phase, lane) if phase.name == "tail" else self._advise_overlap(phase, lane)
+
+    def _advise_tail(self, phase: Phase, lane: str) -> Advice:
+        late_s = phase.work_for_s(lane, self.work.early)
+        backward = self.phases.get("backward")
+        if lane == "eps" and backward is not None and self.settings.get("update") == "deferred":
+            hidden_s = min(late_s, max(0.0, backward.span_s - backward.busy_s["eps"]))
+            if self.settings.get("max_grad_norm") is not None:
+                return (
+                    f"clipping needs every gradient first; without it, update='eager' would hide {_time(hidden_s)}",
+                    {},
+                )
+            return f"update='eager' would hide {_time(hidden_s)} of it under backward", {"update": "eager"}
+        if late_s > 0.5 * phase.exposed_s[lane]:
+            return f"{_time(late_s)} of it is left over from backward, and what helps there helps here", {}
+        return "the first layer's gradient comes last, so nothing hides it; a larger batch makes it count for less", {}
+
+    def _advise_overlap(self, phase: Phase, lane: str) -> Advice:
+        saved_s = phase.span_s - phase.exposed_s[IDLE] - phase.floor_s
+        if self.settings.get("ahead") == 0 and saved_s > _SMALL * phase.span_s:
+            return f"ahead=1 would save up to {_time(saved_s)}", {"ahead": 1}
+        load = self._load(phase, lane)
+        if load.fixed_s + load.growing_s <= load.compute_s * (1 + 1e-9):
+            return self._advise_bursts(phase, lane, load)
+        needed = micro_batches_to_hide(load.compute_s, load.fixed_s, load.growing_s, self.micro_batches)
+        if needed is None:
+            return self._advise_growing(lane, load)
+        faster = f", or {self._faster(lane, load)}," if needed > _FAR * self.micro_batches else ""
+        more = f"{_count(needed)} of this size instead of {self.micro_batches}"
+        times = f"{needed / self.micro_batches:.3g} times the batch"
+        return f"{more}{faster} would hide it ({times})", {"micro_batches": needed}
+
+    def _load(self, phase: Phase, lane: str) -> _Load:
+        """The lane's work of a phase, and the compute under which it can hide."""
+        visits = self.work.in_phase(phase.name)
+        # the EPS has nothing to do before the turn has given the first gradient; copies hide under their own visits
+        hosts = visits[1:] if lane == "eps" else [visit for visit in visits if visit[lane]]
+        events = [event for visit in hosts for event in visit[lane]]
+        return _Load(
+            compute_s=_sum_s(event for visit in hosts for event in visit["compute"]),
+            fixed_s=_sum_s(event for event in events if not _grows(event)),
+            growing_s=_sum_s(event for event in events if _grows(event)),
+            nbytes=sum(event.nbytes for event in events),
+            copies=len(events),
+        )
+
+    def _advise_bursts(self, phase: Phase, lane: str, load: _Load) -> Advice:
+        """The lane's work would fit under compute as a whole, but was exposed."""
+        fits = f"its {_time(load.fixed_s + load.growing_s)} would fit under {_time(load.compute_s)} of compute"
+        ahead, exposed = self.settings.get("ahead"), _time(phase.exposed_s[lane])
+        if self.settings.get("stash") == "host" and load.growing_s:  # it also waits behind other copies
+            return f"{fits}, but compute waits for the stash: stash='device' would save up to {exposed}", {
+                "stash": "device"
+            }
+        if lane == "h2d" and ahead:
+            return f"{fits}, but it comes too late: ahead={ahead + 1} would start it sooner", {"ahead": ahead + 1}
+        return f"{fits}, but not where it falls, and no setting moves it", {}
+
+    def _advise_growing(self, lane: str, load: _Load) -> Advice:
+        """More micro-batches bring as much work for the lane as compute to hide it."""
+        why = f"{_time(load.growing_s)} of its work grows with the micro-batches, as fast as compute or faster"
+        if self.settings.get("stash") != "host" or lane == "eps":
+            return f"{why}: only {self._faster(lane, load)} would hide it", {}
+        settings: dict[str, Any] = {"stash": "device"}
+        needed = micro_batches_to_hide(load.compute_s, load.fixed_s, 0.0, self.micro_batches)
+        and_more = ""
+        if needed is not None and needed > self.micro_batches:
+            settings["micro_batches"] = needed
+            and_more = f" with {_count(needed)} of this size instead of {self.micro_batches}"
+        return f"{why}: stash='device'{and_more}, or {self._faster(lane, load)}, would hide it", settings
+
+    def _faster(self, lane: str, load: _Load) -> str:
+        """How fast the lane would have to be."""
+        if lane == "eps":
+            return "a faster optimizer"
+        latency_s = self.settings.get("latency_s") or 0.0
+        copying_s = load.compute_s - load.copies * latency_s
+        if copying_s <= 0 or not load.nbytes:
+            return f"a link of less latency than {_time(latency_s)}" if latency_s else "a faster link"
+        now = self.settings.get(f"{lane}_bytes_per_s") or load.nbytes / (load.fixed_s + load.growing_s)
+        return f"a link of {format_bytes(load.nbytes / copying_s)}/s instead of {format_bytes(now)}/s"
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Work of a lane, and the compute of the visits that can hide it."""
+
+    compute_s: float
+    fixed_s: float
+    growing_s: float  # with the number of micro-batches
+    nbytes: int
+    copies: int
+
+
+def _sum_s(events: Iterable[Event]) -> float:
+    return math.fsum(event.stop_s - event.start_s for event in events)
+
+
+def _grows(event: Event) -> bool:
+    return event.k >= 0 or event.kind not in _ONCE
+
+
+# ---- numbers for people ----------------------------------------------------------------------------------------
+
+
+def _count(micro_batches: int) -> str:
+    return f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+
+
+def _time(seconds: float) -> str:
+    """`seconds` for people: three digits."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= 0.9995 * scale:
+            return f"{seconds / scale:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
+    return f"{seconds * 1e6:.3g} µs"

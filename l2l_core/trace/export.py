@@ -1,0 +1,225 @@
+"""Files of a trace: Chrome trace JSON for viewers, JSON lines for reading back.
+
+Pure writers and readers. They take a finished `Trace` as it is, and `trace.py` calls them; nothing here imports it.
+
+Chrome JSON, one `tid` per lane because Perfetto wants the slices of a track to nest
+(https://perfetto.dev/docs/getting-started/other-formats); the categories, `args.stream`, `args.correlation`,
+`schemaVersion` and `distributedInfo` are what Holistic Trace Analysis reads. That program tells copies from kernels
+by name, hence the slice names "Memcpy HtoD ..." and "Memcpy DtoH ...".
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from l2l_core.trace.trace import Event, Trace
+
+Row = dict[str, Any]
+T = TypeVar("T")
+
+PID = 1
+CATEGORIES = {"compute": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "eps": "cpu_op"}
+COPIES = {"h2d": "Memcpy HtoD ", "d2h": "Memcpy DtoH "}
+SCHEMA = "l2l-trace"
+VERSION = 1
+
+
+def slack_s(t_s: float) -> float:
+    """By how much two clock readings at `t_s` may contradict each other, in seconds.
+
+    cudaEventElapsedTime resolves about 0.5 microseconds and returns milliseconds as float32 (relative error 6e-8):
+    https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
+    """
+    return 1e-6 + 1.2e-7 * abs(t_s)
+
+
+# ---- Chrome trace JSON -----------------------------------------------------------------------------------------
+
+
+def write_chrome(trace: Trace, path: Path, compress: bool | None = None) -> None:
+    """Write `chrome_trace(trace)`; compressed if `path` ends in .gz, unless `compress` says otherwise.
+
+    Raises ValueError for other names than *.json and *.json.gz: viewers go by the name.
+    """
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"cannot export to {str(path)!r}: viewers go by the name, use .json or .json.gz")
+    data = json.dumps(chrome_trace(trace), separators=(",", ":"), allow_nan=False).encode()
+    if path.suffix == ".gz" if compress is None else compress:
+        data = gzip.compress(data, compresslevel=6, mtime=0)
+    path.write_bytes(data)
+
+
+def chrome_trace(trace: Trace) -> Row:
+    """The trace as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters."""
+    slices = list(_place(trace))
+    rows = [*_metadata(trace), *(_slice_row(trace, one) for one in slices), *_flow_rows(slices), *_counters(trace)]
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": {"rank": 0},
+        "displayTimeUnit": "ms",
+        "otherData": {"settings": trace.settings},
+        "traceEvents": rows,
+    }
+
+
+class _Slice(NamedTuple):
+    """An event on its track, in whole nanoseconds so that neighbours do not overlap by rounding."""
+
+    event: Event
+    number: int
+    tid: int
+    start_ns: int
+    stop_ns: int
+
+
+def _place(trace: Trace) -> Iterator[_Slice]:
+    number = count(1)
+    for tid, (lane, events) in enumerate(trace.lanes.items(), start=1):
+        free_s = -math.inf
+        for event in events:
+            assert free_s - event.start_s <= slack_s(event.start_s), (
+                f"lane {lane} is serial, but {event.label()!r} starts at {event.start_s} s "
+                f"while the lane is busy until {free_s} s"
+            )
+            start_s = max(event.start_s, free_s)
+            free_s = max(start_s, event.stop_s)
+            yield _Slice(event, next(number), tid, round(start_s * 1e9), round(free_s * 1e9))
+
+
+def _metadata(trace: Trace) -> Iterator[Row]:
+    process = f"relay step {trace.step}" + (f" on {trace.device}" if trace.device else "")
+    yield {"ph": "M", "pid": PID, "name": "process_name", "args": {"name": process}}
+    for tid, lane in enumerate(trace.lanes, start=1):
+        yield {"ph": "M", "pid": PID, "tid": tid, "name": "thread_name", "args": {"name": lane}}
+        yield {"ph": "M", "pid": PID, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+
+
+def _slice_row(trace: Trace, one: _Slice) -> Row:
+    event, duration_ns = one.event, one.stop_ns - one.start_ns
+    name = trace.names.get(event.layer, event.layer)
+    args = {
+        "layer": event.layer,
+        "layer_name": name,
+        "k": event.k,
+        "bytes": event.nbytes,
+        "visit": event.visit,
+        "stream": -1 if event.lane == "eps" else one.tid,
+        "correlation": one.number,
+    }  # -1: not on the device
+    if event.lane in COPIES and duration_ns:
+        args["memory bandwidth (GB/s)"] = event.nbytes / duration_ns
+    return {
+        "ph": "X",
+        "pid": PID,
+        "tid": one.tid,
+        "ts": one.start_ns / 1e3,
+        "dur": duration_ns / 1e3,
+        "cat": CATEGORIES[event.lane],
+        "name": COPIES.get(event.lane, "") + event._replace(layer=name).label(),
+        "args": args,
+    }
+
+
+def _flow_rows(slices: list[_Slice]) -> Iterator[Row]:
+    for load, use in _load_to_use(slices):
+        arrow = {"pid": PID, "cat": "load_to_use", "name": "load to use", "id": load.number}
+        # the arrow leaves from the start of the load: at its end the next slice of the track may begin
+        yield {**arrow, "ph": "s", "tid": load.tid, "ts": load.start_ns / 1e3}
+        yield {**arrow, "ph": "f", "bp": "e", "tid": use.tid, "ts": use.start_ns / 1e3}
+
+
+def _load_to_use(slices: list[_Slice]) -> Iterator[tuple[_Slice, _Slice]]:
+    """Every load with the first forward or backward of its layer after it and before that layer's next load."""
+    loads, uses = defaultdict(list), defaultdict(list)
+    for one in slices:  # a lane is sorted by start, hence so is each list
+        if one.event.kind == "load":
+            loads[one.event.layer].append(one)
+        elif one.event.kind in ("forward", "backward"):
+            uses[one.event.layer].append(one)
+    for layer, of_layer in loads.items():
+        for load, following in zip(of_layer, [*of_layer[1:], None], strict=True):
+            ready_ns = max(load.start_ns, load.stop_ns - round(slack_s(load.event.stop_s) * 1e9))
+            first = bisect_left(uses[layer], ready_ns, key=lambda use: use.start_ns)
+            for use in uses[layer][first : first + 1]:
+                if following is None or use.start_ns < following.start_ns:
+                    yield load, use
+
+
+def _counters(trace: Trace) -> Iterator[Row]:
+    """One counter track per place. A category that a sample leaves out is written as 0, or viewers keep its last."""
+    categories: dict[str, Row] = defaultdict(dict)
+    for sample in trace.memory:
+        categories[sample.place].update(dict.fromkeys(sample.bytes_by_category, 0))
+    for sample in trace.memory:
+        yield {
+            "ph": "C",
+            "pid": PID,
+            "name": f"{sample.place} bytes",
+            "ts": round(sample.t_s * 1e9) / 1e3,
+            "args": {**categories[sample.place], **sample.bytes_by_category},
+        }
+
+
+# ---- JSON lines ------------------------------------------------------------------------------------------------
+
+
+def write_jsonl(path: Path, header: Row, rows: Sequence[Row]) -> None:
+    """Write a header with schema and version, then one row per line. Floats keep all their digits."""
+    first = {"schema": SCHEMA, "version": VERSION, "type": "trace", **header, "rows": len(rows)}
+    path.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in (first, *rows)), encoding="utf-8")
+
+
+def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> None:
+    """Hand every row of `path` to the taker of its type, the header first.
+
+    Raises ValueError with the file and line if the file is damaged, cut short, or of another schema version.
+    """
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    promised = 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if number == 1:
+                promised = _check_header(row)
+            take[row.pop("type")](row)
+        except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: this is not what Trace.to_jsonl writes: {type(error).__name__}: {error}"
+            ) from error
+    if len(lines) - 1 != promised:
+        raise ValueError(
+            f"{path}, line {len(lines)}: the file ends after {len(lines) - 1} rows of the {promised} "
+            "that its header promises; was its writer interrupted?"
+        )
+
+
+def _check_header(row: Row) -> int:
+    if row["schema"] != SCHEMA or row["version"] != VERSION:
+        raise ValueError(f"schema {row['schema']!r} version {row['version']!r}, expected {SCHEMA!r} version {VERSION}")
+    return int(row["rows"])
+
+
+_IS_A: Mapping[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "int": lambda value: isinstance(value, int),
+    "float": lambda value: isinstance(value, int | float),
+    "Mapping[str, int]": lambda value: isinstance(value, dict) and all(isinstance(n, int) for n in value.values()),
+}
+
+
+def build(record: type[T], row: Row) -> T:
+    """`record(**row)`, every field present and of its annotated type. Raises KeyError or TypeError otherwise."""
+    for name, annotation in record.__annotations__.items():
+        kind = getattr(annotation, "__forward_arg__", annotation)  # how a NamedTuple keeps the text
+        if not _IS_A[kind](row[name]):
+            raise TypeError(f"{name} is {row[name]!r}, expected {kind}")
+    return record(**row)

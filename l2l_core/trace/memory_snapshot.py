@@ -1,0 +1,183 @@
+"""A step's memory in the format of `torch.cuda.memory._snapshot()`, for PyTorch's memory viewer.
+
+A trace knows bytes by category, not allocations. So every rise of a category is one allocation here, and every fall frees
+what was allocated last, a part of it if need be; its name says which events ran when it was made. Sizes and times are
+those of the trace, addresses are made up. Device 0 of the viewer is the device, device 1 the host.
+
+The viewer (https://docs.pytorch.org/docs/main/torch_cuda_memory.html) reads pickles of the protocols 2 to 4 with Python's
+own types in them, and wants one event at least that has no category of its own ("unknown").
+"""
+
+from __future__ import annotations
+
+import pickle
+from bisect import bisect_right, insort
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from l2l_core.devices.ledger import CATEGORIES
+
+if TYPE_CHECKING:
+    from l2l_core.trace.trace import MemorySample, Trace
+
+Row = dict[str, Any]
+
+BASE = 1 << 40  # address of the first byte; the second place begins as far behind it
+
+
+def write_memory_snapshot(trace: Trace, path: Path) -> None:
+    """Write `memory_snapshot(trace)`.
+
+    Raises:
+        ValueError: the name does not end in .pickle, which the viewer's page asks for.
+    """
+    if path.suffix != ".pickle":
+        raise ValueError(f"cannot export to {str(path)!r}: memory snapshots are files *.pickle")
+    with path.open("wb") as file:
+        pickle.dump(memory_snapshot(trace), file, protocol=4)
+
+
+def memory_snapshot(trace: Trace) -> Row:
+    """The snapshot as plain values: one segment per place, as it is at the end, and what happened there."""
+    arenas = [_Arena(trace, place, number) for number, place in enumerate(("device", "host"))]
+    for arena in arenas:
+        arena.follow([sample for sample in trace.memory if sample.place == arena.place])
+    return {"segments": [arena.segment() for arena in arenas], "device_traces": [arena.actions() for arena in arenas]}
+
+
+class _Block(NamedTuple):
+    """Bytes in use."""
+
+    start: int
+    stop: int
+    category: str
+    names: tuple[str, ...]  # why they are there
+
+
+class _Arena:
+    """One place as an allocator: first fit in one segment.
+
+    Invariant: `_blocks` is sorted by address and blocks do not overlap; `_stacks` has them by category, the newest last.
+    """
+
+    def __init__(self, trace: Trace, place: str, number: int) -> None:
+        self.place, self._number, self._names = place, number, trace.names
+        self._base = BASE * (1 + number)
+        self._reach = self._base
+        self._blocks: list[_Block] = []
+        self._stacks: dict[str, list[_Block]] = defaultdict(list)
+        self._actions: list[Row] = []
+        self._lanes = {lane: events for lane, events in trace.lanes.items() if events}
+        self._starts = {lane: [event.start_s for event in events] for lane, events in self._lanes.items()}
+
+    def follow(self, samples: list[MemorySample]) -> None:
+        """Allocate and free until the bytes of each sample are in use."""
+        used: dict[str, int] = defaultdict(int)
+        for sample in samples:
+            time_us = round(sample.t_s * 1e6)
+            moves = [(sample.bytes_by_category.get(c, 0) - used[c], c) for c in {**dict.fromkeys(CATEGORIES), **used}]
+            for change, category in sorted(moves):  # what shrinks makes room for what grows
+                if change < 0:
+                    self._free(category, -change, time_us)
+                elif change > 0:
+                    self._alloc(category, change, time_us, self._running(sample.t_s))
+                used[category] += change
+
+    def segment(self) -> Row:
+        """What is in use at the end, and the gaps between."""
+        blocks, at = [], self._base
+        for block in self._blocks:
+            if block.start > at:
+                blocks.append(_block_row(at, block.start, "inactive", ()))
+            blocks.append(_block_row(block.start, block.stop, "active_allocated", block.names))
+            at = block.stop
+        if self._reach > at:
+            blocks.append(_block_row(at, self._reach, "inactive", ()))
+        in_use = sum(block.stop - block.start for block in self._blocks)
+        return {
+            "device": self._number,
+            "address": self._base,
+            "total_size": self._reach - self._base,
+            "allocated_size": in_use,
+            "active_size": in_use,
+            "requested_size": in_use,
+            "stream": 0,
+            "segment_type": "large",
+            "blocks": blocks,
+            "frames": _frames((self.place,)),
+        }
+
+    def actions(self) -> list[Row]:
+        """The making of the segment, and every allocation and release."""
+        made = self._action("segment_alloc", self._base, self._reach - self._base, 0, "unknown", (self.place,))
+        return [made, *self._actions] if self._actions else []
+
+    def _alloc(self, category: str, nbytes: int, time_us: int, names: tuple[str, ...]) -> None:
+        start = self._find(nbytes)
+        block = _Block(start, start + nbytes, category, (category, *names))
+        insort(self._blocks, block)
+        self._stacks[category].append(block)
+        self._reach = max(self._reach, block.stop)
+        self._actions.append(self._action("alloc", start, nbytes, time_us, category, block.names))
+
+    def _free(self, category: str, nbytes: int, time_us: int) -> None:
+        while nbytes:
+            block = self._stacks[category].pop()
+            self._blocks.remove(block)
+            size = block.stop - block.start
+            for action in ("free_requested", "free_completed"):
+                self._actions.append(self._action(action, block.start, size, time_us, category, block.names))
+            if size > nbytes:  # the rest stays where it is
+                rest = block._replace(stop=block.stop - nbytes)
+                insort(self._blocks, rest)
+                self._stacks[category].append(rest)
+                left = size - nbytes
+                self._actions.append(self._action("alloc", rest.start, left, time_us, category, rest.names))
+            nbytes -= min(size, nbytes)
+
+    def _find(self, nbytes: int) -> int:
+        """The first gap that is large enough."""
+        at = self._base
+        for block in self._blocks:
+            if block.start - at >= nbytes:
+                return at
+            at = block.stop
+        return at
+
+    def _running(self, t_s: float) -> tuple[str, ...]:
+        """What the lanes did at a time, or had done last."""
+        names = []
+        for lane, events in self._lanes.items():
+            index = bisect_right(self._starts[lane], t_s) - 1
+            if index >= 0 and (t_s <= events[index].stop_s or lane == "compute"):
+                event = events[index]
+                names.append(f"{lane}: {event._replace(layer=self._names.get(event.layer, event.layer)).label()}")
+        return tuple(names)
+
+    def _action(self, action: str, start: int, nbytes: int, time_us: int, category: str, names: tuple[str, ...]) -> Row:
+        return {
+            "action": action,
+            "addr": start,
+            "size": nbytes,
+            "stream": 0,
+            "time_us": time_us,
+            "category": category,
+            "frames": _frames(names),
+        }
+
+
+def _block_row(start: int, stop: int, state: str, names: tuple[str, ...]) -> Row:
+    size = stop - start
+    return {
+        "address": start,
+        "size": size,
+        "requested_size": size if names else 0,
+        "state": state,
+        "frames": _frames(names),
+    }
+
+
+def _frames(names: tuple[str, ...]) -> list[Row]:
+    """What the viewer shows as the Python stack, the innermost frame first."""
+    return [{"filename": "relay", "line": 0, "name": str(name)} for name in names]

@@ -1,0 +1,271 @@
+"""What happened in one step: events on lanes, memory over time, and the arithmetic of overlap.
+
+A `Trace` is the only thing that tables, pictures, reports and exports read. It computes nothing of the relay and
+knows no device: whoever runs a lane adds events to it, with times in seconds since the step began.
+
+Overlap is the formula of Holistic Trace Analysis, |communication and computation| / |communication|, on the copy lanes
+(https://github.com/facebookresearch/HolisticTraceAnalysis, analyzers/communication_analysis.py).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.bounds import Bound, bounds
+from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
+from l2l_core.trace.intervals import Interval, intersect, measure, merge
+from l2l_core.trace.memory_snapshot import write_memory_snapshot
+
+__all__ = ["LANES", "PLACES", "Event", "MemorySample", "Trace", "intersect", "measure", "merge"]
+
+LANES = ("compute", "h2d", "d2h", "eps")
+PLACES = ("device", "host")
+
+_LETTERS = {"forward": "F", "backward": "B", "load": "L", "push": "P", "reduce": "R", "update": "U"}
+
+
+class Event(NamedTuple):
+    """One piece of work on one lane. Events of a lane follow one another: a lane is a serial resource."""
+
+    lane: str  # one of LANES
+    kind: str  # "shell" | "forward" | "loss" | "backward" | "load" | "push" | "stash" | "reduce" | ...
+    start_s: float  # seconds since the step began
+    stop_s: float
+    layer: str = ""  # permanent key of the layer, "shell" for the rest of the model, "" if none
+    k: int = -1  # micro-batch, -1 if none
+    nbytes: int = 0
+    visit: int = -1  # forward visits 0..V-1, backward visits V..2V-1, -1 if none
+    stalled_s: float = 0.0  # seconds that compute waited for copies or for the EPS right before the event
+
+    def label(self) -> str:
+        """A short name: "F L003 k=1", "L L004", "loss k=0". Kinds that share a first letter are spelled out."""
+        words = [_LETTERS.get(self.kind, self.kind)]
+        if self.layer not in ("", self.kind):
+            words.append(self.layer)
+        if self.k >= 0:
+            words.append(f"k={self.k}")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Bytes in use at one place from `t_s` until the next sample of that place."""
+
+    t_s: float  # seconds since the step began
+    place: str  # one of PLACES
+    bytes_by_category: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all categories together."""
+        return sum(self.bytes_by_category.values())
+
+
+class Trace:
+    """The events and memory samples of one step; lanes write while readers follow.
+
+    Invariant: both lists only grow, so that a cursor into them stays valid while the step runs.
+
+    `names` maps layer keys to dotted names for exports. `clock` gives seconds since the step began; a simulation
+    passes its virtual clock, the default counts real time from construction. `settings` says how the step ran, as plain
+    values: the fields of `RelayConfig` and what the device states about itself (`Device.figures`).
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int = 0,
+        device: str = "",
+        names: Mapping[str, str] | None = None,
+        clock: Callable[[], float] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.step = step
+        self.device = device
+        self.names = dict(names or {})
+        self.settings = dict(settings or {})
+        self.began_s = time.perf_counter()  # what lanes subtract from their own clock readings
+        self.clock = clock or (lambda: time.perf_counter() - self.began_s)
+        self._events: list[Event] = []
+        self._samples: list[MemorySample] = []
+        self._last_sample: dict[str, Mapping[str, int]] = {}
+        self._sampling = threading.Lock()
+
+    @classmethod
+    def of(cls, events: Iterable[Event], memory: Iterable[MemorySample], **header: Any) -> Trace:
+        """A trace of what is known already, in order of arrival; `header` is the constructor's."""
+        trace = cls(**header)
+        trace._events.extend(events)
+        trace._samples.extend(memory)
+        return trace
+
+    # ---- written while the step runs ---------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds since the step began."""
+        return self.clock()
+
+    def add(self, event: Event) -> None:
+        """Append an event, from any thread."""
+        assert event.lane in LANES, f"{event}: lane {event.lane!r} is none of {LANES}"
+        assert -math.inf < event.start_s <= event.stop_s < math.inf, (
+            f"{event.label()!r} on {event.lane} stops at {event.stop_s} s, before it starts at {event.start_s} s, "
+            "or a time is not finite"
+        )
+        self._events.append(event)  # list.append is atomic, so this hot path needs no lock
+
+    def sample(self, place: str, bytes_by_category: Mapping[str, int]) -> None:
+        """Note the bytes in use at `place` now, from any thread; nothing is kept if they did not change."""
+        assert place in PLACES, f"memory sampled at {place!r}, which is none of {PLACES}"
+        with self._sampling:  # compare and append belong together
+            if self._last_sample.get(place) == bytes_by_category:
+                return
+            taken = self._last_sample[place] = dict(bytes_by_category)
+            self._samples.append(MemorySample(self.clock(), place, taken))
+
+    def since(self, i: int) -> tuple[list[Event], int]:
+        """Events that arrived from cursor `i` on, in order of arrival, and the cursor for the next call."""
+        assert i >= 0, f"cursor {i} into a trace of {len(self._events)} events"
+        new = self._events[i:]
+        return new, i + len(new)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of events and memory samples so far: the state of both cursors."""
+        return len(self._events), len(self._samples)
+
+    # ---- events and overlap ------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All events, sorted by start (then stop, then arrival)."""
+        return tuple(sorted(self._events, key=lambda event: (event.start_s, event.stop_s)))
+
+    @property
+    def lanes(self) -> dict[str, tuple[Event, ...]]:
+        """Every lane with its events, sorted by start; a lane without events is there too."""
+        events = self.events
+        return {lane: tuple(event for event in events if event.lane == lane) for lane in LANES}
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first start to the last stop, 0.0 without events."""
+        events = self.since(0)[0]
+        return max(e.stop_s for e in events) - min(e.start_s for e in events) if events else 0.0
+
+    def busy_s(self, lane: str) -> float:
+        """Seconds in which `lane` had work: length of the union of its events."""
+        return measure(self._busy(lane))
+
+    def exposed_s(self, lane: str) -> float:
+        """Seconds in which `lane` had work while compute had none."""
+        busy = self._busy(lane)
+        return max(0.0, measure(busy) - measure(intersect(busy, self._busy("compute"))))
+
+    def overlap(self) -> float:
+        """Share in [0, 1] of copy time (both directions) hidden under compute; 1.0 if nothing was copied."""
+        copies = self._busy("h2d", "d2h")
+        hidden = intersect(copies, self._busy("compute"))
+        return min(1.0, measure(hidden) / measure(copies)) if copies else 1.0
+
+    def bound_by(self) -> tuple[Bound, ...]:
+        """What each phase of the step waits for, by how much, and the setting that would help; see `bounds.py`.
+
+        Empty without events. Print one for a sentence: "forward: h2d exposes 420 ms of 1.9 s; 6 micro-batches ...".
+        """
+        return bounds(self)
+
+    def _busy(self, *lanes: str) -> list[Interval]:
+        for lane in lanes:
+            if lane not in LANES:
+                raise ValueError(f"no lane {lane!r}; the lanes are {', '.join(LANES)}")
+        return merge((e.start_s, e.stop_s) for e in self.since(0)[0] if e.lane in lanes)
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> tuple[MemorySample, ...]:
+        """Samples of both places in order of time."""
+        return tuple(self._samples)
+
+    def samples_since(self, i: int) -> list[MemorySample]:
+        """Memory samples from the `i`-th on, in order of time; their number moves the cursor on."""
+        assert i >= 0, f"cursor {i} into {len(self._samples)} samples"
+        return self._samples[i:]
+
+    def peak_sample(self, place: str) -> MemorySample | None:
+        """The first sample with the largest total at `place`, None if nothing was sampled there."""
+        if place not in PLACES:
+            raise ValueError(f"no place {place!r}; the places are {', '.join(PLACES)}")
+        return max((s for s in self.memory if s.place == place), key=lambda s: s.total, default=None)
+
+    def peak_bytes(self, place: str) -> int:
+        """Largest total at `place` in bytes, 0 if nothing was sampled there."""
+        peak = self.peak_sample(place)
+        return peak.total if peak else 0
+
+    # ---- text and files ----------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<Trace of step {self.step} on {self.device or '?'}: {len(self._events)} events, {self.span_s:.6g} s>"
+
+    def summary(self) -> str:
+        """A few lines of text: span and overlap, busy and exposed seconds per lane, peak bytes per place."""
+        span_s = self.span_s
+        lines = [
+            f"step {self.step} on {self.device or '?'}: {span_s:.4g} s, {len(self._events)} events, "
+            f"{self.overlap():.1%} of copy time hidden under compute"
+        ]
+        for lane in LANES:
+            busy_s = self.busy_s(lane)
+            share = busy_s / span_s if span_s else 0.0
+            lines.append(f"  {lane:<8} busy {busy_s:9.4g} s ({share:6.1%}), exposed {self.exposed_s(lane):9.4g} s")
+        for place in PLACES:
+            if (peak := self.peak_sample(place)) is not None:
+                parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in peak.bytes_by_category.items() if n)
+                lines.append(f"  {place:<8} peak {format_bytes(peak.total)} at {peak.t_s:.4g} s ({parts})")
+        return "\n".join(lines)
+
+    def to_chrome(self, path: str | Path, *, compress: bool | None = None) -> None:
+        """Write Chrome trace JSON for Perfetto and Holistic Trace Analysis: `.json`, or `.json.gz` compressed."""
+        write_chrome(self, Path(path), compress)
+
+    def to_memory_snapshot(self, path: str | Path) -> None:
+        """Write a `.pickle` for PyTorch's memory viewer, https://pytorch.org/memory_viz; see `memory_snapshot.py`."""
+        write_memory_snapshot(self, Path(path))
+
+    def to_jsonl(self, path: str | Path) -> None:
+        """Write JSON lines that `from_jsonl` reads back exactly: a header, events in order of arrival, memory."""
+        rows = [{"type": "event", **event._asdict()} for event in self.since(0)[0]]
+        rows += [{"type": "memory", **asdict(sample)} for sample in self.memory]
+        header = {"step": self.step, "device": self.device, "names": self.names, "settings": self.settings}
+        write_jsonl(Path(path), header, rows)
+
+    @classmethod
+    def from_jsonl(cls, path: str | Path) -> Trace:
+        """Read what `to_jsonl` wrote.
+
+        Raises ValueError with the file and line if the file is damaged, cut short, or of another schema version.
+        """
+        trace = cls()
+        read_jsonl(Path(path), {"trace": trace._take_header, "event": trace._take_event, "memory": trace._take_sample})
+        return trace
+
+    def _take_header(self, row: dict[str, Any]) -> None:
+        self.step, self.device, self.names = row["step"], row["device"], dict(row["names"])
+        self.settings = dict(row.get("settings", {}))  # files written before there were any have none
+
+    def _take_event(self, row: dict[str, Any]) -> None:
+        self.add(build(Event, row))
+
+    def _take_sample(self, row: dict[str, Any]) -> None:
+        sample = build(MemorySample, row)
+        assert sample.place in PLACES, f"memory sampled at {sample.place!r}, which is none of {PLACES}"
+        self._samples.append(sample)

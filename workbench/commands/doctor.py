@@ -1,0 +1,279 @@
+"""What this machine and environment can do: `python -m workbench doctor`.
+
+`gather` looks (the only part that touches the machine), `diagnose` judges what was seen, `format_rows` prints it.
+The ranges are those of pyproject.toml and the tested versions those of constraints.txt; nothing is written twice.
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+DISTRIBUTION = "l2l-workbench"
+GIB = 2**30
+BYTES_PER_PARAM = 16  # float32 weight, gradient and AdamW's two moments, all in host memory
+LOW_RAM_BYTES = 4 * GIB
+LOW_DISK_BYTES = 2 * GIB
+WIDGET_MANAGER = Path("@jupyter-widgets", "jupyterlab-manager", "package.json")
+
+Status = Literal["ok", "note", "fail"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check: what was looked at, what was found, how it stands, and one line of advice."""
+
+    check: str
+    found: str
+    status: Status
+    advice: str
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A required distribution: its range, and the version it was tested with (None outside a clone)."""
+
+    name: str
+    specifier: SpecifierSet
+    tested: Version | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `gather` saw. Sizes in bytes; None means that it could not be found out."""
+
+    python: str
+    python_range: SpecifierSet
+    wanted: tuple[Wanted, ...]
+    installed: Mapping[str, str | None]  # by the name in `wanted`; None: not installed
+    widget_manager: Path | None
+    kernel: str | None  # the Python that a notebook of ours would start
+    this_python: str
+    torch_error: str | None  # why `import torch` failed, if it did
+    cuda: str | None  # name of the device
+    ram_bytes: int | None
+    free_ram_bytes: int | None
+    cores: int
+    free_disk_bytes: int
+
+
+# What is wanted ------------------------------------------------------------------------------------------------------
+
+
+def read_project(root: Path) -> tuple[SpecifierSet, list[Requirement]]:
+    """Python range and dependencies: from pyproject.toml in a clone, else from the installed package."""
+    pyproject = root / "pyproject.toml"
+    if pyproject.is_file():
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+        return SpecifierSet(project["requires-python"]), [Requirement(line) for line in project["dependencies"]]
+    metadata = importlib.metadata.metadata(DISTRIBUTION)
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    return SpecifierSet(metadata["Requires-Python"]), [each for each in requirements if each.marker is None]
+
+
+def read_pins(constraints: Path) -> dict[str, Version]:
+    """Tested versions by canonical name; empty where there is no such file."""
+    if not constraints.is_file():
+        return {}
+    pins = re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {canonicalize_name(name): Version(version) for name, version in pins}
+
+
+# Looking -------------------------------------------------------------------------------------------------------------
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_widget_manager() -> Path | None:
+    """The JupyterLab extension that draws ipywidgets, wherever this Python's Jupyter looks for extensions."""
+    try:
+        from jupyter_core.paths import jupyter_path
+    except ModuleNotFoundError:
+        return None
+    places = (Path(folder) / WIDGET_MANAGER for folder in jupyter_path("labextensions"))
+    return next((place for place in places if place.is_file()), None)
+
+
+def find_kernel() -> str | None:
+    """The Python behind the kernel `python3`, by the rule that Jupyter starts it with; None if there is no such kernel."""
+    try:
+        from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+    except ModuleNotFoundError:
+        return None
+    try:
+        command = KernelSpecManager().get_kernel_spec("python3").argv[0]
+    except (NoSuchKernel, IndexError):
+        return None
+    return sys.executable if re.fullmatch(r"python(3(\.\d+)?)?", command) else command
+
+
+def look_at_torch() -> tuple[str | None, str | None]:
+    """(why torch does not import, name of the CUDA device); None for what there is not."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of a broken installation
+        return str(error), None
+    return None, torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def look_at_ram() -> tuple[int | None, int | None]:
+    """(bytes of RAM, bytes available)."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        return None, None
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def count_cores() -> int:
+    """Cores this process may use, which in a container or under taskset are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gather(root: Path = ROOT) -> Facts:
+    """Look at this environment and machine. Needs no network."""
+    python_range, requirements = read_project(root)
+    pins = read_pins(root / "constraints.txt")
+    wanted = tuple(Wanted(each.name, each.specifier, pins.get(canonicalize_name(each.name))) for each in requirements)
+    torch_error, cuda = look_at_torch()
+    ram_bytes, free_ram_bytes = look_at_ram()
+    return Facts(
+        python=platform.python_version(),
+        python_range=python_range,
+        wanted=wanted,
+        installed={each.name: installed_version(each.name) for each in wanted},
+        widget_manager=find_widget_manager(),
+        kernel=find_kernel(),
+        this_python=sys.executable,
+        torch_error=torch_error,
+        cuda=cuda,
+        ram_bytes=ram_bytes,
+        free_ram_bytes=free_ram_bytes,
+        cores=count_cores(),
+        free_disk_bytes=shutil.disk_usage(root).free,
+    )
+
+
+# Judging -------------------------------------------------------------------------------------------------------------
+
+
+def judge_python(version: str, wanted: SpecifierSet) -> Row:
+    if wanted.contains(version, prereleases=True):
+        return Row("Python", version, "ok", f"in {wanted}")
+    return Row("Python", version, "fail", f"needs {wanted}: rm -r .venv, then make setup PYTHON=python3.11")
+
+
+def judge_version(wanted: Wanted, installed: str | None) -> Row:
+    """Missing or out of range fails; another version than the tested one is worth a note."""
+    wants = f"{wanted.name}{wanted.specifier}"
+    if installed is None:
+        return Row(wanted.name, "missing", "fail", f"run `make setup`, or: pip install -c constraints.txt '{wants}'")
+    if not wanted.specifier.contains(installed, prereleases=True):
+        return Row(wanted.name, installed, "fail", f"out of range: pip install -c constraints.txt '{wants}'")
+    # the public part, because torch 2.13.0 and 2.13.0+cpu are the same code
+    if wanted.tested is not None and Version(installed).public != wanted.tested.public:
+        return Row(wanted.name, installed, "note", f"in range, but tested with {wanted.tested}; `make setup` has that")
+    return Row(wanted.name, installed, "ok", f"in {wanted.specifier or 'any version'}")
+
+
+def judge_widgets(manager: Path | None) -> Row:
+    if manager is None:
+        return Row("widget manager", "missing", "fail", "panels would show as text: pip install jupyterlab_widgets")
+    return Row("widget manager", "present", "ok", "JupyterLab draws the panels; reload open pages after an upgrade")
+
+
+def judge_kernel(kernel: str | None, this_python: str) -> Row:
+    """A kernel that was registered once for another environment hides the one of this environment."""
+    remedy = f"{this_python} -m ipykernel install --sys-prefix"
+    if kernel is None:
+        return Row("kernel", "missing", "fail", f"notebooks could not start: {remedy}")
+    if os.path.abspath(kernel) != os.path.abspath(this_python):
+        return Row(
+            "kernel", kernel, "note", f"notebooks start another Python: jupyter kernelspec remove python3, or {remedy}"
+        )
+    return Row("kernel", "python3", "ok", "notebooks start this Python")
+
+
+def judge_device(torch_error: str | None, cuda: str | None) -> Row:
+    if torch_error is not None:
+        reason = torch_error.splitlines()[0] if torch_error else "no reason given"
+        return Row("device", "none", "fail", f"torch does not import ({reason}): rm -r .venv, then make setup")
+    if cuda is None:
+        return Row("device", "CPU", "note", "no CUDA: relays run on the emulated device, which computes for real")
+    return Row("device", cuda, "ok", "device='auto' uses it; device='cpu' still emulates")
+
+
+def judge_ram(total_bytes: int | None, free_bytes: int | None) -> Row:
+    if total_bytes is None or free_bytes is None:
+        return Row("RAM", "unknown", "note", "psutil tells: run `make setup`")
+    found = f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free"
+    room = f"room for {free_bytes / BYTES_PER_PARAM / 1e9:.2f} G parameters at {BYTES_PER_PARAM} bytes (float32, AdamW)"
+    if free_bytes < LOW_RAM_BYTES:
+        return Row("RAM", found, "note", f"{room}: close other kernels, or choose a smaller model")
+    return Row("RAM", found, "ok", room)
+
+
+def judge_cores(cores: int) -> Row:
+    if cores == 1:
+        return Row("cores", "1", "note", "copies, updates and compute share it: measured overlap means little here")
+    return Row("cores", str(cores), "ok", "copies and updates can run beside compute")
+
+
+def judge_disk(free_bytes: int) -> Row:
+    found = f"{free_bytes / GIB:.1f} GiB free"
+    if free_bytes < LOW_DISK_BYTES:
+        advice = f"a saved relay takes 12 bytes per parameter (AdamW): keep {LOW_DISK_BYTES // GIB} GiB free"
+        return Row("disk", found, "note", advice)
+    return Row("disk", found, "ok", "enough for saved relays and reports")
+
+
+def diagnose(facts: Facts) -> list[Row]:
+    """Judge what was seen: the same facts always give the same rows, each with one line of advice."""
+    return [
+        judge_python(facts.python, facts.python_range),
+        *(judge_version(wanted, facts.installed[wanted.name]) for wanted in facts.wanted),
+        judge_kernel(facts.kernel, facts.this_python),
+        judge_widgets(facts.widget_manager),
+        judge_device(facts.torch_error, facts.cuda),
+        judge_ram(facts.ram_bytes, facts.free_ram_bytes),
+        judge_cores(facts.cores),
+        judge_disk(facts.free_disk_bytes),
+    ]
+
+
+# Printing ------------------------------------------------------------------------------------------------------------
+
+
+def format_rows(rows: Iterable[Row]) -> str:
+    """The rows as a table of plain text, one line each."""
+    cells = [(row.status, row.check, row.found, row.advice) for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(3)]
+    return "\n".join("  ".join([*map(str.ljust, line, widths), line[3]]) for line in cells)
+
+
+def main() -> int:
+    """Print the rows; 1 if something required is missing or out of range, else 0."""
+    rows = diagnose(gather())
+    print(format_rows(rows))
+    failed = [row.check for row in rows if row.status == "fail"]
+    print(f"\n{sys.executable}: {'needs ' + ', '.join(failed) if failed else 'ready'}")
+    return 1 if failed else 0

@@ -1,0 +1,426 @@
+"""`make demo`: a 24-layer GPT learns Python byte by byte, by relay, on a device that cannot hold it.
+
+The text is the source of Python's own standard library, so nothing is downloaded. The first steps run in core as well,
+from the same weights and the same random streams, and are compared bit by bit. The exit status is 0 only if they are
+equal and, in a full run, the loss on held-out text has fallen as far as it should.
+
+Everything measured here is of an emulated device: real computation on this CPU, with the device's memory counted.
+"""
+
+import argparse
+import csv
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from l2l_core import Device, DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, StepResult, TornStep, Trace
+from l2l_core.relay import resolve_device
+from workbench.lessons.corpus import Corpus, byte_entropy, draw_windows, load_corpus
+from workbench.lessons.demo_charts import (
+    draw_run,
+    format_run,
+    format_table,
+    format_verdicts,
+    introduce,
+    judge,
+    levels_of,
+    summarize,
+)
+from workbench.lessons.in_core import InCore
+from workbench.runs.recorded import load_run
+from workbench.runs.recorder import Recorder
+from workbench.runs.report import write_report
+from workbench.session.rows import snapshot_of, step_row
+from workbench.session.snapshot import StepRow
+
+Batch = Mapping[str, torch.Tensor]
+RECORDED, REPORT = "run.jsonl.gz", "report.html"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained, on what, and how. Widths, windows and learning rate: tuned to learn fast in few steps."""
+
+    layers: int = 24
+    width: int = 64
+    heads: int = 4
+    context: int = 48  # bytes in a window
+    rows: int = 16  # windows in a batch
+    micro_batches: int = 4
+    steps: int = 220
+    compared: int = 5  # steps that run in core as well
+    judged_every: int = 20  # steps between two looks at held-out text
+    judged_batches: int = 8
+    budget_bytes: int = 4_500_000
+    learning_rate: float = 3e-3
+    target: float = 0.85  # of the entropy of single bytes: what the held-out loss must fall to
+    close: float = 1e-3  # relative difference of losses allowed where it is not the CPU that computes
+    seed: int = 0
+
+
+FULL = Settings()
+QUICK = Settings(layers=6, width=32, steps=30, compared=3, judged_every=10, judged_batches=2, budget_bytes=2_500_000)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m workbench demo`."""
+    whole = _at_least(int, 1)
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model for a few seconds, without a target to reach"
+    )
+    parser.add_argument("--steps", type=whole, help=f"steps to train (default: {FULL.steps})")
+    parser.add_argument("--layers", type=whole, help=f"layers of the model (default: {FULL.layers})")
+    parser.add_argument("--width", type=whole, help=f"width, a multiple of {FULL.heads} (default: {FULL.width})")
+    parser.add_argument(
+        "--budget", type=_at_least(float, 1e-3), help=f"device memory in MB (default: {FULL.budget_bytes / 1e6:g})"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out", "demo"), help="folder for results (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=_at_least(int, 0), help=f"start of every random stream (default: {FULL.seed})")
+    parser.add_argument(
+        "--device",
+        default="emulated",
+        help="'emulated' has the budget; 'cpu' has none; or what Relay(device=...) takes (default: %(default)s)",
+    )
+
+
+def _at_least(kind: type[int] | type[float], least: float) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not value >= least or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least:g}")
+        return value
+
+    return number
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the demo: 0 if relay and in core were equal and the target was reached, 1 if not, 2 if it could not start."""
+    began_s = time.perf_counter()
+    try:
+        settings = choose(args)
+        device = make_device(args.device, settings)
+        corpus = load_corpus()
+        args.out.mkdir(parents=True, exist_ok=True)  # now, and not after minutes of training
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    with one_thread():
+        model = make_model(settings)
+        print(introduce(settings, corpus, device, count_params(model)), flush=True)
+        title = f"{settings.layers}-layer byte-level GPT, trained by relay"
+        try:
+            with Recorder(args.out / RECORDED, title=title, overwrite=True) as recorder:
+                run = train(model, corpus, settings, device, recorder)
+                for name, words in judge(run, not args.quick).items():
+                    recorder.log_fact(name, words)
+        except (DeviceOutOfMemory, TornStep) as error:
+            print(f"\n{error.__cause__ or error}\nOr give the demo a larger --budget.", file=sys.stderr)
+            return 1
+    checked = not args.quick
+    seconds = time.perf_counter() - began_s
+    print(f"\n{format_run(run)}\n\n{format_verdicts(run, checked)}\n")
+    print(write(run, args.out, summarize(run, checked, seconds)))
+    print(f"\n{seconds:.0f} s in all\nReport: {args.out / REPORT}")
+    return 0 if run.equal and (run.reached or not checked) else 1
+
+
+# What is trained -----------------------------------------------------------------------------------------------------
+
+
+def choose(args: argparse.Namespace) -> Settings:
+    """The settings that the options ask for.
+
+    Raises:
+        ValueError: a width that the heads do not divide.
+    """
+    given = {name: getattr(args, name) for name in ("steps", "layers", "width", "seed")}
+    given["budget_bytes"] = None if args.budget is None else round(args.budget * 1e6)
+    start = QUICK if args.quick else FULL
+    settings = replace(start, **{name: value for name, value in given.items() if value is not None})
+    if settings.width % settings.heads:
+        near = max(1, round(settings.width / settings.heads)) * settings.heads
+        raise ValueError(f"--width {settings.width}: {settings.heads} heads share it evenly, try --width {near}")
+    return replace(settings, compared=min(settings.compared, settings.steps))
+
+
+def make_device(name: str, settings: Settings) -> Device:
+    """The device that `--device` names."""
+    return EmulatedDevice(memory_bytes=settings.budget_bytes) if name == "emulated" else resolve_device(name)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one core, relay and in core alike: matrices this small gain nothing from a second one.
+
+    Copies and updates of the relay have threads of their own.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def make_model(settings: Settings) -> GPT2LMHeadModel:
+    """An untrained GPT over bytes."""
+    config = GPT2Config(
+        vocab_size=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        n_positions=settings.context,
+        n_embd=settings.width,
+        n_layer=settings.layers,
+        n_head=settings.heads,
+        initializer_range=0.8 / settings.width**0.5,  # 0.02 is for GPT-2's 768; narrow models learn slowly from it
+        resid_pdrop=0.0,  # no byte is seen twice, so there is nothing to regularise
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what transformers falls back to anyway, with a warning
+    return model.train()
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW that decays matrices and leaves biases and norms alone."""
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> LambdaLR:
+    """A linear warm-up over 20 steps, times a half cosine that ends at a tenth."""
+
+    def factor(step: int) -> float:
+        return min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / settings.steps)))
+
+    return LambdaLR(optimizer, factor)
+
+
+def draw_batch(text: torch.Tensor, settings: Settings, generator: torch.Generator) -> Batch:
+    """Windows of a text, each byte to be told from those before it."""
+    windows = draw_windows(text, settings.rows, settings.context, generator)  # (rows, context)
+    return {"input_ids": windows, "labels": windows}
+
+
+# The run -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step by relay."""
+
+    step: int  # from 1
+    loss: float
+    held_out: float | None  # loss on held-out text after the step, if it was looked at
+    learning_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step by relay and in core."""
+
+    step: int
+    relay_loss: float
+    in_core_loss: float
+    unequal_weights: int  # how many differ in any bit after the step
+    max_abs_diff: float  # of any weight
+    relay_s: float
+    in_core_s: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was measured."""
+
+    settings: Settings
+    device: str
+    exact: bool  # whether equal means bitwise: so on the CPU
+    budget_bytes: int | None
+    num_params: int
+    entropy: float  # of single bytes of the held-out text, nats
+    steps: tuple[Step, ...]
+    compared: tuple[Compared, ...]
+    relay_device_bytes: int  # peaks
+    in_core_device_bytes: int
+    relay_host_bytes: int
+    last: Trace
+
+    @property
+    def equal(self) -> bool:
+        """Whether relay and in core were equal in all steps compared."""
+        return all(map(self.is_equal, self.compared))
+
+    def is_equal(self, one: Compared) -> bool:
+        """Whether one step was equal; where arithmetic is not this CPU's, whether its losses were close."""
+        if self.exact:
+            return one.relay_loss == one.in_core_loss and one.unequal_weights == 0
+        return math.isclose(one.relay_loss, one.in_core_loss, rel_tol=self.settings.close)
+
+    @property
+    def held_out(self) -> float:
+        """Loss on held-out text at the end."""
+        return next(step.held_out for step in reversed(self.steps) if step.held_out is not None)
+
+    @property
+    def share(self) -> float:
+        """That loss as a share of the entropy of single bytes."""
+        return self.held_out / self.entropy
+
+    @property
+    def reached(self) -> bool:
+        """Whether it fell to the target."""
+        return self.share <= self.settings.target
+
+    def median_s(self, who: str) -> float:
+        """Median seconds of a compared step, "relay" or "in_core"; the first, which warms up, counts only if alone."""
+        return statistics.median(getattr(one, f"{who}_s") for one in self.compared[1:] or self.compared)
+
+
+def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, recorder: Recorder) -> Run:
+    """Train by relay; run the first steps in core as well; look at held-out text now and then. All of it is recorded.
+
+    Raises:
+        DeviceOutOfMemory, TornStep: the budget does not suffice even for the relay.
+    """
+    config = RelayConfig(
+        micro_batches=settings.micro_batches, stash="host", ahead=1, update="eager", seed=settings.seed
+    )
+    judged = torch.Generator().manual_seed(settings.seed + 1)
+    looks = [draw_batch(corpus.held_out, settings, judged) for _ in range(settings.judged_batches)]
+    drawn = torch.Generator().manual_seed(settings.seed)
+    start_in_core = partial(
+        InCore,
+        model,
+        partial(make_optimizer, settings=settings),
+        partial(make_schedule, settings=settings),
+        config,
+        device.torch_device,
+    )
+    in_core_bytes = start_in_core().measure_peak_bytes(looks[0])
+    in_core = start_in_core()
+    entropy = byte_entropy(corpus.held_out)
+    for name, level in levels_of(entropy, settings.target):
+        recorder.log_level(name, level)
+    steps: list[Step] = []
+    rows: list[StepRow] = []
+    compared: list[Compared] = []
+    peak_bytes = 0
+    with Relay(model, make_optimizer(model, settings), device=device, config=config) as relay:
+        schedule = make_schedule(relay.optimizer, settings)
+        for step in show_progress(settings.steps, steps):
+            batch = draw_batch(corpus.train, settings, drawn)
+            if step <= settings.compared:
+                result, one = step_both(relay, in_core, batch)
+                compared.append(one)
+            else:
+                result = relay.step(batch)
+            rows.append(step_row(relay.steps, result, relay.branch))
+            recorder.watch(snapshot_of(relay, rows, in_core_bytes))
+            rate = schedule.get_last_lr()[0]
+            schedule.step()
+            is_time = step % settings.judged_every == 0 or step == settings.steps
+            held_out = statistics.fmean(map(relay.evaluate, looks)) if is_time else None
+            if held_out is not None:
+                recorder.log_held_out(step, held_out)
+            steps.append(Step(step, result.loss, held_out, rate, result.seconds))
+            peak_bytes = max(peak_bytes, result.peak_device_bytes)
+        return Run(
+            settings=settings,
+            device=device.name,
+            exact=device.torch_device.type == "cpu",
+            budget_bytes=device.ledger.limit_bytes,
+            num_params=count_params(model),
+            entropy=entropy,
+            steps=tuple(steps),
+            compared=tuple(compared),
+            relay_device_bytes=peak_bytes,
+            in_core_device_bytes=in_core_bytes,
+            relay_host_bytes=relay.host.peak,
+            last=result.trace,
+        )
+
+
+def step_both(relay: Relay, in_core: InCore, batch: Batch) -> tuple[StepResult, Compared]:
+    """The same step in core and by relay, and how they compare."""
+    began_s = time.perf_counter()
+    in_core_loss = in_core.step(batch)
+    in_core_s = time.perf_counter() - began_s
+    result = relay.step(batch)
+    pairs = [(a.detach(), b.detach().cpu()) for a, b in zip(*map(_params, (relay.model, in_core.model)), strict=True)]
+    # as integers, so that it is the bits that are compared
+    unequal = sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in pairs)
+    max_abs_diff = max(float((a - b).abs().max()) for a, b in pairs)
+    return result, Compared(relay.steps, result.loss, in_core_loss, unequal, max_abs_diff, result.seconds, in_core_s)
+
+
+def _params(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def count_params(model: nn.Module) -> int:
+    """Number of weights."""
+    return sum(param.numel() for param in model.parameters())
+
+
+def show_progress(steps: int, done: Sequence[Step]) -> Iterator[int]:
+    """Step numbers from 1, under a progress bar that shows the last losses of `done`."""
+    pace_s = 0.2 if sys.stderr.isatty() else 10.0  # a log gets a few lines instead of thousands
+    with tqdm(total=steps, desc="training", unit="step", mininterval=pace_s, dynamic_ncols=True) as bar:
+        for step in range(1, steps + 1):
+            yield step
+            held_out = [one.held_out for one in done if one.held_out is not None]
+            judged = f", held out {held_out[-1]:.2f}" if held_out else ""
+            bar.set_postfix_str(f"loss {done[-1].loss:.2f}{judged}", refresh=False)
+            bar.update()
+
+
+# What is written ----------------------------------------------------------------------------------------------------
+
+
+def write(run: Run, folder: Path, summary: Mapping[str, Any]) -> str:
+    """Write every file into `folder`; what they are and how to look at them."""
+    run.last.to_chrome(folder / "trace.json")
+    run.last.to_jsonl(folder / "trace.jsonl")
+    run.last.to_memory_snapshot(folder / "trace.pickle")
+    with (folder / "loss.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [field.name for field in fields(Step)], lineterminator="\n")
+        table.writeheader()
+        table.writerows(map(asdict, run.steps))  # None becomes an empty cell
+    (folder / "loss.svg").write_text(draw_run(run), encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_report([load_run(folder / RECORDED)], folder / REPORT)
+    where = format_table(
+        [
+            (f"{folder / REPORT}", "everything at a glance: open it in a browser"),
+            (f"{folder / RECORDED}", "the recorded run, for `python -m workbench replay`"),
+            (f"{folder / 'trace.json'}", "the last step: open https://ui.perfetto.dev and drop the file on the page"),
+            (f"{folder / 'trace.jsonl'}", "the same for Trace.from_jsonl"),
+            (f"{folder / 'trace.pickle'}", "its memory: drop it on https://pytorch.org/memory_viz"),
+            (f"{folder / 'loss.svg'}", "the loss curve, for a browser"),
+            (f"{folder / 'loss.csv'}", "its numbers"),
+            (f"{folder / 'summary.json'}", "everything measured"),
+        ]
+    )
+    return f"Written:\n{where}"

@@ -1,0 +1,190 @@
+"""What a run of the demo shows: the table of relay against in core, the verdicts, the loss curve.
+
+Pure functions from numbers to text; nothing is measured here and nothing is printed or written.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from l2l_core import Device
+from l2l_core.devices.ledger import format_bytes
+from workbench.pictures.loss import draw_loss
+
+if TYPE_CHECKING:
+    from workbench.lessons.corpus import Corpus
+    from workbench.lessons.demo import Run, Settings
+
+BYTES_PER_PARAM = 16  # in core: float32 weight, gradient and AdamW's two moments
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def introduce(settings: Settings, corpus: Corpus, device: Device, num_params: int) -> str:
+    """A few lines on what is about to run."""
+    train, held_out = format_bytes(len(corpus.train)), format_bytes(len(corpus.held_out))
+    budget = "" if device.ledger.limit_bytes else "no memory budget; "
+    rows = [
+        ("text", f"sources of Python {platform.python_version()}'s standard library, {corpus.files} files:"),
+        ("", f"{train} to train on, {held_out} of other files held out"),
+        ("model", f"byte-level GPT, {settings.layers} layers of width {settings.width}, {num_params:,} weights"),
+        ("device", f"{device.name}; {budget}the weights alone are {format_bytes(4 * num_params)}"),
+        ("batch", f"{settings.rows} windows of {settings.context} bytes, in {settings.micro_batches} micro-batches"),
+        (
+            "training",
+            f"{settings.steps} steps by relay, one layer at a time; 1 to {settings.compared} in core as well",
+        ),
+    ]
+    return format_table(rows) + "\n"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as aligned text; the last cell of a row is not padded."""
+    columns = max(len(row) for row in rows)
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows
+    )
+
+
+def format_run(run: Run) -> str:
+    """The table: relay against in core."""
+    rows = [(run.device, "relay", "in core", "")]
+    for one in run.compared:
+        verdict = "equal" if one.relay_loss == one.in_core_loss else "DIFFERENT"
+        rows.append((f"loss of step {one.step}", f"{one.relay_loss:.9g}", f"{one.in_core_loss:.9g}", verdict))
+    relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
+    device_bytes = [format_bytes(nbytes) for nbytes in (run.relay_device_bytes, run.in_core_device_bytes)]
+    rows += [
+        (f"weights after step {len(run.compared)}", f"{run.num_params:,}", f"{run.num_params:,}", _judge_weights(run)),
+        ("peak device memory", *device_bytes, _judge_budget(run)),
+        ("peak host memory", format_bytes(run.relay_host_bytes), "0 B", "by relay: weights, AdamW's state, stash"),
+        ("time of a step", f"{1e3 * relay_s:.0f} ms", f"{1e3 * in_core_s:.0f} ms", f"x {relay_s / in_core_s:.2f}"),
+        ("copies under compute", f"{run.last.overlap():.0%}", "", "share of their time, last step"),
+    ]
+    state = format_bytes(BYTES_PER_PARAM * run.num_params)
+    notes = [
+        "Device memory counts every storage on the device, from its making to its end. Of what in core needs,",
+        f"{state} are weights, gradients and AdamW's state, the rest activations. Times: median of the compared",
+        "steps but the first, the two in turn on one core. In backward the relay runs layers forward once more.",
+    ]
+    return "\n".join([format_table(rows), "", *notes])
+
+
+def _judge_weights(run: Run) -> str:
+    unequal = sum(one.unequal_weights for one in run.compared)
+    if not unequal:
+        return "equal to the bit, as after each step before"
+    diff = max(one.max_abs_diff for one in run.compared)
+    return f"{'DIFFERENT' if run.exact else 'not bitwise equal'}: {unequal:,} in all steps, by up to {diff:.3g}"
+
+
+def _judge_budget(run: Run) -> str:
+    if run.budget_bytes is None:
+        return "no budget"
+    budget, times = format_bytes(run.budget_bytes), run.in_core_device_bytes / run.budget_bytes
+    if times <= 1:
+        return f"both fit into the budget of {budget}: try a smaller --budget"
+    return f"in core is OUT OF MEMORY: {times:.1f} x the budget of {budget}"
+
+
+def format_verdicts(run: Run, checked: bool) -> str:
+    """Whether relay and in core are equal, and how far the held-out loss fell; `checked`: whether it had to."""
+    return f"{_judge_equality(run)}\n{_judge_loss(run, checked)}"
+
+
+def judge(run: Run, checked: bool) -> dict[str, str]:
+    """The verdicts by subject, for the record of the run."""
+    device_bytes = [format_bytes(nbytes) for nbytes in (run.relay_device_bytes, run.in_core_device_bytes)]
+    relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
+    verdicts = {"equality": _judge_equality(run), "learning": _judge_loss(run, checked)}
+    said = {name: _with_sign(" ".join(words.split())) for name, words in verdicts.items()}
+    said["device memory"] = f"{device_bytes[0]} by relay, {device_bytes[1]} in core; {_judge_budget(run)}"
+    said["time"] = (
+        f"a step takes {1e3 * relay_s:.0f} ms by relay and {1e3 * in_core_s:.0f} ms in core, x {relay_s / in_core_s:.2f}; "
+        f"median of the steps compared"
+    )
+    return said
+
+
+def _with_sign(verdict: str) -> str:
+    kind, _, words = verdict.partition(" ")
+    return f"{_SIGNS[kind]} {words}".strip()
+
+
+_SIGNS = {"ok": "✓", "FAILED": "✕", "-": ""}
+
+
+def levels_of(entropy: float, target: float) -> list[tuple[str, float]]:
+    """Losses to compare with: names and nats per byte."""
+    return [("entropy of single bytes, held-out text", entropy), (f"target, {target:g} of it", target * entropy)]
+
+
+def _judge_equality(run: Run) -> str:
+    different = [str(one.step) for one in run.compared if not run.is_equal(one)]
+    if different:
+        return (
+            f"FAILED  relay and in core DIFFER after step {', '.join(different)} but must be equal: please report this"
+        )
+    if not run.exact:
+        return (
+            f"ok      losses of relay and in core agree to {run.settings.close:g}, relative; bits agree only on a CPU"
+        )
+    return f"ok      steps 1 to {len(run.compared)} by relay and in core gave equal losses and weights, bit by bit"
+
+
+def _judge_loss(run: Run, checked: bool) -> str:
+    said = f"held-out loss {run.held_out:.3f} nats per byte = {run.share:.3f} of the entropy of single bytes, {run.entropy:.3f}"
+    target = f"target: at most {run.settings.target:g} of it"
+    if not checked:
+        return f"-       {said}\n        ({target}, not checked: --quick trains too little)"
+    if run.reached:
+        return f"ok      {said}\n        ({target})"
+    return f"FAILED  {said}\n        ({target}; more --steps may reach it)"
+
+
+def draw_run(run: Run) -> str:
+    """The loss curve as SVG."""
+    return draw_loss(
+        run.steps,
+        title=f"{run.settings.layers}-layer byte-level GPT, trained by relay",
+        unit="nats per byte",
+        held_out=[(one.step, one.held_out) for one in run.steps if one.held_out is not None],
+        levels=levels_of(run.entropy, run.settings.target),
+    )
+
+
+def summarize(run: Run, checked: bool, seconds: float) -> dict[str, Any]:
+    """Everything measured, for machines; sizes in bytes, times in seconds, losses in nats per byte."""
+    return {
+        "settings": asdict(run.settings),
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+        },
+        "device": run.device,
+        "budget_bytes": run.budget_bytes,
+        "num_params": run.num_params,
+        "equal": run.equal,
+        "compared": [asdict(one) for one in run.compared],
+        "peak_device_bytes": {"relay": run.relay_device_bytes, "in_core": run.in_core_device_bytes},
+        "peak_host_bytes": {"relay": run.relay_host_bytes, "in_core": 0},
+        "in_core_fits": run.budget_bytes is None or run.in_core_device_bytes <= run.budget_bytes,
+        "step_s": {"relay": run.median_s("relay"), "in_core": run.median_s("in_core")},
+        "overlap_of_last_step": run.last.overlap(),
+        "entropy": run.entropy,
+        "held_out_loss": run.held_out,
+        "held_out_share": run.share,
+        "target_share": run.settings.target,
+        "target_reached": run.reached if checked else None,
+        "seconds": seconds,
+    }

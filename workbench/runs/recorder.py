@@ -1,0 +1,159 @@
+"""Writes what a session shows into one file, from which reports and replays are made: see `run_format.py` for its lines.
+
+Each line is written out at once, so a crash loses at most the last one. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import platform
+import zlib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import psutil
+import torch
+
+from l2l_core import Trace
+from workbench.runs.lines import SCHEMA, VERSION, Told, to_json, trace_row
+from workbench.session.snapshot import Change, Snapshot, StepRow
+
+MOST_TRACES = 40
+
+
+class Recorder:
+    """A logger that records everything that the views need, so that `load_run` can show it again without a model.
+
+    Every step is recorded with its figures and those of every layer (about 40 bytes per layer and step, before
+    compression). A few steps are recorded whole, with all their events: the first, the 2nd, 4th, 8th and so on, the last
+    one before and the first one after a change, and the last.
+
+    Args:
+        path: `*.jsonl`, or `*.jsonl.gz` for a tenth of the size; its folder is made.
+        title: of the run, for people.
+        overwrite: whether a file that is there may go.
+        traces: steps that are recorded whole, at most; the last step comes on top.
+
+    Raises:
+        FileExistsError: the file is there and `overwrite` is off.
+        ValueError: another ending.
+    """
+
+    def __init__(
+        self, path: str | Path, *, title: str = "", overwrite: bool = False, traces: int = MOST_TRACES
+    ) -> None:
+        self.path = Path(path)
+        if not self.path.name.endswith((".jsonl", ".jsonl.gz")):
+            raise ValueError(
+                f"path={str(path)!r}: a recorded run is a file *.jsonl, or *.jsonl.gz to have it compressed"
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            raw = open(self.path, "wb" if overwrite else "xb")
+        except FileExistsError as error:
+            raise FileExistsError(f"{self.path} exists already: give another path, or overwrite=True") from error
+        self._raw: BinaryIO = raw
+        self._packed = (
+            gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6, mtime=0) if self.path.suffix == ".gz" else None
+        )
+        self._told = Told()
+        self._moments = self._steps = 0
+        self._last: Trace | None = None
+        self._pending: tuple[int, Trace] | None = None  # moment and trace of a step that may turn out to matter
+        self._changed = True  # since the last step
+        self._left = traces
+        self._write("run", {"schema": SCHEMA, "version": VERSION, "title": title, **_machine()})
+
+    # -- what a session calls ------------------------------------------------------------------------------------------
+
+    def log_step(self, row: StepRow) -> None:
+        """Nothing: `watch` sees the step."""
+
+    def log_change(self, change: Change) -> None:
+        """Nothing: `watch` sees the change."""
+
+    def watch(self, now: Snapshot) -> None:
+        """Record a step or a change.
+
+        Raises:
+            ValueError: the recorder is closed.
+        """
+        number, stepped = self._moments, now.last is not None and now.last is not self._last
+        self._write("moment", {"stepped": stepped, **self._told.tell(now)})
+        self._moments += 1
+        if not stepped:
+            self._keep(self._pending)
+            self._pending, self._changed = None, True
+            return
+        assert now.last is not None
+        self._last, self._pending = now.last, (number, now.last)
+        self._steps += 1
+        if self._changed or self._steps & (self._steps - 1) == 0:
+            self._keep(self._pending)
+            self._pending = None
+        self._changed = False
+
+    def close(self) -> None:
+        """Record the last step whole, and close the file; calling it twice is fine."""
+        if self._raw.closed:
+            return
+        self._left = 1
+        self._keep(self._pending)
+        self._write("end", {})
+        if self._packed is not None:
+            self._packed.close()
+        self._raw.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- what only the caller knows ------------------------------------------------------------------------------------
+
+    def log_held_out(self, step: int, loss: float) -> None:
+        """The loss on held-out data after so many steps."""
+        self._write("held_out", {"step": step, "loss": loss})
+
+    def log_level(self, name: str, loss: float) -> None:
+        """A loss to compare with, as that of always guessing."""
+        self._write("level", {"name": name, "loss": loss})
+
+    def log_fact(self, name: str, words: str) -> None:
+        """Something that was found out about the run, in a sentence; a later one of the same name takes its place."""
+        self._write("fact", {"name": name, "words": words})
+
+    # -- lines ---------------------------------------------------------------------------------------------------------
+
+    def _keep(self, step: tuple[int, Trace] | None) -> None:
+        if step is not None and self._left > 0:
+            self._left -= 1
+            self._write("trace", {"of": step[0], **trace_row(step[1])})
+
+    def _write(self, kind: str, row: Mapping[str, Any]) -> None:
+        if self._raw.closed:
+            raise ValueError(f"{self.path} is closed: make a new Recorder to go on")
+        line = to_json({"type": kind, **row})
+        file = cast(BinaryIO, self._packed or self._raw)
+        file.write(line.encode() + b"\n")
+        if self._packed is not None:
+            self._packed.flush(zlib.Z_SYNC_FLUSH)
+        self._raw.flush()
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }

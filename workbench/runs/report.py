@@ -1,0 +1,249 @@
+"""One HTML page from recorded runs: it opens from a file, loads nothing, and still reads with scripts turned off.
+
+The pictures are those of the workbench, the page around them is in `pages/`. Two runs or more are also compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+
+from l2l_core import Trace
+from l2l_core.devices.ledger import format_bytes
+from workbench.pictures.frames import relay_frames
+from workbench.pictures.header import count_words, settings_table
+from workbench.pictures.heat import show_heat
+from workbench.pictures.heat_cells import KINDS
+from workbench.pictures.journal import journal_table
+from workbench.pictures.layers import layers_table
+from workbench.pictures.loss import draw_loss, loss_table
+from workbench.pictures.memory import draw_memory, memory_table
+from workbench.pictures.picture import Picture, Table
+from workbench.pictures.scale import format_seconds
+from workbench.pictures.timeline import show_timeline
+from workbench.readings.columns import Columns
+from workbench.runs.comparison import Named, compare_runs
+from workbench.runs.recorded import RecordedRun, load_run, name_runs
+from workbench.session.snapshot import Snapshot
+
+Context = dict[str, Any]
+
+WORDS = {
+    "layer, shell": "A module that is loaded, run and put away as a unit; everything else of the model is the shell.",
+    "micro-batch": "A slice of the batch. A layer runs all of them before the next layer comes, so it is loaded once per pass.",
+    "EPS": "The eager param-server: weights, gradients and optimizer state of every layer, in host memory. It updates a layer "
+    "as soon as its gradient has arrived, while the device is busy with the next one.",
+    "load, push": "Copies of a layer's weights to the device, and of its gradient back to the host.",
+    "stash": "Inputs of layers, kept for the backward pass, which computes each layer once more from its input.",
+    "overlap, exposed": "The share of copy time that is hidden under compute; the rest is exposed, and makes a step longer.",
+    "in core": "Ordinary training, with the whole model on the device.",
+    "influence": "1 minus the mean cosine between what enters a layer and what leaves it: near 0, the layer changes little.",
+}
+
+
+class Card(NamedTuple):
+    """A figure to see first."""
+
+    name: str
+    value: str
+    more: str = ""
+
+
+def main(paths: Sequence[Path], out: Path | None) -> int:
+    """Write the report of recorded runs: 0, or 2 if there is one that cannot be read."""
+    try:
+        runs = [load_run(path) for path in paths]
+        where = out or runs[0].path.parent / ("report.html" if len(runs) == 1 else "comparison.html")
+        write_report(runs, where)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"Written: {where} ({format_bytes(where.stat().st_size)}); open it in a browser")
+    return 0
+
+
+def write_report(runs: Sequence[RecordedRun], path: str | Path) -> None:
+    """Write the page; its folder is made.
+
+    Raises:
+        ValueError: no run, or a damaged one.
+    """
+    text = render_report(runs)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def render_report(runs: Sequence[RecordedRun]) -> str:
+    """The page as text.
+
+    Raises:
+        ValueError: no run, or a damaged one.
+    """
+    if not runs:
+        raise ValueError("a report needs a recorded run")
+    named = [Named(name, run.snapshot(), run) for name, run in zip(name_runs(runs), runs, strict=True)]
+    script = _page("player.js")
+    return _template().render(
+        title=runs[0].title if len(runs) == 1 else f"{len(runs)} runs side by side",
+        style=_page("report.css"),
+        script=script,
+        script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        comparison=compare_runs(named) if len(named) > 1 else None,
+        runs=[_describe_run(one) for one in named],
+        words=WORDS,
+    )
+
+
+# What the template is given ------------------------------------------------------------------------------------------
+
+
+def _describe_run(one: Named) -> Context:
+    now, run = one.now, one.run
+    facts = [now.model, f"{len(now.layers)} layers", f"{count_words(now.num_params)} weights", now.device]
+    return {
+        "name": one.name,
+        "facts": " · ".join([*facts, f"{len(now.steps)} steps", f"began {run.began.replace('T', ' ')[:16]} UTC"]),
+        "cards": _cards(now, run),
+        "verdicts": run.facts,
+        "loss": _loss(now, run),
+        "loss_words": _say_loss(now, run),
+        "step": _step(run.snapshot(whole)) if (whole := run.whole()) is not None else None,
+        "budget": now.budget_bytes is not None,
+        "heat": _heat(now),
+        "layers": layers_table(now.layers),
+        "journal": journal_table(now.journal) if now.journal else None,
+        "changes": _changes(now),
+        "settings": replace(settings_table(now), title="Settings of the last step"),
+        "machine": _machine(run),
+        "kept": _kept(run),
+        "source": f"Made from {run.path.name}, recorded {run.began}"
+        + ("." if run.complete else "; the recording was cut short, what is here was written before."),
+    }
+
+
+def _cards(now: Snapshot, run: RecordedRun) -> list[Card]:
+    cards = []
+    if now.steps:
+        first, last = now.steps[0], now.steps[-1]
+        held_out = f"; held out {run.held_out[-1][1]:.4g}" if run.held_out else ""
+        cards.append(Card("loss", f"{last.loss:.4g}", f"from {first.loss:.4g} in {len(now.steps)} steps{held_out}"))
+        seconds = median(row.seconds for row in now.steps)
+        rate = median(row.samples / row.seconds for row in now.steps if row.seconds)
+        cards.append(Card("time of a step", format_seconds(seconds), f"median; {rate:.3g} samples per second"))
+        peak = max(row.peak_device_bytes for row in now.steps)
+        of = f"of {format_bytes(now.budget_bytes)}" if now.budget_bytes is not None else ""
+        cards.append(Card("peak of device memory", format_bytes(peak), of))
+        if now.in_core_bytes is not None:
+            times = f"{now.in_core_bytes / peak:.1f} times as much" if peak else ""
+            cards.append(Card("in core would need", format_bytes(now.in_core_bytes), times))
+    if now.last is not None:
+        cards.append(
+            Card("copies hidden under compute", f"{100 * now.last.overlap():.0f} %", f"step {now.last.step + 1}")
+        )
+        cards += _bound(now.last)
+    return cards
+
+
+def _bound(trace: Trace) -> list[Card]:
+    """What binds the longest phase."""
+    longest = max(trace.bound_by(), key=lambda bound: bound.span_s, default=None)
+    if longest is None:
+        return []
+    waits = {"h2d": "loads", "d2h": "pushes", "eps": "updates", "idle": "waiting"}
+    seconds = longest.busy_s["compute"] if longest.lane == "compute" else longest.exposed_s
+    shown = f"{format_seconds(seconds)} of {format_seconds(longest.span_s)} in {longest.phase}"
+    return [Card("bound by", waits.get(longest.lane, longest.lane), shown)]
+
+
+def _loss(now: Snapshot, run: RecordedRun) -> Picture:
+    drawn = draw_loss(
+        now.steps, now.changes, held_out=run.held_out, levels=run.levels, branch=now.branch, others=now.elsewhere
+    )
+    return Picture(drawn, loss_table(now.steps, now.changes))
+
+
+def _say_loss(now: Snapshot, run: RecordedRun) -> str:
+    said = ["The loss of every step."]
+    if run.held_out:
+        said.append("Points are losses on held-out data, which the model is not trained on.")
+    if now.changes:
+        said.append("Dashed upright lines are edits of the model and changes of settings.")
+    return " ".join(said)
+
+
+def _step(now: Snapshot) -> Context:
+    """The step that `now` is just after: layers may be others later."""
+    trace = now.last
+    assert trace is not None
+    frames = relay_frames(trace, now.layers, now.budget_bytes)
+    sampled = (
+        f"{len(frames.frames):,} of {frames.events:,} events, evenly chosen."
+        if len(frames.frames) < frames.events
+        else ""
+    )
+    drawn = draw_memory(Columns.of(trace), budget_bytes=now.budget_bytes, in_core_bytes=now.in_core_bytes)
+    return {
+        "number": trace.step + 1,
+        "first": frames.frame(frames.start) if frames.frames else ("", "", ""),
+        "packed": frames.pack(),
+        "sampled": sampled,
+        "timeline": show_timeline(trace),
+        "memory": Picture(drawn, memory_table(trace, now.in_core_bytes)),
+    }
+
+
+def _heat(now: Snapshot) -> list[Any]:
+    """The first figure as a picture, the others with their names, to be folded away; without those that nobody knows."""
+    shown = {
+        kind.words: show_heat(now.statistics, figure, now.changes)
+        for figure, kind in KINDS.items()
+        if figure == "grad_norm" or any(getattr(layer, figure) is not None for layer in now.layers)
+    }
+    (_, first), *rest = shown.items()
+    return [first, *({"name": f"{name[0].upper()}{name[1:]}", "picture": picture} for name, picture in rest)]
+
+
+def _changes(now: Snapshot) -> Table:
+    return Table("Changes", ("after step", "what"), [(str(change.step), change.what) for change in now.changes])
+
+
+def _machine(run: RecordedRun) -> Table:
+    said = {name.replace("_", " "): value for name, value in run.machine.items() if name != "memory_bytes"}
+    if run.machine.get("memory_bytes"):
+        said["memory"] = format_bytes(run.machine["memory_bytes"])
+    return Table("Hardware and versions", ("", ""), [(name, str(value)) for name, value in said.items()])
+
+
+def _kept(run: RecordedRun) -> Table:
+    """The steps that were recorded whole, in figures."""
+    rows = []
+    for number in run.traced:
+        trace = run.trace(number)
+        peaks = [format_bytes(trace.peak_bytes(place)) for place in ("device", "host")]
+        hidden = f"{100 * trace.overlap():.0f} %"
+        rows.append((str(trace.step + 1), format_seconds(trace.span_s), f"{trace.counts[0]:,}", hidden, *peaks))
+    header = ("step", "time", "events", "copies hidden", "device peak", "host peak")
+    return Table("Steps that were recorded whole", header, rows)
+
+
+# The page ------------------------------------------------------------------------------------------------------------
+
+
+def _page(name: str) -> str:
+    return (files("workbench.pages") / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Any:
+    # whatever is not marked safe in the template is escaped: names and messages are the user's
+    return Environment(autoescape=True, undefined=StrictUndefined).from_string(_page("report.html"))

@@ -1,0 +1,76 @@
+"""Where batches come from: an iterable, which begins again when it ends, or a function that makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+
+from l2l_core.model.batch import Batch
+
+BatchSource = Iterable[Batch] | Callable[[], Batch]
+
+
+class Batches:
+    """Batches one by one, and the one that was not used yet again.
+
+    A `DataLoader`, a list or any other iterable begins anew when it ends, epoch after epoch. An iterator or generator
+    ends for good. A function is called for every batch.
+
+    Raises:
+        TypeError: the source is none of these, or is a batch itself.
+    """
+
+    def __init__(self, source: BatchSource) -> None:
+        is_batch = isinstance(source, Mapping | torch.Tensor) or is_dataclass(source) or hasattr(source, "_fields")
+        if is_batch or not (callable(source) or isinstance(source, Iterable)):
+            raise TypeError(
+                f"batches is a {type(source).__name__}: give an iterable of batches (a DataLoader, a list) or a function "
+                "that returns one; for the same batch in every step, [batch]"
+            )
+        self._source = source
+        self._iterator: Iterator[Any] = iter(()) if callable(source) else iter(source)
+        self._waiting: list[Any] = []  # the batch that was taken and not used
+        self._tried = False  # whether a step has begun on it
+
+    def take(self) -> Any:
+        """The next batch, or again the last one if it was not used.
+
+        Raises:
+            StopIteration: there are no more.
+        """
+        if not self._waiting:
+            self._waiting.append(self._next())
+        return self._waiting[0]
+
+    def used(self) -> None:
+        """The batch that was taken is done with: the next `take` gives another."""
+        self._waiting.clear()
+        self._tried = False
+
+    def tried(self) -> None:
+        """A step begins on the batch that was taken; unless it is used, the step has failed."""
+        self._tried = True
+
+    def give_up(self) -> None:
+        """Be done with a batch that a step has failed on; one that was only looked at is still to come."""
+        if self._tried:
+            self.used()
+
+    def _next(self) -> Any:
+        if callable(self._source):
+            return self._source()
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self._source)
+            if self._iterator is self._source:
+                raise  # an iterator has ended for good
+        for batch in self._iterator:
+            return batch
+        raise ValueError(
+            "batches holds no batch, so there is nothing to train on: give a source that is not empty; a DataLoader with "
+            "drop_last=True is, if its dataset is smaller than a batch"
+        )

@@ -1,0 +1,190 @@
+"""What a form has to ask for each kind of edit, the edit that the answers make, and what it would do. No widgets here.
+
+Layers are named by their keys: these stay, whatever else is edited before the turn of this edit comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
+from l2l_core.devices.ledger import format_bytes
+from workbench.session.edit_words import place_words
+from workbench.session.snapshot import LayerRow
+
+END = ""  # in place of a key: behind the last layer
+PREVIOUS = ""  # likewise: the layer before the place
+
+Answers = Mapping[str, Any]  # by name of the question
+
+QUESTIONS: Mapping[str, tuple[str, ...]] = {
+    "Insert": ("at", "like", "init", "optimizer", "factor", "warmup"),
+    "Duplicate": ("first", "last", "mode", "optimizer", "factor", "warmup"),
+    "Drop": ("first", "last", "park"),
+    "Swap": ("layer", "other"),
+    "Move": ("layer", "to"),
+    "Interpolate": ("layer", "other", "weight"),
+    "Freeze": ("first", "last"),
+    "Unfreeze": ("first", "last"),
+    "Replace": (),
+}
+NEEDS_CODE = "Replace takes a module, so it takes code: workbench.edit(Replace({key!r}, YourLayer())) in a cell."
+
+
+def make_edit(kind: str, answers: Answers, stack: Sequence[LayerRow]) -> Edit:
+    """The edit that the answers describe.
+
+    Args:
+        kind: one of `QUESTIONS`.
+        answers: to the questions of that kind; keys of layers, END and PREVIOUS among them.
+        stack: the layers of the stack in which they are, in order.
+
+    Raises:
+        ValueError: of `Replace`, which needs code, or for an answer that the edit refuses.
+    """
+    if kind == "Replace":
+        raise ValueError(NEEDS_CODE.format(key=stack[-1].key))
+    return _MAKE[kind](answers, stack)
+
+
+def _insert(of: Answers, stack: Sequence[LayerRow]) -> Edit:
+    at = of["at"] if of["at"] != END else (stack[0].stack or "", len(stack))
+    return Insert(at, like=of["like"] or None, init=of["init"], optimizer=_policy(of), warmup=of["warmup"])
+
+
+def _span(of: Answers) -> str | tuple[str, str]:
+    return of["first"] if of["first"] == of["last"] else (of["first"], of["last"])
+
+
+def _policy(of: Answers) -> Any:
+    return of["factor"] if of["optimizer"] == "scaled" else of["optimizer"]
+
+
+_MAKE: Mapping[str, Callable[[Answers, Sequence[LayerRow]], Edit]] = {
+    "Insert": _insert,
+    "Duplicate": lambda of, _: Duplicate(_span(of), of["mode"], _policy(of), of["warmup"]),
+    "Drop": lambda of, _: Drop(_span(of), None if of["park"] == "free" else of["park"]),
+    "Swap": lambda of, _: Swap(of["layer"], of["other"]),
+    "Move": lambda of, _: Move(of["layer"], of["to"]),
+    "Interpolate": lambda of, _: Interpolate(of["layer"], of["other"], of["weight"]),
+    "Freeze": lambda of, _: Freeze(_span(of)),
+    "Unfreeze": lambda of, _: Unfreeze(_span(of)),
+}
+
+
+# -- what it would do --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What an edit would do.
+
+    Attributes:
+        does: a sentence.
+        keeps_function: whether the model computes the same afterwards.
+        optimizer: what becomes of the optimizer's state.
+        layers, params, nbytes: by how much the number of layers, their weights and the weights' bytes change.
+    """
+
+    does: str
+    keeps_function: bool
+    optimizer: str
+    layers: int
+    params: int
+    nbytes: int
+
+    def facts(self, layers: Sequence[LayerRow]) -> tuple[str, ...]:
+        """In a few words each, over all layers as they are now."""
+        nbytes = sum(row.nbytes for row in layers)
+        same = "= computes the same" if self.keeps_function else "≠ computes something else"
+        params = sum(row.num_params for row in layers)
+        sizes = (f"{len(layers)} layers", f"{params:,} weights", format_bytes(nbytes))
+        if self.layers:
+            sizes = (
+                f"{len(layers)} → {len(layers) + self.layers} layers",
+                f"{params:,} → {params + self.params:,} weights",
+                f"{format_bytes(nbytes)} → {format_bytes(nbytes + self.nbytes)}",
+            )
+        return (same, *sizes, f"optimizer state {self.optimizer}")
+
+
+def foresee(edit: Edit, stack: Sequence[LayerRow]) -> Outlook:
+    """What an edit out of `make_edit` would do, if the stack stays as it is until its turn."""
+    sign, rows = _comes_and_goes(edit, stack)
+    return Outlook(
+        _sentence(edit, stack),
+        edit.preserves_function,
+        edit.optimizer_policy,
+        sign * len(rows),
+        sign * sum(row.num_params for row in rows),
+        sign * sum(row.nbytes for row in rows),
+    )
+
+
+def _comes_and_goes(edit: Edit, stack: Sequence[LayerRow]) -> tuple[int, Sequence[LayerRow]]:
+    """1 and layers of which twins come, or -1 and layers that go."""
+    if isinstance(edit, Insert):
+        return 1, [_model_of(edit, stack)]
+    if isinstance(edit, Duplicate | Drop):
+        return (1 if isinstance(edit, Duplicate) else -1), _rows_of(edit.layers, stack)
+    return 1, ()
+
+
+def _model_of(edit: Insert, stack: Sequence[LayerRow]) -> LayerRow:
+    """The layer that the new one is made like."""
+    keys = [row.key for row in stack]
+    if edit.like is not None:
+        return stack[keys.index(str(edit.like))]
+    at = keys.index(edit.at) if isinstance(edit.at, str) else len(stack)
+    return stack[max(0, at - 1)]
+
+
+def _rows_of(span: Any, stack: Sequence[LayerRow]) -> Sequence[LayerRow]:
+    keys = [row.key for row in stack]
+    first, last = span if isinstance(span, tuple) else (span, span)
+    return stack[keys.index(first) : keys.index(last) + 1]
+
+
+def _sentence(edit: Edit, stack: Sequence[LayerRow]) -> str:
+    match edit:
+        case Insert(at, _, _, init):
+            where = f"in front of {at}" if isinstance(at, str) else "behind the last one"
+            like = _model_of(edit, stack).key
+            return f"A new layer {where}, made like {like}: {_STARTS[init].format(like=like)}."
+        case Duplicate(layers, mode):
+            return f"Copies of {place_words(layers)}, {_GOES[mode]}."
+        case Drop(layers, park):
+            return (
+                f"{place_words(layers)} {'leave' if isinstance(layers, tuple) else 'leaves'} the stack; {_PARKS[park]}."
+            )
+        case Swap(a, b):
+            return f"{a} and {b} change places."
+        case Move(layer, to):
+            return f"{layer} goes to the place of {to}."
+        case Interpolate(layer, other, weight):
+            return f"{layer} moves {100 * weight:.3g} % of the way towards {other}, with its optimizer state."
+        case Freeze(layers):
+            return f"{place_words(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained no longer."
+        case Unfreeze(layers):
+            return f"{place_words(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained again."
+    raise AssertionError(f"the form has no {type(edit).__name__}")
+
+
+_STARTS = {
+    "identity": "it passes its input on until it has learned something",
+    "copy": "it starts with a copy of the weights of {like}",
+    "fresh": "it is initialised as in a new model",
+    "interpolate": "it starts as the mean of the layers on both sides",
+}
+_GOES = {
+    "middle": "behind them as a whole",
+    "top": "behind the last layer of the stack",
+    "interleaved": "each behind its original",
+}
+_PARKS = {
+    "memory": "weights and optimizer state wait in memory for an undo",
+    "disk": "weights and optimizer state wait on disk for an undo",
+    None: "the bytes are freed, and neither this edit nor those before can be undone",
+}

@@ -1,0 +1,175 @@
+"""Where the figures of a run go besides the screen: one row per step, and every change between steps.
+
+A logger is any object with the three methods of `Logger`. Two are here, and `recorder.py` has one that keeps all that the
+views need. Others take a few lines, for example wandb (trackio's functions have the same names, so `import trackio as wandb`
+will do):
+
+    class Wandb:
+        def __init__(self, **options): self.run = wandb.init(**options)
+        def log_step(self, row): self.run.log({"loss": row.loss, "seconds": row.seconds}, step=row.step)
+        def log_change(self, change): self.run.log({"change": change.what}, step=change.step)
+        def close(self): self.run.finish()
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from workbench.session.snapshot import Change, Snapshot, StepRow
+
+SCHEMA = 1
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Takes what a session has to tell, from one thread at a time."""
+
+    def log_step(self, row: StepRow) -> None:
+        """A step is finished."""
+
+    def log_change(self, change: Change) -> None:
+        """Settings or the model have changed since the last step."""
+
+    def close(self) -> None:
+        """Nothing more will come; calling it twice is fine."""
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """A logger that also wants to see the whole session, as `Recorder` does."""
+
+    def watch(self, now: Snapshot) -> None:
+        """What was told before this shows in the session now."""
+
+
+class JsonLines:
+    """A file with one JSON object per line, each written out at once, so that a crash loses nothing.
+
+    Every line has a `type`: "header" (schema, versions, when the run began; one per run), then "step" and "change" with
+    the fields of `StepRow` and `Change`. JSON has no NaN or infinity: a number that is not finite becomes null.
+
+    Args:
+        path: the file; its folder is made.
+        append: go on at the end of a file that is there.
+
+    Raises:
+        FileExistsError: the file is there and `append` is off.
+    """
+
+    def __init__(self, path: str | Path, *, append: bool = False) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._file = open(self.path, "a+b" if append else "xb")
+        except FileExistsError as error:
+            raise FileExistsError(
+                f"{self.path} exists already: give another path, or append=True to go on at its end"
+            ) from error
+        if append and self._ends_within_a_line():
+            self._file.write(b"\n")
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        began = datetime.now(UTC).isoformat(timespec="seconds")
+        self._write("header", {"schema": SCHEMA, "began": began, "versions": versions})
+
+    def log_step(self, row: StepRow) -> None:
+        """Write a step.
+
+        Raises:
+            ValueError: the logger is closed.
+        """
+        self._write("step", asdict(row))
+
+    def log_change(self, change: Change) -> None:
+        """Write a change.
+
+        Raises:
+            ValueError: the logger is closed.
+        """
+        self._write("change", asdict(change))
+
+    def close(self) -> None:
+        """Close the file; calling it twice is fine."""
+        self._file.close()
+
+    def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if self._file.closed:
+            raise ValueError(f"{self.path} is closed: make a new JsonLines(..., append=True) to go on")
+        finite = {name: _finite(value) for name, value in fields.items()}
+        line = json.dumps({"type": kind, **finite}, ensure_ascii=False, allow_nan=False)
+        self._file.write(line.encode("utf-8") + b"\n")
+        self._file.flush()
+
+    def _ends_within_a_line(self) -> bool:
+        """Whether what wrote the file before was interrupted; its last line then stays as it is."""
+        if self._file.seek(0, os.SEEK_END) == 0:
+            return False
+        self._file.seek(-1, os.SEEK_END)
+        return self._file.read(1) != b"\n"
+
+
+class TensorBoard:
+    """Scalars and changes for TensorBoard.
+
+    Args:
+        writer: a folder for a new `torch.utils.tensorboard.SummaryWriter`, or a writer of your own, which stays open
+            when the logger closes.
+
+    Raises:
+        ModuleNotFoundError: a folder was given and the package tensorboard is not installed.
+        TypeError: neither a folder nor a writer.
+    """
+
+    def __init__(self, writer: str | Path | Any) -> None:
+        self._owned = isinstance(writer, str | Path)
+        if not self._owned and not all(hasattr(writer, name) for name in ("add_scalar", "add_text", "flush")):
+            raise TypeError(f"writer={writer!r}: give a folder, or a SummaryWriter")
+        self._writer = _make_writer(Path(writer)) if self._owned else writer
+
+    def log_step(self, row: StepRow) -> None:
+        """Write the figures of a step."""
+        scalars = {
+            "loss": row.loss,
+            "step/seconds": row.seconds,
+            "step/samples_per_s": row.samples / row.seconds if row.seconds else math.nan,
+            "step/overlap": row.overlap,
+            "bytes/peak_device": row.peak_device_bytes,
+            "bytes/loaded": row.bytes_loaded,
+            "bytes/pushed": row.bytes_pushed,
+        }
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, row.step)
+
+    def log_change(self, change: Change) -> None:
+        """Write a change as text at its step."""
+        self._writer.add_text("change", change.what, change.step)
+
+    def close(self) -> None:
+        """Flush; close the writer if it was made here."""
+        self._writer.flush()
+        if self._owned:
+            self._writer.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _make_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"TensorBoard({str(folder)!r}) needs a package that is not installed: pip install tensorboard",
+            name=error.name,
+        ) from error
+    return SummaryWriter(log_dir=str(folder))

@@ -1,0 +1,62 @@
+"""The relay as it was when a session last looked at it: layers, journal, branches, and the steps that led there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from l2l_core import Relay
+from workbench.session.branch_history import Past, Pasts
+from workbench.session.rows import changed_layers, count_params, layer_rows
+from workbench.session.snapshot import LayerRow, StepRow
+
+
+class Mirror:
+    """What of a relay is shown between its steps.
+
+    Invariant: written by the session's thread, between steps and under the session's lock; all of it is of one moment.
+
+    Attributes:
+        layers, steps, num_params: of the relay.
+        journal, can_undo, can_redo, branch, branches: likewise.
+        elsewhere: steps of other branches, see `Snapshot`.
+        touched: keys of the layers that the last edit has changed.
+    """
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._pasts = Pasts(relay.branch, [branch.name for branch in relay.branches])
+        self.touched: frozenset[str] = frozenset()
+        self.look()
+
+    @property
+    def past(self) -> Past:
+        """Of the present branch."""
+        return self._pasts.here
+
+    def look(self) -> bool:
+        """A change may have done anything to the relay; whether it went back to a branch that there was before."""
+        self.layers, self.num_params = layer_rows(self._relay), count_params(self._relay)
+        self._read()
+        went = self._pasts.follow(self.branch, [branch.name for branch in self.branches])
+        self.past.statistics.arrange(self.layers)
+        self.elsewhere = self._pasts.elsewhere()
+        if went:
+            self.touched = frozenset()
+        return went
+
+    def compare(self, before: Sequence[LayerRow]) -> None:
+        """An edit is done; the layers were so before."""
+        self.touched = changed_layers(before, self.layers)
+
+    def note_step(self, row: StepRow, layers: Sequence[LayerRow]) -> None:
+        """A step is done; the layers are so now."""
+        self.past.steps.append(row)
+        self.past.statistics.append(row.step, layers)
+        self.layers = tuple(layers)
+        self._read()
+
+    def _read(self) -> None:
+        relay = self._relay
+        self.steps, self.journal = relay.steps, relay.journal
+        self.can_undo, self.can_redo = relay.can_undo, relay.can_redo
+        self.branch, self.branches = relay.branch, relay.branches

@@ -1,0 +1,152 @@
+"""From what the engine gives (units, results, errors) to the rows of a snapshot."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from l2l_core import Relay, StepResult, TornStep
+from l2l_core.devices.ledger import format_bytes
+from workbench.pictures.timeline import timeline_summary
+from workbench.readings.columns import Columns
+from workbench.session.snapshot import During, Failure, LayerRow, Snapshot, StepRow
+from workbench.session.statistics import StatisticsLog
+
+BANDWIDTHS = ("h2d_bytes_per_s", "d2h_bytes_per_s")
+
+
+def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
+    """The layers of a relay, in order."""
+    places = {unit: (name, i) for name, units in relay.stacks.items() for i, unit in enumerate(units)}
+    return tuple(
+        LayerRow(
+            key=unit.key,
+            name=unit.name,
+            num_params=unit.num_params,
+            nbytes=unit.nbytes,
+            version=unit.version,
+            frozen=unit.frozen,
+            grad_norm=unit.stats.get("grad_norm"),
+            update_ratio=unit.stats.get("update_ratio"),
+            stack=places.get(unit, (None, -1))[0],
+            position=places.get(unit, (None, -1))[1],
+            influence=unit.stats.get("influence"),
+            num_trained=unit.num_trained,
+        )
+        for unit in relay.stack
+    )
+
+
+def changed_layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> frozenset[str]:
+    """Keys of the layers that are new, have moved past others, or are trained now and were not, or the other way."""
+    frozen = {row.key: row.frozen for row in before}
+    old = [row.key for row in before if row.key in {row.key for row in after}]
+    new = [row.key for row in after if row.key in frozen]
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    stayed = {key for block in blocks for key in new[block.b : block.b + block.size]}
+    return frozenset(row.key for row in after if row.key not in stayed or row.frozen != frozen[row.key])
+
+
+def count_params(relay: Relay) -> int:
+    """Weights of the model as it is now; shared ones count once."""
+    return sum(param.numel() for param in relay.model.parameters())
+
+
+def step_row(step: int, result: StepResult, branch: str) -> StepRow:
+    """A finished step of a branch; `step` counts from 1."""
+    return StepRow(
+        step=step,
+        loss=result.loss,
+        seconds=result.seconds,
+        samples=result.samples,
+        peak_device_bytes=result.peak_device_bytes,
+        bytes_loaded=result.bytes_loaded,
+        bytes_pushed=result.bytes_pushed,
+        overlap=timeline_summary(Columns.of(result.trace)).overlap,
+        branch=branch,
+    )
+
+
+def snapshot_of(relay: Relay, steps: Sequence[StepRow], in_core_bytes: int | None = None) -> Snapshot:
+    """A relay between two steps as a session would show it, for a program that trains without a session.
+
+    Args:
+        relay: whose steps these are.
+        steps: finished ones.
+        in_core_bytes: that in-core training would need on the device.
+    """
+    return Snapshot(
+        number=len(steps),
+        state="idle",
+        pausing=False,
+        model=type(relay.model).__name__,
+        num_params=count_params(relay),
+        device=relay.device.name,
+        figures=relay.device.figures(),
+        config=relay.config,
+        queued=(),
+        step=relay.steps,
+        done=len(steps),
+        target=len(steps),
+        steps=tuple(steps),
+        changes=(),
+        layers=layer_rows(relay),
+        statistics=StatisticsLog().view(),
+        shell_params=relay.shell.num_params,
+        shell_trained=relay.shell.num_trained,
+        last=relay.trace if steps else None,
+        progress=None,
+        in_core_bytes=in_core_bytes,
+        failure=None,
+        journal=relay.journal,
+        can_undo=relay.can_undo,
+        can_redo=relay.can_redo,
+        branch=relay.branch,
+        branches=relay.branches,
+    )
+
+
+def explain(error: BaseException, during: During, steps: int) -> Failure:
+    """What a person has to know of an error, after `steps` finished steps."""
+    number = steps + (during in ("batch", "step"))
+    printed = "".join(traceback.format_exception(error))
+    message = "\n".join([_words_of(error) or "no message", *getattr(error, "__notes__", ())])
+    return Failure(number, during, type(error).__name__, message, printed, _what_holds(error, during))
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:
+        return f"its message cannot be read: {second!r}"
+
+
+def _what_holds(error: BaseException, during: During) -> str:
+    if isinstance(error, TornStep):
+        return "Some layers hold new weights and the batch counts as used: Run goes on with the next one."
+    return {
+        "batch": "The source of batches failed before anything was computed: Run asks it again.",
+        "step": "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip lets it go.",
+        "edit": "What the change did before its error stays: Run goes on from here.",
+        "refused": "Nothing was changed.",
+        "scheduler": "The step itself is done and counted: Run goes on.",
+        "logger": "The step or change itself is done and counted, but may not be logged: Run goes on.",
+    }[during]
+
+
+def settings_words(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What differs between two sets of settings, as "micro_batches 4 → 8"; both directions of a link at once as "link"."""
+    names = [name for name in new if new[name] != old.get(name)]
+    values = {name: f"{show_setting(name, old.get(name))} → {show_setting(name, new[name])}" for name in names}
+    if len({values.get(name) for name in BANDWIDTHS}) == 1 and BANDWIDTHS[0] in values:
+        values = {"link" if name == BANDWIDTHS[0] else name: v for name, v in values.items() if name != BANDWIDTHS[1]}
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def show_setting(name: str, value: Any) -> str:
+    """The value of a setting for people."""
+    if name.endswith("_bytes_per_s"):
+        return "unlimited" if value is None else f"{format_bytes(value)}/s"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,226 @@
+"""The figures of every layer over the steps of a session, in bounded memory: what the heat map shows. Knows no widgets.
+
+A column is a step at first. When there are too many columns, neighbours merge in pairs, and from then on a column is two
+steps, then four, and so on; a merged cell is the mean of its finite figures. A layer keeps its row, whatever its place in
+the stack, because rows go by the permanent key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from workbench.session.snapshot import LayerRow
+
+FIGURES = ("grad_norm", "update_ratio", "influence")  # fields of LayerRow
+MOST_COLUMNS = 256
+MOST_GONE = 64  # layers out of the stack that are remembered
+
+_THERE = len(FIGURES)  # besides: 1 in every step in which the layer was in the stack
+_LARGEST = float(np.finfo(np.float32).max)
+
+Cells = NDArray[np.float32]
+Numbers = NDArray[np.int64]
+
+
+class Track(NamedTuple):
+    """A layer in the record.
+
+    Attributes:
+        key: permanent identity.
+        name: dotted name in the model, the last one that it had there.
+        row: its place in the arrays.
+    """
+
+    key: str
+    name: str
+    row: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Statistics:
+    """The record at one moment; what is in it does not change any more.
+
+    Attributes:
+        stack: layers in the stack, in order.
+        gone: layers that were in it in some step, in the order in which they left.
+        first, last: (columns,), first and last step of every column.
+        closed: (figures + 1, columns or one less, rows), complete columns.
+        open: (figures + 1, rows), the column to which steps are still added, if there is one.
+    """
+
+    stack: tuple[Track, ...]
+    gone: tuple[Track, ...]
+    first: Numbers
+    last: Numbers
+    closed: Cells
+    open: Cells | None
+
+    def values(self, figure: str, tracks: Sequence[Track]) -> Cells:
+        """(tracks, columns): means over the steps of a column.
+
+        NaN: the layer was not there, or had no figure, as when it is frozen; inf: it had some, but none was finite.
+
+        Raises:
+            ValueError: no such figure.
+        """
+        if figure not in FIGURES:
+            raise ValueError(f"there is no figure {figure!r} of a layer; there are {', '.join(FIGURES)}")
+        return self._take(FIGURES.index(figure), tracks)
+
+    def there(self, tracks: Sequence[Track]) -> NDArray[np.bool_]:
+        """(tracks, columns): whether the layer was in the stack in some step of a column."""
+        return ~np.isnan(self._take(_THERE, tracks))
+
+    def _take(self, plane: int, tracks: Sequence[Track]) -> Cells:
+        rows = np.array([track.row for track in tracks], np.intp)
+        columns = [self.closed[plane][:, rows], *([self.open[plane][None, rows]] if self.open is not None else [])]
+        return np.concatenate(columns).T
+
+
+class StatisticsLog:
+    """Takes the figures of every step; `view` is what is known so far.
+
+    Invariant: a cell that a view shows is never written again. Columns are written once, behind those of earlier views,
+    and whatever moves cells (merging, room for more layers) makes new arrays.
+
+    Args:
+        columns: at most so many, an even number.
+    """
+
+    def __init__(self, columns: int = MOST_COLUMNS) -> None:
+        assert columns >= 2 and columns % 2 == 0, columns
+        self._stack: tuple[Track, ...] = ()
+        self._gone: tuple[Track, ...] = ()
+        self._called: tuple[list[str], list[str]] = [], []  # keys and names of the stack
+        self._rows = 0  # in use, those of forgotten layers included
+        self._columns = 0  # complete
+        self._stride = 1  # steps in a complete column
+        self._mean = np.full((_THERE + 1, columns, 0), np.nan, np.float32)
+        self._count = np.zeros(self._mean.shape, np.uint32)  # finite figures in a cell
+        self._first, self._last = np.zeros(columns, np.int64), np.zeros(columns, np.int64)
+        self._open: _Column | None = None
+        self._view: Statistics | None = None
+
+    def append(self, step: int, layers: Sequence[LayerRow]) -> None:
+        """Add the figures of a step; `layers` is the stack in order."""
+        self.arrange(layers)
+        self._view = None
+        column = _column_of(step, layers, [track.row for track in self._stack], self._mean.shape[2])
+        self._open = column if self._open is None else self._open.and_then(column)
+        if self._open.steps == self._stride:
+            self._close(self._open)
+
+    def arrange(self, layers: Sequence[LayerRow]) -> None:
+        """The stack is now this, in this order."""
+        called = [layer.key for layer in layers], [layer.name for layer in layers]
+        if called == self._called:
+            return
+        self._called, self._view = called, None
+        keys = {layer.key for layer in layers}
+        left = [track for track in self._stack if track.key not in keys and self._was_there(track.row)]
+        known = {track.key: track.row for track in (*self._gone, *self._stack)}
+        self._gone = tuple(track for track in (*self._gone, *left) if track.key not in keys)[-MOST_GONE:]
+        fresh = list(dict.fromkeys(layer.key for layer in layers if layer.key not in known))
+        if self._rows + len(fresh) > self._mean.shape[2]:
+            known = self._make_room([key for key in known if key in keys], known, len(fresh))
+        known.update(zip(fresh, range(self._rows, self._rows + len(fresh)), strict=True))
+        self._rows += len(fresh)
+        self._stack = tuple(Track(layer.key, layer.name, known[layer.key]) for layer in layers)
+
+    def view(self) -> Statistics:
+        """What is known now; the same object as long as nothing is added."""
+        if self._view is None:
+            part, closed = self._open, self._mean[:, : self._columns]
+            closed.flags.writeable = False
+            self._view = Statistics(
+                self._stack,
+                self._gone,
+                np.append(self._first[: self._columns], [part.first] if part else []).astype(np.int64),
+                np.append(self._last[: self._columns], [part.last] if part else []).astype(np.int64),
+                closed,
+                part.mean.astype(np.float32) if part else None,
+            )
+        return self._view
+
+    def _was_there(self, row: int) -> bool:
+        before = self._count[_THERE, : self._columns, row].any()
+        return bool(before) or (self._open is not None and bool(self._open.count[_THERE, row]))
+
+    def _make_room(self, staying: Sequence[str], known: dict[str, int], count: int) -> dict[str, int]:
+        """Rows for `count` more layers, without those of layers that are forgotten; the new rows by key."""
+        kept = [*staying, *(track.key for track in self._gone)]
+        rows = [known[key] for key in kept]
+        room = (len(kept) + count) * 5 // 4
+
+        def moved(cells: NDArray, empty: float) -> NDArray:
+            new = np.full((*cells.shape[:-1], room), empty, cells.dtype)
+            new[..., : len(rows)] = cells[..., rows]
+            return new
+
+        self._mean, self._count = moved(self._mean, np.nan), moved(self._count, 0)
+        if self._open is not None:
+            part = self._open
+            self._open = part._replace(mean=moved(part.mean, np.nan), count=moved(part.count, 0))
+        self._rows, known = len(kept), {key: i for i, key in enumerate(kept)}
+        self._gone = tuple(track._replace(row=known[track.key]) for track in self._gone)
+        return known
+
+    def _close(self, part: _Column) -> None:
+        at, self._open = self._columns, None
+        self._mean[:, at], self._count[:, at] = part.mean, part.count
+        self._first[at], self._last[at] = part.first, part.last
+        self._columns += 1
+        if self._columns == len(self._first):
+            self._merge()
+
+    def _merge(self) -> None:
+        """Neighbouring columns become one."""
+        half, old_mean, old_count = self._columns // 2, self._mean, self._count
+        self._mean, self._count = np.full_like(old_mean, np.nan), np.zeros_like(old_count)
+        self._mean[:, :half], self._count[:, :half] = _mean_of(
+            old_mean[:, ::2], old_count[:, ::2], old_mean[:, 1::2], old_count[:, 1::2]
+        )
+        first, last = np.zeros_like(self._first), np.zeros_like(self._last)
+        first[:half], last[:half] = self._first[::2], self._last[1::2]
+        self._first, self._last = first, last
+        self._columns, self._stride = half, 2 * self._stride
+
+
+class _Column(NamedTuple):
+    """Steps one after another; `mean` and `count` are (figures + 1, rows), as in the log."""
+
+    first: int
+    last: int
+    steps: int
+    mean: NDArray[np.float64]
+    count: NDArray[np.uint32]
+
+    def and_then(self, later: _Column) -> _Column:
+        mean, count = _mean_of(self.mean, self.count, later.mean, later.count)
+        return _Column(self.first, later.last, self.steps + later.steps, mean, count)
+
+
+def _column_of(step: int, layers: Sequence[LayerRow], rows: Sequence[int], room: int) -> _Column:
+    given = [[getattr(layer, figure) for layer in layers] for figure in FIGURES]
+    figures = np.array(given, np.float64)  # None becomes NaN, which as a figure is one that is not finite
+    missing = np.array([[figure is None for figure in line] for line in given], bool)
+    usable = np.abs(figures) <= _LARGEST
+    mean, count = np.full((_THERE + 1, room), np.nan), np.zeros((_THERE + 1, room), np.uint32)
+    mean[:_THERE, rows] = np.where(usable, figures, np.where(missing, np.nan, np.inf))
+    count[:_THERE, rows] = usable
+    mean[_THERE, rows] = count[_THERE, rows] = 1
+    return _Column(step, step, 1, mean, count)
+
+
+def _mean_of(a: NDArray, a_count: NDArray, b: NDArray, b_count: NDArray) -> tuple[NDArray, NDArray]:
+    """Means of the finite figures of two columns, and how many they are; the mean of none is inf if there were others."""
+    count = a_count + b_count
+    low, high = np.where(a_count > 0, a, 0), np.where(b_count > 0, b, 0)
+    share = b_count / np.maximum(count, 1)
+    return np.where(count > 0, low * (1 - share) + high * share, np.fmax(a, b)), count

@@ -1,0 +1,189 @@
+"""A measured step as questions about other steps need it: its costs, and what is read off them once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from l2l_core import Profile, Trace
+from l2l_core.devices.ledger import CATEGORIES
+from l2l_core.forecast.costs import SHELL, Stay
+from l2l_core.trace.trace import PLACES
+
+STASH = CATEGORIES.index("stash")
+START = -1  # in place of a stay's index: what comes before the first layer
+
+Level = tuple[float, ...]  # bytes in the order of CATEGORIES
+Levels = Mapping[str, Level]  # by place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Settings to scale a step to.
+
+    Attributes:
+        depth: layers.
+        width: of the model, as a multiple of the measured one.
+        micro_batches, ahead, stash, precision: as in `RelayConfig`.
+        rows: of a micro-batch, as a multiple of the measured one.
+    """
+
+    depth: int
+    width: float
+    micro_batches: int
+    ahead: int
+    stash: str
+    precision: str
+    rows: float
+
+
+class Base:
+    """The costs of a step, its trace if it was one that ran, and what it is called."""
+
+    def __init__(self, profile: Profile, trace: Trace | None = None, name: str = "a profile") -> None:
+        self.profile, self.trace, self.name = profile, trace, name
+
+    @staticmethod
+    def of(step: Trace | Profile | Base) -> Base:
+        """Of whatever is known of a step.
+
+        Raises:
+            TypeError: nothing of a step.
+            ValueError: a trace that holds no whole training step.
+        """
+        if isinstance(step, Base):
+            return step
+        if isinstance(step, Trace):
+            return Base(Profile.of(step), step, f"step {step.step + 1}")
+        if isinstance(step, Profile):
+            return Base(step)
+        raise TypeError(f"{step!r} is no step: give the Trace of a finished one (StepResult.trace), or a Profile")
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Of the layers, in order of the stack."""
+        return [key for key in self.profile.layers if key != SHELL]
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.keys)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of the step, also if they are taken together."""
+        return self.profile.settings.get("micro_batches") or self.profile.micro_batches
+
+    @cached_property
+    def together(self) -> Base:
+        """The same with the micro-batches of a stay taken together."""
+        return Base(self.profile.aggregated(), self.trace, self.name)
+
+    def weight_bytes(self, key: str) -> float:
+        """Of a layer or the shell, in float32."""
+        layer = self.profile.layers.get(key)
+        return layer.load_bytes * (2 if self.profile.settings.get("precision") == "bf16" else 1) if layer else 0.0
+
+    @cached_property
+    def largest_bytes(self) -> float:
+        """Of the largest layer, in float32: the size of a slot."""
+        return max(map(self.weight_bytes, self.keys), default=0.0)
+
+    def gradient_bytes(self, key: str) -> float:
+        """Of a layer or the shell: what is trained, in float32, as far as the step has shown it."""
+        layer = self.profile.layers.get(key)
+        return (layer.push_bytes if layer else 0.0) + sum(self._apart.get(key, {}).values())
+
+    @cached_property
+    def _apart(self) -> dict[str, dict[str, int]]:
+        """Of each layer, the bytes of the gradients that leave micro-batch by micro-batch, by name of the EPS."""
+        found: dict[str, dict[str, int]] = {}
+        turns = [*self.profile.start, *(turn for stay in self.profile.stays for turn in stay.turns)]
+        for part in (part for turn in turns for op in turn.ops for part in op.parts):
+            found.setdefault(part.layer, {})[part.block] = part.block_bytes
+        return found
+
+    @cached_property
+    def largest_gradient_bytes(self) -> float:
+        """Of the layer that trains most, in float32: the size of a gradient slot."""
+        return max(map(self.gradient_bytes, self.keys), default=0.0)
+
+    @cached_property
+    def first(self) -> Levels:
+        """What fills the memories before the first turn."""
+        none = dict.fromkeys(PLACES, level_of({}))
+        return {**none, **{place: level_of(held) for place, held in self.profile.memory}}
+
+    @cached_property
+    def levels(self) -> dict[tuple[int, int], tuple[Levels, Levels]]:
+        """The same before and after every turn, by index of its stay (`START` among them) and its place in the stay."""
+        found: dict[tuple[int, int], tuple[Levels, Levels]] = {}
+        state = dict(self.first)
+        for index, turns in [(START, self.profile.start), *((i, s.turns) for i, s in enumerate(self.profile.stays))]:
+            for position, turn in enumerate(turns):
+                before = dict(state)
+                for op in turn.ops:
+                    state.update((place, level_of(held)) for place, held in op.memory)
+                found[index, position] = before, dict(state)
+        return found
+
+    @cached_property
+    def boundary_bytes(self) -> float:
+        """What one layer hands to the next, per micro-batch."""
+        forward = [turn for stay in self.profile.stays if has(stay, "forward") for turn in stay.turns]
+        count = len(forward) * self.micro_batches / self.profile.micro_batches or 1
+        if self.profile.settings.get("stash") == "host":
+            return sum(turn.stash_bytes for turn in forward) / count
+        turns = [*self.profile.start, *(turn for stay in self.profile.stays for turn in stay.turns)]
+        samples = [
+            self.first["device"],
+            *(level_of(h) for t in turns for op in t.ops for p, h in op.memory if p == "device"),
+        ]
+        return max(level[STASH] for level in samples) / count
+
+    @cached_property
+    def largest_image_bytes(self) -> int:
+        """The most that left or arrived at one turn."""
+        turns = [turn for stay in self.profile.stays for turn in stay.turns]
+        return max((max(turn.stash_bytes, turn.fetch_bytes) for turn in turns), default=0)
+
+    @cached_property
+    def turning(self) -> str:
+        """The layer that back-propagates first."""
+        return next(stay.layer for stay in self.profile.stays if stay.is_backward)
+
+    @cached_property
+    def alike(self) -> list[str]:
+        """Layers that stand for further ones: those of the most frequent size, but for the ends if there are others."""
+        others = [key for key in self.keys if key != self.turning]
+        inner = others[1:] or others or [self.turning]
+        size = Counter(map(self.weight_bytes, inner)).most_common(1)[0][0]
+        return [key for key in inner if self.weight_bytes(key) == size]
+
+    def stack(self, depth: int) -> list[str]:
+        """The measured layers that stand for those of another stack: inner ones repeated, or less of the middle.
+
+        Copies are shared out among all layers that are alike, so that none counts for more than the others.
+        """
+        keys, further = self.keys, depth - len(self.keys)
+        if further >= 0:
+            count = len(self.alike)
+            ends = [round((i + 1) * further / count) for i in range(count)]
+            more = {key: end - begin for key, begin, end in zip(self.alike, [0, *ends], ends, strict=False)}
+            return [key for key in keys for _ in range(1 + more.get(key, 0))]
+        middle = (len(keys) - 1) / 2
+        spare = sorted((key for key in keys if key != self.turning), key=lambda key: abs(keys.index(key) - middle))
+        gone = set(spare[:-further])
+        return [key for key in keys if key not in gone]
+
+
+def has(stay: Stay, kind: str) -> bool:
+    """Whether a stay has events of a kind."""
+    return any(op.kind == kind for turn in stay.turns for op in turn.ops)
+
+
+def level_of(held: Mapping[str, int]) -> Level:
+    """Bytes by category, in the order of CATEGORIES."""
+    return tuple(held.get(name, 0) for name in CATEGORIES)

@@ -1,0 +1,91 @@
+"""What a step might be before any has been measured: from numbers of parameters, and figures that are assumed.
+
+What it is not: a forecast. The answer says what is assumed, and nobody is told afterwards how far off it was.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from l2l_core import Machine, Profile, Shapes
+from workbench.session.snapshot import Snapshot
+from workbench.what_if.base import Base
+from workbench.what_if.rescale import rescale
+from workbench.what_if.what_if import Answer, Question, simulated, target_of
+
+_TOKENS = 512  # of a micro-batch that nobody has seen
+_GUESS = Machine(2e10, 2e8, 1e10, 1e10, "a core of about 20 GFLOP/s, and memory of 10 GB/s")
+_MOST_LAYERS = 256  # by themselves; further ones repeat them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guess:
+    """What is assumed of a step where none has been measured.
+
+    Attributes:
+        layer_params: of every layer.
+        shell_params: of the rest of the model.
+        layer_trained, shell_trained: of these, those that are trained; None for all of them.
+        micro_batches: of the step with so many tokens each.
+        tokens: per micro-batch.
+        machine: its figures.
+    """
+
+    layer_params: tuple[int, ...]
+    shell_params: int
+    micro_batches: int = 1
+    tokens: int = _TOKENS
+    machine: Machine = field(default=_GUESS)
+    layer_trained: tuple[int, ...] | None = None
+    shell_trained: int | None = None
+
+    @staticmethod
+    def of(now: Snapshot) -> Guess:
+        """Of a session before its first step; where nothing is trained, which no step would do, as if all were."""
+        trained = [row.num_trained for row in now.layers]
+        told = now.shell_trained is not None and None not in trained and any([now.shell_trained, *trained])
+        return Guess(
+            layer_params=tuple(row.num_params for row in now.layers),
+            shell_params=now.shell_params,
+            micro_batches=now.config.micro_batches,
+            layer_trained=tuple(n or 0 for n in trained) if told else None,
+            shell_trained=now.shell_trained if told else None,
+        )
+
+    def shares(self, depth: int) -> list[float]:
+        """What share of each of so many layers is trained: that of the layer at the same height in the stack."""
+        trained = self.layer_params if self.layer_trained is None else self.layer_trained
+        each = [n / params if params else 0.0 for n, params in zip(trained, self.layer_params, strict=True)]
+        found = [each[i * len(each) // depth] for i in range(depth)]
+        return found if any(found) or self.shell_trained else [*found[:-1], max(each)]
+
+
+def guess(known: Guess, question: Question) -> Answer:
+    """What a step might be, from numbers of parameters alone; see `costs_of_shapes`.
+
+    A layer is taken for a transformer's: 12 times its width squared parameters (Kaplan et al., arXiv 2001.08361, section 2.1).
+    """
+    params = sorted(known.layer_params)[len(known.layer_params) // 2]
+    rows = known.micro_batches / question.micro_batches if question.same_batch else 1.0
+    tokens = max(1, round(known.tokens * rows))
+    width = math.sqrt(params / 12) * question.width
+    depth, layer = min(question.depth, _MOST_LAYERS), max(1, round(params * question.width**2))
+    shell, trained = known.shell_params, known.shell_trained
+    shapes = Shapes(
+        layer_params=[layer] * depth,
+        shell_params=round(shell * question.width),
+        layer_trained=[math.ceil(share * layer) for share in known.shares(depth)],
+        shell_trained=round((shell if trained is None else trained) * question.width),
+        tokens=tokens,
+        boundary_bytes=max(1, round((4 if question.precision == "fp32" else 2) * tokens * width)),
+        micro_batches=question.micro_batches,
+        stash=question.stash,
+        precision=question.precision,
+    )
+    base = Base(Profile.of_shapes(shapes, known.machine))
+    profile, per_layer = rescale(base, replace(target_of(base, replace(question, width=1.0)), rows=1.0))
+    trace = simulated(profile, question, {})
+    assumed = f"{known.tokens:,} tokens per micro-batch on {known.machine.name}"
+    basis = f"a guess by formula, no step measured yet: {assumed} are assumed"
+    return Answer(question, trace, basis, guessed=True, per_layer=per_layer)
