@@ -45,7 +45,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from l2l_core.edits.edit import Duplicate, Edit, Insert
 from workbench.lessons.corpus import Corpus, load_corpus
-from workbench.lessons.demo import FULL, Batch, Settings, draw_batch, make_model, make_optimizer
+from workbench.lessons.demo import draw_batch, make_model, make_optimizer
+from workbench.lessons.demo_values import FULL, Batch, Settings
 
 FINAL = 12  # layers
 WARMUP = 0.01  # of the compute; of scratch's steps for new layers that start afresh

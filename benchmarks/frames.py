@@ -16,7 +16,8 @@ from typing import Any
 
 from _common import report, show
 
-from l2l_core.trace.trace import Event, MemorySample, Trace
+from l2l_core.trace.events import Event, MemorySample
+from l2l_core.trace.trace import Trace
 from workbench.pictures.memory import draw_memory
 from workbench.pictures.relay import draw_relay
 from workbench.pictures.timeline import draw_timeline

@@ -23,7 +23,8 @@ from _common import report, show
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from workbench.lessons.corpus import load_corpus
-from workbench.lessons.demo import FULL, Settings, draw_batch, make_model, make_optimizer, make_schedule, one_thread
+from workbench.lessons.demo import draw_batch, make_model, make_optimizer, make_schedule, one_thread
+from workbench.lessons.demo_values import FULL, Settings
 
 WINDOW = 20  # steps of the moving average
 AGREED = 0.01

@@ -35,7 +35,8 @@ from jupyter_client.manager import start_new_kernel
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from workbench.app import Workbench
 from workbench.lessons.corpus import load_corpus
-from workbench.lessons.demo import FULL, draw_batch, make_model, make_optimizer
+from workbench.lessons.demo import draw_batch, make_model, make_optimizer
+from workbench.lessons.demo_values import FULL
 from workbench.panels.pump import Pump
 from workbench.session.session import Session
 

@@ -36,7 +36,7 @@ from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.replay import simulate as simulate
 from l2l_core.model.layers import find_layers as find_layers
 from l2l_core.relay import Relay as Relay
-from l2l_core.relay import StepResult as StepResult
 from l2l_core.trace.bounds import Bound as Bound
-from l2l_core.trace.trace import Event as Event
+from l2l_core.trace.events import Event as Event
+from l2l_core.trace.result import StepResult as StepResult
 from l2l_core.trace.trace import Trace as Trace

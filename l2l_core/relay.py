@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -59,32 +59,11 @@ from l2l_core.step.stage import Parts, Stage, Task
 from l2l_core.step.traffic.meter import Metered
 from l2l_core.step.verify import VerifyReport, compare_step
 from l2l_core.surgery.sample import same_random_numbers
+from l2l_core.trace.result import StepResult
 from l2l_core.trace.trace import Trace
 
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 _MOST_SHAPES = 16  # of inference, of which it is remembered what they need
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one training step gave.
-
-    Attributes:
-        loss: mean loss over the batch.
-        seconds: wall time of the step.
-        samples: rows of the batch.
-        trace: events and memory of the step.
-        peak_device_bytes: highest device bytes during the step.
-        bytes_loaded, bytes_pushed: weights copied to the device, gradients copied back.
-    """
-
-    loss: float
-    seconds: float
-    samples: int
-    trace: Trace
-    peak_device_bytes: int
-    bytes_loaded: int
-    bytes_pushed: int
 
 
 def _as_it_is(stage: Stage) -> None:

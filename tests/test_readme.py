@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import l2l_core
-from workbench.lessons.demo import Settings, draw_batch, make_model
+from workbench.lessons.demo import draw_batch, make_model
+from workbench.lessons.demo_values import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from l2l_core.devices.device import Copy, Device, Record, Ticket
-from l2l_core.devices.ledger import Ledger, format_bytes
-from l2l_core.devices.process import Process
+from l2l_core.devices.ledger import Ledger
+from l2l_core.devices.threads import serial_thread, sleep_until
+from l2l_core.trace.words import format_bytes
 
 
 class _Pending:
@@ -133,41 +134,3 @@ class EmulatedDevice(Device):
             thread.shutdown(wait=True)
         self._lanes.clear()
         self._arena.clear()
-
-
-class _Serial(ThreadPoolExecutor):
-    """One thread, of the process that made it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(max_workers=1, thread_name_prefix=f"relay-{name}")
-        self._name, self._process = name, Process()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As in the base class.
-
-        Raises:
-            RuntimeError: in a process that was forked since.
-        """
-        self._process.check(f"the device's or the relay's thread {self._name!r}")
-        return super().submit(fn, *args, **kwargs)
-
-
-def serial_thread(name: str, cores: int = 1) -> ThreadPoolExecutor:
-    """One worker thread that runs what is submitted in order, each operation of PyTorch on `cores` cores.
-
-    PyTorch counts its CPU threads per calling thread. A new thread takes the default at its first operation, whatever it
-    was told before, so it asks first and is told then. `set_num_threads` also changes the default for others, so the
-    caller's number is put back.
-    """
-    executor = _Serial(name)
-    threads = torch.get_num_threads()
-    executor.submit(torch.get_num_threads).result()
-    executor.submit(torch.set_num_threads, cores).result()
-    torch.set_num_threads(threads)
-    return executor
-
-
-def sleep_until(until_s: float) -> None:
-    """Sleep until time.perf_counter() reaches `until_s`, to within tens of microseconds."""
-    while (left_s := until_s - time.perf_counter()) > 0:
-        time.sleep(left_s - 5e-5 if left_s > 1e-4 else 0.0)

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-CATEGORIES = ("weights", "gradients", "activations", "stash", "optimizer", "other")
+from l2l_core.trace.words import format_bytes
 
 _TRIED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # PyTorch's words
 _BINARY_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -150,13 +150,3 @@ class Ledger:
             lines.append(f"  {kind:<12} {format_bytes(self.by_category()[kind]):>10}  ({shown}{more})")
         lines.append(self.advise(missing))
         return DeviceOutOfMemory("\n".join(filter(None, lines)), nbytes, limit_bytes, self.by_category())
-
-
-def format_bytes(nbytes: int | float) -> str:
-    """`nbytes` for people: decimal units, three digits."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"

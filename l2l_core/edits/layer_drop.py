@@ -11,8 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from l2l_core.edits.schedules import Schedule
-from l2l_core.relay import Relay
+from l2l_core.edits.schedules import Schedule, Steerable
 
 Rate = float | Callable[[float], float] | Callable[[float, int], float]
 
@@ -43,7 +42,7 @@ class LayerDrop(Schedule):
         elif not _takes(self.rate, 1) and not _takes(self.rate, 2):
             raise TypeError("rate must be a number, or a function of the relative depth, or of relative depth and step")
 
-    def skip(self, relay: Relay) -> Sequence[str]:
+    def skip(self, relay: Steerable) -> Sequence[str]:
         stacks = relay.stacks
         if self.stack is not None and self.stack not in stacks:
             raise ValueError(f"stack={self.stack!r}: there are {', '.join(map(repr, stacks)) or 'none'}")

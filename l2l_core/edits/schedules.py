@@ -14,16 +14,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
+from l2l_core.config import RelayConfig
 from l2l_core.edits.edit import Drop, Duplicate, Edit, Freeze, Insert, Policy, Unfreeze
 from l2l_core.eps.blocks.units import Unit
 from l2l_core.model.batch import Batch
-from l2l_core.relay import Relay, StepResult
+from l2l_core.model.stacks import Where
+from l2l_core.trace.result import StepResult
 
 Grow = Literal["top", "middle", "interleaved", "identity"]
 Shrink = Literal["influence", "top", "bottom"]
 PerStep = Callable[[int], int] | Mapping[int, int]  # by step; a mapping holds each value from its step on
+
+
+class Steerable(Protocol):
+    """What a schedule asks of a relay."""
+
+    @property
+    def config(self) -> RelayConfig: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def stacks(self) -> Mapping[str, tuple[Unit, ...]]: ...
+
+    def apply(self, *edits: Edit) -> object: ...
+
+    def expect(self, batch: Batch) -> object: ...
+
+    def step(self, batch: Batch, skip: Iterable[Where] = (), trust: bool = False) -> StepResult: ...
 
 
 class Schedule:
@@ -35,15 +56,15 @@ class Schedule:
 
     trust: bool = False
 
-    def edits(self, relay: Relay) -> Sequence[Edit]:
+    def edits(self, relay: Steerable) -> Sequence[Edit]:
         """Edits for now, one group of them, which last; none if all is as it should be."""
         return ()
 
-    def skip(self, relay: Relay) -> Sequence[str]:
+    def skip(self, relay: Steerable) -> Sequence[str]:
         """Keys of the layers that sit the next step out."""
         return ()
 
-    def prepare(self, relay: Relay) -> None:
+    def prepare(self, relay: Steerable) -> None:
         """Carry out the edits that are due.
 
         Raises:
@@ -52,7 +73,7 @@ class Schedule:
         if edits := self.edits(relay):
             relay.apply(*edits)
 
-    def step(self, relay: Relay, batch: Batch) -> StepResult:
+    def step(self, relay: Steerable, batch: Batch) -> StepResult:
         """Edit what is due, and train on one batch; raises what `Relay.apply` and `Relay.step` do."""
         relay.expect(batch)
         self.prepare(relay)
@@ -73,17 +94,17 @@ class Schedules(Schedule):
 
     parts: tuple[Schedule, ...]
 
-    def edits(self, relay: Relay) -> Sequence[Edit]:
+    def edits(self, relay: Steerable) -> Sequence[Edit]:
         return next((edits for part in self.parts if (edits := part.edits(relay))), ())
 
     @property
     def trust(self) -> bool:  # type: ignore[override] - of any part
         return any(part.trust for part in self.parts)
 
-    def skip(self, relay: Relay) -> Sequence[str]:
+    def skip(self, relay: Steerable) -> Sequence[str]:
         return list(dict.fromkeys(key for part in self.parts for key in part.skip(relay)))
 
-    def prepare(self, relay: Relay) -> None:
+    def prepare(self, relay: Steerable) -> None:
         for part in self.parts:
             part.prepare(relay)
 
@@ -127,7 +148,7 @@ class Depth(Schedule):
         )  # refuse what is wrong
         Drop(0, park=self.park)
 
-    def edits(self, relay: Relay) -> Sequence[Edit]:
+    def edits(self, relay: Steerable) -> Sequence[Edit]:
         layers = _stack_of(relay, self.stack)
         wanted = _at("depth", self.depth, relay.steps, least=1)
         if wanted is None or wanted == len(layers):
@@ -184,7 +205,7 @@ class Freezing(Schedule):
     def __post_init__(self) -> None:
         _check_per_step("frozen", self.frozen, least=0)
 
-    def edits(self, relay: Relay) -> Sequence[Edit]:
+    def edits(self, relay: Steerable) -> Sequence[Edit]:
         layers = _stack_of(relay, self.stack)
         count = _at("frozen", self.frozen, relay.steps, least=0)
         if count is None:
@@ -235,7 +256,7 @@ def _growing(depths: Sequence[int], every: int, grow: Grow, **options: object) -
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _stack_of(relay: Relay, name: str | None) -> tuple[Unit, ...]:
+def _stack_of(relay: Steerable, name: str | None) -> tuple[Unit, ...]:
     """The layers of the stack that is meant."""
     stacks = relay.stacks
     if name is None and len(stacks) == 1:

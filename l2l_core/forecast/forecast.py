@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices.ledger import format_bytes
 from l2l_core.trace.bounds import Bound
+from l2l_core.trace.result import StepResult
 from l2l_core.trace.trace import Trace
-
-if TYPE_CHECKING:
-    from l2l_core.relay import StepResult
+from l2l_core.trace.words import format_bytes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Any
 from l2l_core.config import RelayConfig
 from l2l_core.devices.device import Device
 from l2l_core.devices.emulated import EmulatedDevice
-from l2l_core.devices.ledger import format_bytes
 from l2l_core.eps.blocks.units import Block
 from l2l_core.forecast.costs import COPY_LANES, Memory
 from l2l_core.forecast.forecast import Forecast
@@ -26,7 +25,9 @@ from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.model.batch import Batch, split
 from l2l_core.model.nested import form_of
 from l2l_core.trace.bounds import Bound
-from l2l_core.trace.trace import MemorySample, Trace
+from l2l_core.trace.events import MemorySample
+from l2l_core.trace.trace import Trace
+from l2l_core.trace.words import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

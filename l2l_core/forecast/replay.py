@@ -23,7 +23,8 @@ from l2l_core.eps.store import MAX_UNDER_WAY
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, Turn
 from l2l_core.forecast.profile import Profile
 from l2l_core.step.traffic.lanes import cuts
-from l2l_core.trace.trace import Event, MemorySample, Trace
+from l2l_core.trace.events import Event, MemorySample
+from l2l_core.trace.trace import Trace
 
 MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
 

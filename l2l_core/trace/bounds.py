@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.events import Event, Recorded
 from l2l_core.trace.phases import IDLE, Phase, cuts_of
 from l2l_core.trace.roofline import OVERLAPPING, Seconds, Work
-
-if TYPE_CHECKING:
-    from l2l_core.trace.trace import Event, Trace
+from l2l_core.trace.words import format_bytes
 
 _SMALL = 0.05  # a share of a phase that is not worth a sentence
 _ONCE = ("load", "push", "reduce", "update", "clip")  # per visit, however many micro-batches, unless one is named
@@ -61,7 +59,7 @@ class Bound:
         return f"{self.phase}: {found}; {self.advice}"
 
 
-def bounds(trace: Trace) -> tuple[Bound, ...]:
+def bounds(trace: Recorded) -> tuple[Bound, ...]:
     """What binds each phase of a step, in order of time; the spans add up to the trace's. Empty without events.
 
     Works on the trace of a step under way or that failed, and of a forward pass. Settings that the trace does not know

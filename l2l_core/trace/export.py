@@ -18,10 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from l2l_core.trace.trace import Event, Trace
+from l2l_core.trace.events import Event, Recorded
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -45,7 +44,7 @@ def slack_s(t_s: float) -> float:
 # ---- Chrome trace JSON -----------------------------------------------------------------------------------------
 
 
-def write_chrome(trace: Trace, path: Path, compress: bool | None = None) -> None:
+def write_chrome(trace: Recorded, path: Path, compress: bool | None = None) -> None:
     """Write `chrome_trace(trace)`; compressed if `path` ends in .gz, unless `compress` says otherwise.
 
     Raises ValueError for other names than *.json and *.json.gz: viewers go by the name.
@@ -58,7 +57,7 @@ def write_chrome(trace: Trace, path: Path, compress: bool | None = None) -> None
     path.write_bytes(data)
 
 
-def chrome_trace(trace: Trace) -> Row:
+def chrome_trace(trace: Recorded) -> Row:
     """The trace as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters."""
     slices = list(_place(trace))
     rows = [*_metadata(trace), *(_slice_row(trace, one) for one in slices), *_flow_rows(slices), *_counters(trace)]
@@ -81,7 +80,7 @@ class _Slice(NamedTuple):
     stop_ns: int
 
 
-def _place(trace: Trace) -> Iterator[_Slice]:
+def _place(trace: Recorded) -> Iterator[_Slice]:
     number = count(1)
     for tid, (lane, events) in enumerate(trace.lanes.items(), start=1):
         free_s = -math.inf
@@ -95,7 +94,7 @@ def _place(trace: Trace) -> Iterator[_Slice]:
             yield _Slice(event, next(number), tid, round(start_s * 1e9), round(free_s * 1e9))
 
 
-def _metadata(trace: Trace) -> Iterator[Row]:
+def _metadata(trace: Recorded) -> Iterator[Row]:
     process = f"relay step {trace.step}" + (f" on {trace.device}" if trace.device else "")
     yield {"ph": "M", "pid": PID, "name": "process_name", "args": {"name": process}}
     for tid, lane in enumerate(trace.lanes, start=1):
@@ -103,7 +102,7 @@ def _metadata(trace: Trace) -> Iterator[Row]:
         yield {"ph": "M", "pid": PID, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-def _slice_row(trace: Trace, one: _Slice) -> Row:
+def _slice_row(trace: Recorded, one: _Slice) -> Row:
     event, duration_ns = one.event, one.stop_ns - one.start_ns
     name = trace.names.get(event.layer, event.layer)
     args = {
@@ -154,7 +153,7 @@ def _load_to_use(slices: list[_Slice]) -> Iterator[tuple[_Slice, _Slice]]:
                     yield load, use
 
 
-def _counters(trace: Trace) -> Iterator[Row]:
+def _counters(trace: Recorded) -> Iterator[Row]:
     """One counter track per place. A category that a sample leaves out is written as 0, or viewers keep its last."""
     categories: dict[str, Row] = defaultdict(dict)
     for sample in trace.memory:

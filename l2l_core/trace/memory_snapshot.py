@@ -14,19 +14,16 @@ import pickle
 from bisect import bisect_right, insort
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from l2l_core.devices.ledger import CATEGORIES
-
-if TYPE_CHECKING:
-    from l2l_core.trace.trace import MemorySample, Trace
+from l2l_core.trace.events import CATEGORIES, MemorySample, Recorded
 
 Row = dict[str, Any]
 
 BASE = 1 << 40  # address of the first byte; the second place begins as far behind it
 
 
-def write_memory_snapshot(trace: Trace, path: Path) -> None:
+def write_memory_snapshot(trace: Recorded, path: Path) -> None:
     """Write `memory_snapshot(trace)`.
 
     Raises:
@@ -38,7 +35,7 @@ def write_memory_snapshot(trace: Trace, path: Path) -> None:
         pickle.dump(memory_snapshot(trace), file, protocol=4)
 
 
-def memory_snapshot(trace: Trace) -> Row:
+def memory_snapshot(trace: Recorded) -> Row:
     """The snapshot as plain values: one segment per place, as it is at the end, and what happened there."""
     arenas = [_Arena(trace, place, number) for number, place in enumerate(("device", "host"))]
     for arena in arenas:
@@ -61,7 +58,7 @@ class _Arena:
     Invariant: `_blocks` is sorted by address and blocks do not overlap; `_stacks` has them by category, the newest last.
     """
 
-    def __init__(self, trace: Trace, place: str, number: int) -> None:
+    def __init__(self, trace: Recorded, place: str, number: int) -> None:
         self.place, self._number, self._names = place, number, trace.names
         self._base = BASE * (1 + number)
         self._reach = self._base

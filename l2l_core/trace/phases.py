@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from l2l_core.trace.events import Event
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.roofline import OVERLAPPING, PHASES, turn_of, visits_of
-
-if TYPE_CHECKING:
-    from l2l_core.trace.trace import Event
 
 IDLE = "idle"  # what binds a phase when compute waits and no lane works
 

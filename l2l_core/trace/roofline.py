@@ -25,10 +25,9 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from l2l_core.trace.trace import Event, Trace
+from l2l_core.trace.events import Event, Recorded
 
 PHASES = ("fill", "forward", "backward", "tail")
 OVERLAPPING = ("forward", "backward")  # the others are chains
@@ -158,7 +157,7 @@ class Roofline:
         return math.fsum(seconds for lanes in self.busy_s.values() for seconds in lanes.values())
 
 
-def roofline(trace: Trace, figures: Mapping[str, Any] | None = None) -> Roofline:
+def roofline(trace: Recorded, figures: Mapping[str, Any] | None = None) -> Roofline:
     """How short a step with this trace's work could be on a link with these figures.
 
     Compute and EPS take the seconds that their events took: for a forecast, record the trace without link limits, so that

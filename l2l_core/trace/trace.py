@@ -13,59 +13,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from l2l_core.devices.ledger import format_bytes
 from l2l_core.trace.bounds import Bound, bounds
+from l2l_core.trace.events import LANES, PLACES, Event, MemorySample
 from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
-
-__all__ = ["LANES", "PLACES", "Event", "MemorySample", "Trace", "intersect", "measure", "merge"]
-
-LANES = ("compute", "h2d", "d2h", "eps")
-PLACES = ("device", "host")
-
-_LETTERS = {"forward": "F", "backward": "B", "load": "L", "push": "P", "reduce": "R", "update": "U"}
-
-
-class Event(NamedTuple):
-    """One piece of work on one lane. Events of a lane follow one another: a lane is a serial resource."""
-
-    lane: str  # one of LANES
-    kind: str  # "shell" | "forward" | "loss" | "backward" | "load" | "push" | "stash" | "reduce" | ...
-    start_s: float  # seconds since the step began
-    stop_s: float
-    layer: str = ""  # permanent key of the layer, "shell" for the rest of the model, "" if none
-    k: int = -1  # micro-batch, -1 if none
-    nbytes: int = 0
-    visit: int = -1  # forward visits 0..V-1, backward visits V..2V-1, -1 if none
-    stalled_s: float = 0.0  # seconds that compute waited for copies or for the EPS right before the event
-
-    def label(self) -> str:
-        """A short name: "F L003 k=1", "L L004", "loss k=0". Kinds that share a first letter are spelled out."""
-        words = [_LETTERS.get(self.kind, self.kind)]
-        if self.layer not in ("", self.kind):
-            words.append(self.layer)
-        if self.k >= 0:
-            words.append(f"k={self.k}")
-        return " ".join(words)
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySample:
-    """Bytes in use at one place from `t_s` until the next sample of that place."""
-
-    t_s: float  # seconds since the step began
-    place: str  # one of PLACES
-    bytes_by_category: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        """Bytes of all categories together."""
-        return sum(self.bytes_by_category.values())
+from l2l_core.trace.words import format_bytes
 
 
 class Trace:

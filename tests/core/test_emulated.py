@@ -10,7 +10,7 @@ import torch
 from test_memory import Chain, chain_batch, squared_error
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.devices.emulated import serial_thread
+from l2l_core.devices.threads import serial_thread
 from l2l_core.eps.blocks.layout import Layout
 
 LATENCY_S, DOWN, UP = 2e-3, 20e6, 5e6

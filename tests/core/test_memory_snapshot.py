@@ -12,8 +12,8 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
+from l2l_core.trace.events import MemorySample
 from l2l_core.trace.memory_snapshot import BASE, memory_snapshot
-from l2l_core.trace.trace import MemorySample
 
 PLAIN = (dict, list, str, int)
 

@@ -21,7 +21,8 @@ from l2l_core import EmulatedDevice, Relay, RelayConfig
 from l2l_core.devices.device import Copy, Record, Ticket
 from l2l_core.step.traffic.lanes import Lane, Link
 from l2l_core.step.traffic.meter import Meter
-from l2l_core.trace.trace import Event, Trace
+from l2l_core.trace.events import Event
+from l2l_core.trace.trace import Trace
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 KINDS = ("chain", "gpt2", "t5", "resnet", "qwen3_moe", "lstm_stack", "unet", "tied_gpt2")

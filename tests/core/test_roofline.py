@@ -16,9 +16,9 @@ from test_memory import Chain, chain_batch, squared_error
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
 from l2l_core.trace.bounds import Bound, _time, micro_batches_to_hide
+from l2l_core.trace.events import LANES
 from l2l_core.trace.export import chrome_trace
 from l2l_core.trace.roofline import PHASES, roofline
-from l2l_core.trace.trace import LANES
 
 FORWARD_S, BACKWARD_S = 1.0, 3.0  # per micro-batch
 

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from l2l_core.trace.events import LANES, Event, MemorySample
 from l2l_core.trace.export import chrome_trace
-from l2l_core.trace.trace import LANES, Event, MemorySample, Trace, intersect, measure, merge
+from l2l_core.trace.intervals import intersect, measure, merge
+from l2l_core.trace.trace import Trace
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from patience import HANG_S
 
 from l2l_core import RelayConfig
-from l2l_core.devices.ledger import CATEGORIES
-from l2l_core.trace.trace import LANES, PLACES, Event, MemorySample, Trace
+from l2l_core.trace.events import CATEGORIES, LANES, PLACES, Event, MemorySample
+from l2l_core.trace.trace import Trace
 from workbench.pictures import svg, theme
 from workbench.pictures.header import STATE_COLOURS, header_html, header_picture, progress_html
 from workbench.pictures.page import bundle_of
@@ -25,8 +25,9 @@ from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.sweep import SHORT_S, sweep_of
 from workbench.readings.columns import Columns
-from workbench.session.snapshot import LayerRow, Progress, Snapshot, StepRow
+from workbench.session.snapshot import Snapshot
 from workbench.session.statistics import StatisticsLog
+from workbench.session.values import LayerRow, Progress, StepRow
 
 NAUGHTY = "<b>&\"'</b>"
 SVG = "{http://www.w3.org/2000/svg}"

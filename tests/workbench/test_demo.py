@@ -15,8 +15,8 @@ import torch
 from l2l_core import Trace
 from workbench.__main__ import main
 from workbench.lessons import demo
-from workbench.lessons.demo import FULL, QUICK
 from workbench.lessons.demo_charts import format_table
+from workbench.lessons.demo_values import FULL, QUICK
 from workbench.lessons.in_core import InCore, StorageMeter
 from workbench.runs.recorded import load_run
 

@@ -8,10 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from l2l_core.trace.trace import LANES, Event, MemorySample, Trace
+from l2l_core.trace.events import LANES, Event, MemorySample
+from l2l_core.trace.trace import Trace
 from workbench.pictures.figures import loss_figure, memory_figure, timeline_figure
 from workbench.pictures.theme import LANE_NAMES
-from workbench.session.snapshot import Change, StepRow
+from workbench.session.values import Change, StepRow
 
 
 def step(layers: int = 3, micro_batches: int = 2) -> Trace:

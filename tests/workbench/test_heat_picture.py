@@ -21,8 +21,8 @@ from workbench.pictures.loss import draw_loss
 from workbench.pictures.png import write_png
 from workbench.pictures.shades import NOT_FINITE, SHADES, Shades, palette, shades_marks, show_figure
 from workbench.pictures.steps import LEFT, RIGHT, steps_scale
-from workbench.session.snapshot import Change, LayerRow, StepRow
 from workbench.session.statistics import Statistics, StatisticsLog
+from workbench.session.values import Change, LayerRow, StepRow
 
 LIMIT = 60_000
 

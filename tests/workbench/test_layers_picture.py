@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from workbench.pictures.layers import BAND, STYLE, draw_layers, layers_table
-from workbench.session.snapshot import LayerRow
+from workbench.session.values import LayerRow
 
 
 def layer(

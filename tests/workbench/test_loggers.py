@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from workbench.session.loggers import JsonLines, Logger, TensorBoard
-from workbench.session.snapshot import Change, StepRow
+from workbench.session.values import Change, StepRow
 
 ROW = StepRow(
     step=3,

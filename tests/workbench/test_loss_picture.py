@@ -9,7 +9,7 @@ import pytest
 
 from workbench.pictures.loss import BOTTOM, LEFT, RIGHT, TOP, draw_loss, loss_table
 from workbench.pictures.scale import ticks
-from workbench.session.snapshot import Change, StepRow
+from workbench.session.values import Change, StepRow
 
 LIMIT = 60_000
 

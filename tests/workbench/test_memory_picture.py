@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
-from l2l_core.devices.ledger import CATEGORIES, format_bytes
 from l2l_core.forecast.formula import Machine, Shapes
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.replay import simulate
-from l2l_core.trace.trace import Event, MemorySample
+from l2l_core.trace.events import CATEGORIES, Event, MemorySample
+from l2l_core.trace.words import format_bytes
 from workbench.pictures.layer_strip import number_of
 from workbench.pictures.memory import DEVICE, HOST, draw_memory, memory_table, show_memory
 from workbench.pictures.theme import category_colour

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l_core import EmulatedDevice, Event, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
-from l2l_core.trace.trace import MemorySample
+from l2l_core.trace.events import MemorySample
 from workbench.readings.algorithm import LINES, line_of
 from workbench.readings.columns import Columns
 from workbench.readings.moments import Moment, Moments

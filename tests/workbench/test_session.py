@@ -34,7 +34,8 @@ from l2l_core import (
 )
 from workbench.readings.in_core_bytes import in_core_bytes
 from workbench.session.session import Session
-from workbench.session.snapshot import Change, Snapshot, StepRow
+from workbench.session.snapshot import Snapshot
+from workbench.session.values import Change, StepRow
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from workbench.session.snapshot import LayerRow
 from workbench.session.statistics import FIGURES, MOST_COLUMNS, MOST_GONE, Statistics, StatisticsLog
+from workbench.session.values import LayerRow
 
 
 def layer(

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from l2l_core import Device, DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, StepResult, TornStep, Trace
+from l2l_core import Device, DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, StepResult, TornStep
 from l2l_core.relay import resolve_device
 from workbench.lessons.corpus import Corpus, byte_entropy, draw_windows, load_corpus
 from workbench.lessons.demo_charts import (
@@ -40,40 +40,15 @@ from workbench.lessons.demo_charts import (
     levels_of,
     summarize,
 )
+from workbench.lessons.demo_values import FULL, QUICK, Batch, Compared, Run, Settings, Step
 from workbench.lessons.in_core import InCore
 from workbench.runs.recorded import load_run
 from workbench.runs.recorder import Recorder
 from workbench.runs.report import write_report
 from workbench.session.rows import snapshot_of, step_row
-from workbench.session.snapshot import StepRow
+from workbench.session.values import StepRow
 
-Batch = Mapping[str, torch.Tensor]
 RECORDED, REPORT = "run.jsonl.gz", "report.html"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is trained, on what, and how. Widths, windows and learning rate: tuned to learn fast in few steps."""
-
-    layers: int = 24
-    width: int = 64
-    heads: int = 4
-    context: int = 48  # bytes in a window
-    rows: int = 16  # windows in a batch
-    micro_batches: int = 4
-    steps: int = 220
-    compared: int = 5  # steps that run in core as well
-    judged_every: int = 20  # steps between two looks at held-out text
-    judged_batches: int = 8
-    budget_bytes: int = 4_500_000
-    learning_rate: float = 3e-3
-    target: float = 0.85  # of the entropy of single bytes: what the held-out loss must fall to
-    close: float = 1e-3  # relative difference of losses allowed where it is not the CPU that computes
-    seed: int = 0
-
-
-FULL = Settings()
-QUICK = Settings(layers=6, width=32, steps=30, compared=3, judged_every=10, judged_batches=2, budget_bytes=2_500_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -224,78 +199,6 @@ def draw_batch(text: torch.Tensor, settings: Settings, generator: torch.Generato
 
 
 # The run -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step by relay."""
-
-    step: int  # from 1
-    loss: float
-    held_out: float | None  # loss on held-out text after the step, if it was looked at
-    learning_rate: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One step by relay and in core."""
-
-    step: int
-    relay_loss: float
-    in_core_loss: float
-    unequal_weights: int  # how many differ in any bit after the step
-    max_abs_diff: float  # of any weight
-    relay_s: float
-    in_core_s: float
-
-
-@dataclass(frozen=True)
-class Run:
-    """What was measured."""
-
-    settings: Settings
-    device: str
-    exact: bool  # whether equal means bitwise: so on the CPU
-    budget_bytes: int | None
-    num_params: int
-    entropy: float  # of single bytes of the held-out text, nats
-    steps: tuple[Step, ...]
-    compared: tuple[Compared, ...]
-    relay_device_bytes: int  # peaks
-    in_core_device_bytes: int
-    relay_host_bytes: int
-    last: Trace
-
-    @property
-    def equal(self) -> bool:
-        """Whether relay and in core were equal in all steps compared."""
-        return all(map(self.is_equal, self.compared))
-
-    def is_equal(self, one: Compared) -> bool:
-        """Whether one step was equal; where arithmetic is not this CPU's, whether its losses were close."""
-        if self.exact:
-            return one.relay_loss == one.in_core_loss and one.unequal_weights == 0
-        return math.isclose(one.relay_loss, one.in_core_loss, rel_tol=self.settings.close)
-
-    @property
-    def held_out(self) -> float:
-        """Loss on held-out text at the end."""
-        return next(step.held_out for step in reversed(self.steps) if step.held_out is not None)
-
-    @property
-    def share(self) -> float:
-        """That loss as a share of the entropy of single bytes."""
-        return self.held_out / self.entropy
-
-    @property
-    def reached(self) -> bool:
-        """Whether it fell to the target."""
-        return self.share <= self.settings.target
-
-    def median_s(self, who: str) -> float:
-        """Median seconds of a compared step, "relay" or "in_core"; the first, which warms up, counts only if alone."""
-        return statistics.median(getattr(one, f"{who}_s") for one in self.compared[1:] or self.compared)
 
 
 def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, recorder: Recorder) -> Run:

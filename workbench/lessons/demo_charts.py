@@ -9,17 +9,15 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from l2l_core import Device
-from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.words import format_bytes
+from workbench.lessons.corpus import Corpus
+from workbench.lessons.demo_values import Run, Settings
 from workbench.pictures.loss import draw_loss
-
-if TYPE_CHECKING:
-    from workbench.lessons.corpus import Corpus
-    from workbench.lessons.demo import Run, Settings
 
 BYTES_PER_PARAM = 16  # in core: float32 weight, gradient and AdamW's two moments
 

@@ -21,7 +21,8 @@ from workbench.session.edit_form import END, NEEDS_CODE, PREVIOUS, QUESTIONS, fo
 from workbench.session.edit_words import edit_words, entry_words
 from workbench.session.journal_state import turns_of
 from workbench.session.session import Session
-from workbench.session.snapshot import LayerRow, Snapshot
+from workbench.session.snapshot import Snapshot
+from workbench.session.values import LayerRow
 
 _TITLE = '<div class="l2l-heading">Edit the stack of layers</div>'
 _PAIRS = {"first": "last", "layer": "other"}  # questions for two layers

@@ -12,7 +12,8 @@ from l2l_core import Trace
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures.figures import loss_figure, memory_figure, timeline_figure
 from workbench.pictures.picture import Picture
-from workbench.session.snapshot import Snapshot, StepRow
+from workbench.session.snapshot import Snapshot
+from workbench.session.values import StepRow
 
 Make = Callable[[Snapshot], go.Figure]
 

@@ -11,7 +11,7 @@ from typing import Any
 import ipywidgets
 
 from l2l_core import EmulatedDevice, TornStep
-from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.words import format_bytes
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures.header import header_html, header_picture, progress_html, title_of
 from workbench.pictures.picture import Picture

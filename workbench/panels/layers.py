@@ -9,7 +9,8 @@ import ipywidgets
 from workbench.panels.panel import Panel
 from workbench.pictures.layers import draw_layers, layers_table
 from workbench.pictures.picture import Table
-from workbench.session.snapshot import LayerRow, Snapshot
+from workbench.session.snapshot import Snapshot
+from workbench.session.values import LayerRow
 
 
 class LayersPanel(Panel):

@@ -10,7 +10,8 @@ from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
 from workbench.pictures.loss import draw_loss, loss_table
 from workbench.pictures.picture import Picture
-from workbench.session.snapshot import Change, Snapshot
+from workbench.session.snapshot import Snapshot
+from workbench.session.values import Change
 
 
 class LossPanel(Panel):

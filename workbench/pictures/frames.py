@@ -16,7 +16,7 @@ from typing import NamedTuple
 from l2l_core.trace.trace import Trace
 from workbench.pictures.relay import describe, draw_relay, relay_table
 from workbench.readings.moments import Moments
-from workbench.session.snapshot import LayerRow
+from workbench.session.values import LayerRow
 
 MOST_FRAMES = 1_500
 _PARTS = "\x00"  # between picture, table and sentence of a frame

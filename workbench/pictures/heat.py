@@ -31,8 +31,8 @@ from workbench.pictures.steps import (
 )
 from workbench.pictures.svg import document, hatch, image, path, rect, text
 from workbench.pictures.theme import GREY, VERMILION
-from workbench.session.snapshot import Change
 from workbench.session.statistics import Statistics, Track
+from workbench.session.values import Change
 
 TOP = 76
 MOST_ROWS = 64  # of more layers several share one

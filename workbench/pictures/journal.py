@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from l2l_core.devices.ledger import format_bytes
 from l2l_core.edits.history import Entry
+from l2l_core.trace.words import format_bytes
 from workbench.pictures.picture import Table
 from workbench.pictures.theme import GREEN, VERMILION
 from workbench.session.edit_words import entry_words

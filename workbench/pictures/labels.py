@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.devices.ledger import format_bytes
 from l2l_core.trace.roofline import OVERLAPPING
+from l2l_core.trace.words import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.scale import Scale, format_seconds
 from workbench.pictures.theme import KIND_LETTERS, ink_on, kind_colour

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from l2l_core import Trace
-from l2l_core.devices.ledger import CATEGORIES, format_bytes
+from l2l_core.trace.events import CATEGORIES
+from l2l_core.trace.words import format_bytes
 from workbench.pictures.layer_strip import HEIGHT as STRIP_HEIGHT
 from workbench.pictures.layer_strip import draw_strip, number_of
 from workbench.pictures.picture import Picture, Table

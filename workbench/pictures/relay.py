@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from l2l_core.devices.ledger import format_bytes
-from l2l_core.trace.trace import LANES, Trace
+from l2l_core.trace.events import LANES
+from l2l_core.trace.trace import Trace
+from l2l_core.trace.words import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.device_box import draw_device
 from workbench.pictures.picture import Picture, Table

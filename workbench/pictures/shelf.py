@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.words import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.grid import Grid
 from workbench.pictures.theme import BLUE, GREEN, SKY, VERMILION, ink_on, kind_colour

@@ -13,9 +13,10 @@ from textwrap import wrap
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.events import LANES
 from l2l_core.trace.roofline import PHASES
-from l2l_core.trace.trace import LANES, Trace
+from l2l_core.trace.trace import Trace
+from l2l_core.trace.words import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.labels import NARROWEST, NARROWEST_TIP, draw_labels, draw_separators, draw_tips, find_units
 from workbench.pictures.picture import Picture, Table

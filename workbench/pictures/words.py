@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html import escape
 
-from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.words import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.theme import PURPLE
 from workbench.readings.moment import Moment

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.devices.ledger import CATEGORIES
-from l2l_core.trace.trace import LANES, PLACES, Trace
+from l2l_core.trace.events import CATEGORIES, LANES, PLACES
+from l2l_core.trace.trace import Trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.devices.ledger import CATEGORIES
-from l2l_core.trace.trace import LANES, PLACES, Trace
+from l2l_core.trace.events import CATEGORIES, LANES, PLACES
+from l2l_core.trace.trace import Trace
 from workbench.readings.algorithm import line_of
 from workbench.readings.columns import Columns
 from workbench.readings.copies import Copies

@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from l2l_core import Trace
-from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.words import format_bytes
 from workbench.pictures.header import count_words, settings_table
 from workbench.pictures.loss import draw_loss
 from workbench.pictures.memory import draw_memory, memory_table

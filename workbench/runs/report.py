@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from l2l_core import Trace
-from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.words import format_bytes
 from workbench.pictures.frames import relay_frames
 from workbench.pictures.header import count_words, settings_table
 from workbench.pictures.heat import show_heat

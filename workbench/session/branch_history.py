@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from workbench.session.snapshot import Change, StepRow
 from workbench.session.statistics import StatisticsLog
+from workbench.session.values import Change, StepRow
 
 
 @dataclass

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
-from l2l_core.devices.ledger import format_bytes
+from l2l_core.trace.words import format_bytes
 from workbench.session.edit_words import place_words
-from workbench.session.snapshot import LayerRow
+from workbench.session.values import LayerRow
 
 END = ""  # in place of a key: behind the last layer
 PREVIOUS = ""  # likewise: the layer before the place

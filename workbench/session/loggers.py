@@ -25,7 +25,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from workbench.session.snapshot import Change, Snapshot, StepRow
+from workbench.session.snapshot import Snapshot
+from workbench.session.values import Change, StepRow
 
 SCHEMA = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from l2l_core import Relay
 from workbench.session.branch_history import Past, Pasts
 from workbench.session.rows import changed_layers, count_params, layer_rows
-from workbench.session.snapshot import LayerRow, StepRow
+from workbench.session.values import LayerRow, StepRow
 
 
 class Mirror:

@@ -8,11 +8,12 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from l2l_core import Relay, StepResult, TornStep
-from l2l_core.devices.ledger import format_bytes
-from workbench.pictures.timeline import timeline_summary
+from l2l_core.trace.words import format_bytes
+from workbench.readings.busy import timeline_summary
 from workbench.readings.columns import Columns
-from workbench.session.snapshot import During, Failure, LayerRow, Snapshot, StepRow
+from workbench.session.snapshot import Snapshot
 from workbench.session.statistics import StatisticsLog
+from workbench.session.values import During, Failure, LayerRow, StepRow
 
 BANDWIDTHS = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 

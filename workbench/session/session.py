@@ -31,7 +31,8 @@ from workbench.session.loggers import Logger, Watcher
 from workbench.session.mirror import Mirror
 from workbench.session.rows import explain, layer_rows, settings_words, step_row
 from workbench.session.settings import LINK, SETTINGS, apply_settings, check_settings, config_of, settings_of
-from workbench.session.snapshot import Change, During, Failure, LayerRow, Progress, Snapshot, State, StepRow
+from workbench.session.snapshot import Snapshot
+from workbench.session.values import Change, During, Failure, LayerRow, Progress, State, StepRow
 from workbench.session.worker import Command, Worker
 
 

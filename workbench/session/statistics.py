@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from workbench.session.snapshot import LayerRow
+from workbench.session.values import LayerRow
 
 FIGURES = ("grad_norm", "update_ratio", "influence")  # fields of LayerRow
 MOST_COLUMNS = 256

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from l2l_core.devices.ledger import CATEGORIES, format_bytes
-from l2l_core.trace.trace import LANES
+from l2l_core.trace.events import CATEGORIES, LANES
+from l2l_core.trace.words import format_bytes
 from workbench.pictures.picture import Table
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import LANE_NAMES

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.devices.ledger import CATEGORIES, format_bytes
-from l2l_core.trace.trace import LANES
+from l2l_core.trace.events import CATEGORIES, LANES
+from l2l_core.trace.words import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.theme import KIND_COLOURS, LANE_NAMES, category_colour, kind_colour

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from l2l_core.devices.ledger import CATEGORIES
 from l2l_core.forecast.costs import SHELL, Memory, Turn
+from l2l_core.trace.events import CATEGORIES
 from workbench.readings.in_core_bytes import BF16_FACTOR
 from workbench.what_if.base import START, STASH, Base, Level, Levels, Target, level_of
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from l2l_core import Profile, RelayConfig, Trace, simulate
-from l2l_core.devices.ledger import format_bytes
 from l2l_core.forecast.costs import COPY_LANES
 from l2l_core.trace.bounds import Bound
+from l2l_core.trace.words import format_bytes
 from workbench.pictures.scale import format_seconds
 from workbench.readings.busy import TimelineSummary, timeline_summary
 from workbench.readings.columns import Columns

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from l2l_core.devices.device import Device
-from l2l_core.trace.trace import Event, Trace
+from l2l_core.trace.events import Event
+from l2l_core.trace.trace import Trace
 
 
 class Clock:
