@@ -11,9 +11,7 @@ from html import escape
 
 from _curves import Run
 
-from workbench.pictures.scale import Scale, ticks
-from workbench.pictures.svg import document, group, path, text
-from workbench.pictures.theme import BLUE, GREEN, GREY, ORANGE, VERMILION
+from workbench.pictures import BLUE, GREEN, GREY, ORANGE, VERMILION, Scale, document, group, path, text, ticks
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 420, 84, 944, 72, 368
 SHOWN_FROM = 0.1  # of the compute: the fall before it would flatten everything else

@@ -30,7 +30,7 @@ from _common import make_batch, make_gpt2, report, show
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 from workbench.lessons.in_core import StorageMeter
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)

@@ -43,7 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.edits.edit import Duplicate, Edit, Insert
+from l2l_core.edits import Duplicate, Edit, Insert
 from workbench.lessons.corpus import Corpus, load_corpus
 from workbench.lessons.demo import draw_batch, make_model, make_optimizer
 from workbench.lessons.demo_values import FULL, Batch, Settings

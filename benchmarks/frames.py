@@ -16,13 +16,9 @@ from typing import Any
 
 from _common import report, show
 
-from l2l_core.trace.events import Event, MemorySample
-from l2l_core.trace.trace import Trace
-from workbench.pictures.memory import draw_memory
-from workbench.pictures.relay import draw_relay
-from workbench.pictures.timeline import draw_timeline
-from workbench.readings.columns import Columns
-from workbench.readings.moments import Moments
+from l2l_core.trace import Event, MemorySample, Trace
+from workbench.pictures import draw_memory, draw_relay, draw_timeline
+from workbench.readings import Columns, Moments
 
 TURN_S = 1e-3
 SHARE = 0.75  # of a step that is under way

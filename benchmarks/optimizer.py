@@ -28,8 +28,7 @@ from _common import make_batch, make_gpt2, ratio, report, show, spread, threads
 from torch import nn
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, StepResult, Trace
-from l2l_core.eps.blocks.trained import GradientPiece
-from l2l_core.eps.blocks.units import Block
+from l2l_core.eps.blocks import Block, GradientPiece
 
 BYTES_PER_PARAM = 28  # float32: read w, m, v, g; write w, m, v
 PER_WEIGHT_BYTE = BYTES_PER_PARAM // 4

@@ -23,10 +23,9 @@ import torch
 from _common import alternate, make_batch, make_gpt2, medians, ratio, report, show, spread
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace, stage
-from l2l_core.devices.ledger import Ledger
-from l2l_core.step.micro_batch.call import Pass
-from l2l_core.step.traffic.clock import Clock
-from l2l_core.step.traffic.meter import Meter, Metered
+from l2l_core.devices import Ledger
+from l2l_core.step.micro_batch import Pass
+from l2l_core.step.traffic import Clock, Meter, Metered
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 

@@ -38,7 +38,7 @@ from workbench.lessons.corpus import load_corpus
 from workbench.lessons.demo import draw_batch, make_model, make_optimizer
 from workbench.lessons.demo_values import FULL
 from workbench.panels.pump import Pump
-from workbench.session.session import Session
+from workbench.session import Session
 
 LINK_BYTES_PER_S = 100e6
 CONFIG = RelayConfig(micro_batches=4, stash="host")

@@ -19,10 +19,7 @@ from _common import make_batch, make_gpt2, report, show, spread
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
 from workbench.panels.what_if_view import words_html
-from workbench.what_if.base import Base
-from workbench.what_if.differences import what_if_table
-from workbench.what_if.picture import draw_what_if, row_of
-from workbench.what_if.what_if import Question, answer, measured
+from workbench.what_if import Base, Question, answer, draw_what_if, measured, row_of, what_if_table
 
 
 def main() -> None:

@@ -16,51 +16,53 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from l2l_core.batches import (
+    Batch,
+    Mean,
+    ModelCall,
+    Objective,
+    Recent,
+    RowsOf,
+    Weight,
+    form_of,
+    join,
+    leaves_in,
+    map_tensors,
+)
 from l2l_core.config import RelayConfig
-from l2l_core.devices.cuda import CudaDevice
-from l2l_core.devices.device import Device
-from l2l_core.devices.emulated import EmulatedDevice
-from l2l_core.devices.ledger import Ledger
-from l2l_core.devices.process import Process
-from l2l_core.edits.branches import Branch, Branches
-from l2l_core.edits.branches import State as BranchState
-from l2l_core.edits.edit import Edit
-from l2l_core.edits.editor import Editor
-from l2l_core.edits.history import Entry, History
-from l2l_core.eps.blocks.checks import check_keys, check_model, check_step, refuse_checkpointing, refuse_scripted
-from l2l_core.eps.blocks.units import Unit, build_units
-from l2l_core.eps.casts import Wires
-from l2l_core.eps.optimizers.optimizers import OptimizerFactory, make_optimizer
-from l2l_core.eps.optimizers.parts import silent
-from l2l_core.eps.store import LayerStore, TornStep
-from l2l_core.forecast.forecast import Forecast
-from l2l_core.forecast.from_costs import LastStep, forecast_step
-from l2l_core.forecast.rehearsal import Rehearsal
-from l2l_core.model.ambient import RandomState
-from l2l_core.model.batch import Batch, RowsOf
-from l2l_core.model.caches import Caches
-from l2l_core.model.compiled import refuse_whole
-from l2l_core.model.full_precision import full_precision
-from l2l_core.model.layers import resolve_layers
-from l2l_core.model.mean import Mean, Weight
-from l2l_core.model.memento import keep_attributes
-from l2l_core.model.nested import form_of, leaves_in, map_tensors
-from l2l_core.model.objective import ModelCall, Objective, join
-from l2l_core.model.recent import Recent
-from l2l_core.model.stacks import Where
-from l2l_core.saves import folder
-from l2l_core.saves.history import Restorer, parts_of
-from l2l_core.saves.resume import Resumption, keep
-from l2l_core.saves.stacks import Edited
-from l2l_core.step.interrupt import interrupts_wait
-from l2l_core.step.learned import Known, KnownInPart, Layers
-from l2l_core.step.loop import Loop, TrainLoop
-from l2l_core.step.stage import Parts, Stage, Task
-from l2l_core.step.traffic.meter import Metered
-from l2l_core.step.verify import VerifyReport, compare_step
-from l2l_core.surgery.sample import same_random_numbers
-from l2l_core.trace.result import StepResult
-from l2l_core.trace.trace import Trace
+from l2l_core.devices import CudaDevice, Device, EmulatedDevice, Ledger, Process
+from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
+from l2l_core.edits import State as BranchState
+from l2l_core.eps import LayerStore, TornStep, Wires
+from l2l_core.eps.blocks import (
+    Unit,
+    build_units,
+    check_keys,
+    check_model,
+    check_step,
+    refuse_checkpointing,
+    refuse_scripted,
+)
+from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, silent
+from l2l_core.forecast import Forecast, LastStep, Rehearsal, forecast_step
+from l2l_core.model import Caches, RandomState, Where, full_precision, keep_attributes, refuse_whole, resolve_layers
+from l2l_core.saves import Edited, Restorer, Resumption, folder, keep, parts_of
+from l2l_core.step import (
+    Known,
+    KnownInPart,
+    Layers,
+    Loop,
+    Parts,
+    Stage,
+    Task,
+    TrainLoop,
+    VerifyReport,
+    compare_step,
+    interrupts_wait,
+)
+from l2l_core.step.traffic import Metered
+from l2l_core.surgery import same_random_numbers
+from l2l_core.trace import StepResult, Trace
 
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 _MOST_SHAPES = 16  # of inference, of which it is remembered what they need

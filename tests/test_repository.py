@@ -195,36 +195,129 @@ def test_core_imports_only_what_it_may() -> None:
     assert not strays, sorted(strays)
 
 
-def test_core_modules_import_each_other_without_cycles() -> None:
-    files = core_files()
-    graph = {name: imported(path, set(files), typing=False) & set(files) for name, path in files.items()}
-    assert find_cycle(graph) is None, "imports point one way (docs/ARCHITECTURE.md)"
+# Which room may import which, imports for annotations included. Rooms come in the order in which they build on one another.
+MAY_IMPORT = {
+    "l2l_core": {
+        "config": "",
+        "trace": "",
+        "model": "",
+        "batches": "model",
+        "devices": "trace",
+        "surgery": "model",
+        "surgery.identity": "surgery model",
+        "eps.blocks": "devices model",
+        "eps.optimizers": "eps.blocks surgery model",
+        "eps": "eps.optimizers eps.blocks devices model trace config",
+        "step.graph": "eps.blocks",
+        "step.traffic": "step.graph eps eps.blocks devices trace",
+        "step.micro_batch": "step.traffic step.graph eps.blocks surgery devices model trace",
+        "step": "step.micro_batch step.traffic step.graph eps eps.optimizers eps.blocks surgery devices batches model trace "
+        "config",
+        "edits": "eps eps.optimizers eps.blocks surgery.identity surgery devices batches model trace config",
+        "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
+        "forecast": "step step.traffic eps eps.blocks devices batches trace config",
+        "relay": "forecast saves edits step step.traffic eps eps.optimizers eps.blocks surgery devices batches model trace "
+        "config",
+    },
+    "workbench": {
+        "readings": "",
+        "session": "readings",
+        "pictures": "readings session",
+        "runs": "pictures readings session",
+        "what_if": "pictures readings session",
+        "commands": "runs",
+        "lessons": "pictures runs session",
+        "pages": "",
+        "panels": "what_if runs pictures readings session",
+        "app": "panels session",
+        "replayed": "panels pictures runs",
+        "__main__": "commands lessons runs",
+    },
+}
+LAZY = {"workbench"}  # its names are imported when they are asked for
 
 
-def test_the_workbench_has_layers_too() -> None:
-    """Pictures draw what they are given; a session knows no widgets; only panels and the app do."""
-    files = {module_name(path): path for path in sorted((ROOT / "workbench").rglob("*.py"))}
-    graph = {name: imported(path, set(files), typing=False) for name, path in files.items()}
-    assert find_cycle({name: others & set(files) for name, others in graph.items()}) is None
-    widgets = {"ipywidgets", "IPython", "anywidget", "workbench.app"}
-    headless = [name for name in graph if name.startswith(("workbench.pictures", "workbench.s", "workbench.l"))]
-    assert {
-        "workbench.session.session",
-        "workbench.session.snapshot",
-        "workbench.session.loggers",
-        "workbench.pictures.relay",
-    } <= {*headless}
-    strays = {
-        f"{name} imports {other}"
-        for name in headless
-        if name != "workbench.lessons.exercises"  # asks questions in a widget
-        for other in graph[name]
-        if other in widgets or other.startswith("workbench.panels")
+def files_of(package: str) -> dict[str, Path]:
+    return {module_name(path): path for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def room_of(name: str, files: dict[str, Path]) -> str:
+    """The room that a module is in, or the module if it is in none; a room's own `__init__` is in it."""
+    path = files[name]
+    inside = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return (inside if "." in inside else name).partition(".")[2]
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_rooms_import_only_those_below(package: str) -> None:
+    files = files_of(package)
+    table = {room: {*others.split()} for room, others in MAY_IMPORT[package].items()}
+    assert find_cycle(table) is None
+    graph = {name: imported(path, {*files}) & {*files} for name, path in files.items() if name != package}
+    found: dict[str, set[str]] = {room: set() for room in table}
+    for name, others in graph.items():
+        found[room_of(name, files)] |= {room_of(other, files) for other in others if other != package}
+    strays = {room: others - table[room] - {room} for room, others in found.items()}
+    assert not any(strays.values()), {room: others for room, others in strays.items() if others}
+    needless = {room: others - found[room] for room, others in table.items()}
+    assert not any(needless.values()), {room: others for room, others in needless.items() if others}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_files_import_one_another_in_no_circle(package: str) -> None:
+    files = files_of(package)
+    graph = {name: imported(path, {*files}) & {*files} for name, path in files.items() if name not in LAZY}
+    doors = {name for name, path in files.items() if path.name == "__init__.py"}
+    through = {
+        name: {other for other in others if other not in doors or other not in parents(name)}
+        for name, others in graph.items()
     }
-    assert not strays, sorted(strays)
+    assert find_cycle(through) is None
+
+
+def parents(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts))}
+
+
+def test_others_come_through_the_doors() -> None:
+    """What a room's files hold is imported by its own files alone; others import it from the room."""
+    files = files_of("l2l_core")
+    rooms = {name for name, path in files.items() if path.name == "__init__.py" and name != "l2l_core"}
+    strays = []
+    for name, path in {**files, **files_of("workbench")}.items():
+        mine = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for node in import_nodes(ast.parse(path.read_text(encoding="utf-8")), typing=True):
+            other = node.module if isinstance(node, ast.ImportFrom) else None
+            if other in {*files} - rooms and other.rpartition(".")[0] in rooms - {mine}:
+                strays.append(f"{name} imports {other} past {other.rpartition('.')[0]}")
+    assert len(rooms) > 12 and not strays, sorted(strays)
+
+
+def test_every_room_says_what_it_is() -> None:
+    for package, rooms in MAY_IMPORT.items():
+        for room in rooms:
+            door = ROOT / package / room.replace(".", "/") / "__init__.py"
+            if door.exists() and room != "pages":
+                charter = ast.get_docstring(ast.parse(door.read_text(encoding="utf-8"))) or ""
+                assert "Begin reading at" in charter and ("May import" in charter or "Imports nothing" in charter), door
+
+
+WIDGETS = {"ipywidgets", "IPython", "anywidget", "workbench.app"}
+
+
+def test_headless_rooms_know_no_widgets_and_pictures_are_pure() -> None:
+    files = files_of("workbench")
+    graph = {name: imported(path, {*files}, typing=False) for name, path in files.items()}
+    headless = [name for name in graph if name.split(".")[1:2] and name.split(".")[1] in HEADLESS]
+    strays = {f"{name} imports {other}" for name in headless for other in graph[name] if other in WIDGETS}
+    assert len(headless) > 60 and not strays, sorted(strays)
     impure = {"threading", "time", "random", "datetime", "torch"}
     drawing = {name: graph[name] & impure for name in graph if name.startswith("workbench.pictures.")}
-    assert {name: found for name, found in drawing.items() if found} == {}
+    assert len(drawing) > 20 and not any(drawing.values()), drawing
+
+
+HEADLESS = {"readings", "session", "pictures", "runs", "what_if", "commands"}
 
 
 def test_reference_is_written_with_torch_alone() -> None:

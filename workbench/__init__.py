@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from workbench.app import Workbench as Workbench
     from workbench.replayed import compare as compare
     from workbench.replayed import replay as replay
-    from workbench.runs.recorded import load_run as load_run
-    from workbench.runs.recorder import Recorder as Recorder
-    from workbench.session.session import Session as Session
-    from workbench.session.snapshot import Snapshot as Snapshot
+    from workbench.runs import Recorder as Recorder
+    from workbench.runs import load_run as load_run
+    from workbench.session import Session as Session
+    from workbench.session import Snapshot as Snapshot
 
 _WHERE = {
     "Workbench": "workbench.app",

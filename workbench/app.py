@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from l2l_core import Edit, Relay, Schedule
-from l2l_core.edits.branches import Branch
-from l2l_core.edits.history import Entry
+from l2l_core.edits import Branch, Entry
 from workbench.panels.board import Board
 from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
@@ -20,10 +19,7 @@ from workbench.panels.memory import MemoryPanel
 from workbench.panels.relay import RelayPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.panels.what_if import WhatIfPanel
-from workbench.session.batches import BatchSource
-from workbench.session.loggers import Logger
-from workbench.session.session import Scheduler, Session
-from workbench.session.snapshot import Snapshot
+from workbench.session import BatchSource, Logger, Scheduler, Session, Snapshot
 
 
 class Workbench(Board):

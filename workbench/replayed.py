@@ -18,10 +18,8 @@ from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
 from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
 from workbench.panels.timeline import TimelinePanel
-from workbench.pictures.page import bundle_of
-from workbench.pictures.picture import Picture, Table
-from workbench.runs.comparison import Comparison, Named, compare_runs
-from workbench.runs.recorded import RecordedRun, Recording, load_run, name_runs
+from workbench.pictures import Picture, Table, bundle_of
+from workbench.runs import Comparison, Named, RecordedRun, Recording, compare_runs, load_run, name_runs
 
 
 class Replay(Board):

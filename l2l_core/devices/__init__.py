@@ -1,0 +1,18 @@
+"""Where work runs: memory with a budget, lanes that copy, threads, files.
+
+May import `trace`.
+Begin reading at `device.py` (the verbs), `emulated.py`.
+"""
+
+from l2l_core.devices.cuda import CudaDevice as CudaDevice
+from l2l_core.devices.device import Copy as Copy
+from l2l_core.devices.device import Device as Device
+from l2l_core.devices.device import Ticket as Ticket
+from l2l_core.devices.disk import is_full as is_full
+from l2l_core.devices.disk import no_room as no_room
+from l2l_core.devices.disk import write_tensors as write_tensors
+from l2l_core.devices.emulated import EmulatedDevice as EmulatedDevice
+from l2l_core.devices.ledger import DeviceOutOfMemory as DeviceOutOfMemory
+from l2l_core.devices.ledger import Ledger as Ledger
+from l2l_core.devices.process import Process as Process
+from l2l_core.devices.threads import serial_thread as serial_thread

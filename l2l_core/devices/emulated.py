@@ -17,7 +17,7 @@ import torch
 from l2l_core.devices.device import Copy, Device, Record, Ticket
 from l2l_core.devices.ledger import Ledger
 from l2l_core.devices.threads import serial_thread, sleep_until
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 
 
 class _Pending:

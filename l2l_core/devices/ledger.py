@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 
 _TRIED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # PyTorch's words
 _BINARY_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
 _IDLE_PASSES = 4  # a training shape survives a few passes of evaluation in between

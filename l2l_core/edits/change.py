@@ -8,19 +8,42 @@ back exactly what was changed, and nothing else: other layers keep what they hav
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks.units import Unit
-
-if TYPE_CHECKING:
-    from l2l_core.edits.editor import Editor
+from l2l_core.edits.parking import Parking
+from l2l_core.eps.blocks import Unit
 
 Held = tuple[torch.Tensor, dict[str, Any] | None]  # a parameter's values and what the optimizer knows of it
+
+
+class Hands(Protocol):
+    """What a change asks of whoever carries it out: the editor."""
+
+    parking: Parking
+    put_back: dict[Change, Callable[[], None]]
+
+    def restack(
+        self,
+        name: str,
+        before: Sequence[Unit],
+        after: Sequence[Unit],
+        like: Mapping[Unit, Unit],
+        trust: bool,
+        passing: bool = False,
+    ) -> Callable[[], None]: ...
+
+    def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]: ...
+
+    def book_kept(self, change: Change, values: Iterable[Held]) -> None: ...
+
+    def set_trained(self, unit: Unit, flags: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, bool]: ...
+
+    def lose(self, unit: Unit) -> None: ...
 
 
 class Change(ABC):
@@ -30,14 +53,14 @@ class Change(ABC):
     """
 
     @abstractmethod
-    def do(self, editor: Editor) -> Change:
+    def do(self, editor: Hands) -> Change:
         """Carry it out; the change that takes it back.
 
         Raises:
             ValueError: it cannot be done as things are now; nothing is changed then.
         """
 
-    def settle(self, editor: Editor) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
+    def settle(self, editor: Hands) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
         """The group of edits that it belongs to is done."""
 
     def units(self) -> Sequence[Unit]:
@@ -75,7 +98,7 @@ class Restack(Change):
     like: Mapping[Unit, Unit] = field(default_factory=dict)
     proven: bool = False
 
-    def do(self, editor: Editor) -> Restack:
+    def do(self, editor: Hands) -> Restack:
         put_back = editor.restack(self.stack, self.before, self.after, self.like, self.proven)
         inverse = Restack(self.stack, self.after, self.before, self.like, proven=True)
         editor.put_back[inverse] = put_back
@@ -107,7 +130,7 @@ class Rewrite(Change):
     unit: Unit
     values: Mapping[nn.Parameter, Held]
 
-    def do(self, editor: Editor) -> Rewrite:
+    def do(self, editor: Hands) -> Rewrite:
         inverse = Rewrite(self.unit, editor.exchange(self.unit, self.values))
         editor.book_kept(inverse, inverse.values.values())
         return inverse
@@ -137,7 +160,7 @@ class Retrain(Change):
     unit: Unit
     trained: Mapping[nn.Parameter, bool]
 
-    def do(self, editor: Editor) -> Retrain:
+    def do(self, editor: Hands) -> Retrain:
         return Retrain(self.unit, editor.set_trained(self.unit, self.trained))
 
     def units(self) -> Sequence[Unit]:
@@ -169,7 +192,7 @@ class _OfParked(Change):
 class Spill(_OfParked):
     """Parked layers that wait on disk; whatever brings them back fetches them."""
 
-    def do(self, editor: Editor) -> Fetch:
+    def do(self, editor: Hands) -> Fetch:
         for unit in self.parked:
             editor.parking.spill(unit)
         return Fetch(self.parked)
@@ -179,7 +202,7 @@ class Spill(_OfParked):
 class Fetch(_OfParked):
     """Parked layers that come back to memory."""
 
-    def do(self, editor: Editor) -> Spill:
+    def do(self, editor: Hands) -> Spill:
         for unit in self.parked:
             editor.parking.fetch(unit)
         return Spill(self.parked)
@@ -189,10 +212,10 @@ class Fetch(_OfParked):
 class Lose(_OfParked):
     """Parked layers that are freed once the whole group of edits is done: from then on there is no way back."""
 
-    def do(self, editor: Editor) -> Lose:
+    def do(self, editor: Hands) -> Lose:
         return self
 
-    def settle(self, editor: Editor) -> None:
+    def settle(self, editor: Hands) -> None:
         for unit in self.parked:
             editor.lose(unit)
 
@@ -207,7 +230,7 @@ class Barred(Change):
 
     why: str
 
-    def do(self, editor: Editor) -> Change:
+    def do(self, editor: Hands) -> Change:
         raise ValueError(self.why)
 
     def to_plain(self) -> list[Any]:

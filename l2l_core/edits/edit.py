@@ -19,9 +19,8 @@ from torch import nn
 
 from l2l_core.edits.change import Change, Held, Lose, Restack, Retrain, Rewrite, Spill
 from l2l_core.edits.editor import Editor
-from l2l_core.eps.blocks.units import Unit
-from l2l_core.model.compiled import deep_copy
-from l2l_core.model.stacks import Where
+from l2l_core.eps.blocks import Unit
+from l2l_core.model import Where, deep_copy
 
 Init = Literal["identity", "copy", "fresh", "interpolate"]
 Mode = Literal["top", "middle", "interleaved"]

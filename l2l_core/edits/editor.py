@@ -15,28 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core.devices.ledger import Ledger
+from l2l_core.devices import Ledger
 from l2l_core.edits.change import Change, Held
 from l2l_core.edits.new_layers import check_new, initialise
 from l2l_core.edits.parked import Parked
 from l2l_core.edits.parking import Parking
-from l2l_core.eps.blocks.units import Block, Unit, build_layer
-from l2l_core.eps.optimizers.order import GroupOrder, Places
-from l2l_core.eps.optimizers.states import clone_state, state_bytes
-from l2l_core.eps.store import LayerStore, Side
-from l2l_core.model.stacks import Resolver, Stack, Where, find_stacks
-from l2l_core.surgery.identity.identity import (
-    IdentityPlan,
-    Sample,
-    apply_plan,
-    capture_samples,
-    plan_identity,
-    sample_behind,
-)
-from l2l_core.surgery.likeness import anatomy
-from l2l_core.surgery.rearrange import rearrange
-from l2l_core.surgery.ties import ties_of
-from l2l_core.surgery.try_fit import check_fit
+from l2l_core.eps import LayerStore, Side
+from l2l_core.eps.blocks import Block, Unit, build_layer
+from l2l_core.eps.optimizers import GroupOrder, Places, clone_state, state_bytes
+from l2l_core.model import Resolver, Stack, Where, find_stacks
+from l2l_core.surgery import anatomy, check_fit, rearrange, ties_of
+from l2l_core.surgery.identity import IdentityPlan, Sample, apply_plan, capture_samples, plan_identity, sample_behind
 
 State = Mapping[str, Any]
 Inherit = Callable[

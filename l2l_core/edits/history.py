@@ -13,7 +13,7 @@ from l2l_core.edits.change import Change
 from l2l_core.edits.edit import Do, Edit
 from l2l_core.edits.editor import Editor
 from l2l_core.edits.group import all_or_nothing
-from l2l_core.eps.blocks.units import Unit
+from l2l_core.eps.blocks import Unit
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks.checks import refuse_scripted
-from l2l_core.model.ambient import RandomState
-from l2l_core.surgery.sample import same_random_numbers
+from l2l_core.eps.blocks import refuse_scripted
+from l2l_core.model import RandomState
+from l2l_core.surgery import same_random_numbers
 
 
 def check_new(model: nn.Module, params: Collection[nn.Parameter], module: object) -> nn.Module:

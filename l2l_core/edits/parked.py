@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from l2l_core.devices.disk import is_full, no_room, write_tensors
-from l2l_core.devices.process import Process
-from l2l_core.eps.blocks.units import Block, Unit
-from l2l_core.eps.store import Side
+from l2l_core.devices import Process, is_full, no_room, write_tensors
+from l2l_core.eps import Side
+from l2l_core.eps.blocks import Block, Unit
 
 _AFTER_FULL = "Free some, or let TMPDIR name a larger disk; the layer is in memory as before"
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from l2l_core.devices.ledger import Ledger
+from l2l_core.devices import Ledger
 from l2l_core.edits.parked import Parked
-from l2l_core.eps.blocks.units import Block, Unit
-from l2l_core.eps.store import Side
+from l2l_core.eps import Side
+from l2l_core.eps.blocks import Block, Unit
 
 
 class Parking:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
+from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
 from l2l_core.edits.edit import Drop, Duplicate, Edit, Freeze, Insert, Policy, Unfreeze
-from l2l_core.eps.blocks.units import Unit
-from l2l_core.model.batch import Batch
-from l2l_core.model.stacks import Where
-from l2l_core.trace.result import StepResult
+from l2l_core.eps.blocks import Unit
+from l2l_core.model import Where
+from l2l_core.trace import StepResult
 
 Grow = Literal["top", "middle", "interleaved", "identity"]
 Shrink = Literal["influence", "top", "bottom"]

@@ -15,10 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from l2l_core.devices.device import Device
-from l2l_core.devices.ledger import Ledger
-from l2l_core.devices.threads import serial_thread
-from l2l_core.eps.blocks.units import Block, Unit
+from l2l_core.devices import Device, Ledger, serial_thread
+from l2l_core.eps.blocks import Block, Unit
 
 
 class Wires:

@@ -18,14 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices.ledger import Ledger
-from l2l_core.eps.blocks.trained import GradientPiece
-from l2l_core.eps.blocks.units import Block
-from l2l_core.eps.optimizers.parts import over, step_alone
-from l2l_core.eps.optimizers.states import clone_state, state_bytes
-from l2l_core.eps.optimizers.step_hooks import StepHooks
+from l2l_core.devices import Ledger
+from l2l_core.eps.blocks import Block, GradientPiece
+from l2l_core.eps.optimizers import StepHooks, clone_state, over, state_bytes, step_alone
 from l2l_core.eps.store import LayerStore
-from l2l_core.trace.trace import Trace
+from l2l_core.trace import Trace
 
 
 class DryStore(LayerStore):

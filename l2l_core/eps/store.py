@@ -24,20 +24,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices.device import Ticket
-from l2l_core.devices.ledger import Ledger
-from l2l_core.devices.threads import serial_thread
-from l2l_core.eps.blocks.trained import GradientPiece, Trained
-from l2l_core.eps.blocks.units import SHELL, Block, Unit, shared_key
-from l2l_core.eps.optimizers.blockwise import Findings, check_mode
-from l2l_core.eps.optimizers.parts import copy_over, over, replace_params, slice_of, update_part
-from l2l_core.eps.optimizers.settings import Changes, merge, settle
-from l2l_core.eps.optimizers.spares import spares_others
-from l2l_core.eps.optimizers.states import clone_state, state_bytes
-from l2l_core.eps.optimizers.step_hooks import StepHooks
-from l2l_core.model.memento import keep, keep_without
-from l2l_core.trace.events import Event
-from l2l_core.trace.trace import Trace
+from l2l_core.devices import Ledger, Ticket, serial_thread
+from l2l_core.eps.blocks import SHELL, Block, GradientPiece, Trained, Unit, shared_key
+from l2l_core.eps.optimizers import (
+    Changes,
+    Findings,
+    StepHooks,
+    check_mode,
+    clone_state,
+    copy_over,
+    merge,
+    over,
+    replace_params,
+    settle,
+    slice_of,
+    spares_others,
+    state_bytes,
+    update_part,
+)
+from l2l_core.model import keep, keep_without
+from l2l_core.trace import Event, Trace
 
 _SAMPLED = 4096
 MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates

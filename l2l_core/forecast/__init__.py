@@ -1,0 +1,24 @@
+"""What a step costs, in numbers: recorded, stretched, replayed, put into words.
+
+May import `step`, `eps`, `devices`, `batches`, `trace`.
+Begin reading at `forecast.py`, `replay.py`.
+"""
+
+from l2l_core.forecast.costs import COPY_LANES as COPY_LANES
+from l2l_core.forecast.costs import SHELL as SHELL
+from l2l_core.forecast.costs import Layer as Layer
+from l2l_core.forecast.costs import Memory as Memory
+from l2l_core.forecast.costs import Op as Op
+from l2l_core.forecast.costs import Part as Part
+from l2l_core.forecast.costs import Stay as Stay
+from l2l_core.forecast.costs import Turn as Turn
+from l2l_core.forecast.forecast import Forecast as Forecast
+from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
+from l2l_core.forecast.formula import Machine as Machine
+from l2l_core.forecast.formula import Shapes as Shapes
+from l2l_core.forecast.from_config import forecast_config as forecast_config
+from l2l_core.forecast.from_costs import LastStep as LastStep
+from l2l_core.forecast.from_costs import forecast_step as forecast_step
+from l2l_core.forecast.profile import Profile as Profile
+from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
+from l2l_core.forecast.replay import simulate as simulate

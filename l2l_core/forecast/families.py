@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from l2l_core.eps.blocks.layout import aligned
+from l2l_core.eps.blocks import aligned
 
 Shape = tuple[int, ...]
 

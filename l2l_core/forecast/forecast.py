@@ -9,10 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from l2l_core.config import RelayConfig
-from l2l_core.trace.bounds import Bound
-from l2l_core.trace.result import StepResult
-from l2l_core.trace.trace import Trace
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import Bound, StepResult, Trace, format_bytes
 
 
 @dataclass(frozen=True)

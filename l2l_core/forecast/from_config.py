@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.eps.store import MAX_UNDER_WAY
+from l2l_core.eps import MAX_UNDER_WAY
 from l2l_core.forecast.costs import SHELL, Job, Layer, Memory, Op, Part, Stay, Turn
 from l2l_core.forecast.families import ModelShapes, Shape, count, shapes_of_config, slot_numel
 from l2l_core.forecast.forecast import Forecast
@@ -21,7 +21,7 @@ from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.limits import pattern
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.stretch import MemoryWalk
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 
 ADAMW = 8  # bytes per parameter of its two moments in float32
 _KNOWN = 4  # micro-batches that are written out; more are as these

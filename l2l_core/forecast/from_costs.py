@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from l2l_core.batches import Batch, form_of, split
 from l2l_core.config import RelayConfig
-from l2l_core.devices.device import Device
-from l2l_core.devices.emulated import EmulatedDevice
-from l2l_core.eps.blocks.units import Block
+from l2l_core.devices import Device, EmulatedDevice
+from l2l_core.eps.blocks import Block
 from l2l_core.forecast.costs import COPY_LANES, Memory
 from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.gradient_buffers import gradient_buffer_bytes
@@ -22,12 +22,7 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.rehearsal import Rehearsal, representatives
 from l2l_core.forecast.replay import simulate
 from l2l_core.forecast.stretch import stretch, with_memory
-from l2l_core.model.batch import Batch, split
-from l2l_core.model.nested import form_of
-from l2l_core.trace.bounds import Bound
-from l2l_core.trace.events import MemorySample
-from l2l_core.trace.trace import Trace
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import Bound, MemorySample, Trace, format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from l2l_core.forecast.costs import SHELL
 from l2l_core.forecast.profile import Profile
-from l2l_core.trace.trace import Trace
+from l2l_core.trace import Trace
 
 
 def gradient_buffer_bytes(profile: Profile, trace: Trace) -> int:

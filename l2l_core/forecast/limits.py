@@ -11,9 +11,7 @@ from l2l_core.forecast.costs import COPY_LANES
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.replay import MOST_EVENTS, simulate
 from l2l_core.forecast.stretch import MemoryWalk, stretch, with_memory
-from l2l_core.trace.bounds import micro_batches_to_hide
-from l2l_core.trace.roofline import OVERLAPPING, Work
-from l2l_core.trace.trace import Trace
+from l2l_core.trace import OVERLAPPING, Trace, Work, micro_batches_to_hide
 
 _DEEPEST = 1 << 20  # layers; what fits so many has no limit worth a number
 _SIMULATED = 64  # micro-batches that are tried in simulations, whatever the depth

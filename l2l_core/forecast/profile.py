@@ -11,7 +11,7 @@ from typing import Any
 from l2l_core.forecast.costs import CopySpeed, Job, Layer, Memory, Op, Part, Stay, Turn
 from l2l_core.forecast.formula import Machine, Shapes, costs_of_shapes
 from l2l_core.forecast.recording import Recording
-from l2l_core.trace.trace import Trace
+from l2l_core.trace import Trace
 
 SCHEMA = "l2l-profile"
 VERSION = 1

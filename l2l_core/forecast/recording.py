@@ -10,9 +10,7 @@ from statistics import median
 from typing import Any
 
 from l2l_core.forecast.costs import COPY_LANES, CopySpeed, Job, Layer, Memory, Op, Part, Stay, Turn
-from l2l_core.trace.events import Event
-from l2l_core.trace.roofline import visits_of
-from l2l_core.trace.trace import Trace
+from l2l_core.trace import Event, Trace, visits_of
 
 
 class Recording:

@@ -15,18 +15,13 @@ from functools import partial
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices.device import Device
-from l2l_core.devices.emulated import EmulatedDevice
-from l2l_core.devices.ledger import Ledger
-from l2l_core.eps.blocks.units import Block, Unit
-from l2l_core.eps.casts import Wires
-from l2l_core.eps.scratch import DryStore
-from l2l_core.eps.store import LayerStore
+from l2l_core.devices import Device, EmulatedDevice, Ledger
+from l2l_core.eps import DryStore, LayerStore, Wires
+from l2l_core.eps.blocks import Block, Unit
 from l2l_core.forecast.profile import Profile
-from l2l_core.step.loop import TrainLoop
-from l2l_core.step.stage import Parts, Stage, Task
-from l2l_core.step.traffic.meter import Metered
-from l2l_core.trace.trace import Trace
+from l2l_core.step import Parts, Stage, Task, TrainLoop
+from l2l_core.step.traffic import Metered
+from l2l_core.trace import Trace
 
 ENOUGH_S = 2.0  # timed passes are repeated until they have taken so long together,
 MOST_PASSES = 5  # or there are so many

@@ -18,13 +18,12 @@ from itertools import pairwise
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices.device import Device
-from l2l_core.eps.store import MAX_UNDER_WAY
+from l2l_core.devices import Device
+from l2l_core.eps import MAX_UNDER_WAY
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, Turn
 from l2l_core.forecast.profile import Profile
-from l2l_core.step.traffic.lanes import cuts
-from l2l_core.trace.events import Event, MemorySample
-from l2l_core.trace.trace import Trace
+from l2l_core.step.traffic import cuts
+from l2l_core.trace import Event, MemorySample, Trace
 
 MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
 

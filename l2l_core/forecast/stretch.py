@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from l2l_core.forecast.costs import Memory, Op, Turn
 from l2l_core.forecast.profile import Profile
-from l2l_core.trace.events import PLACES
+from l2l_core.trace import PLACES
 
 START = -1  # in place of a stay's index: what comes before the first layer
 

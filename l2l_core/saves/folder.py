@@ -47,13 +47,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices.disk import is_full, no_room, write_tensors
-from l2l_core.eps.blocks.units import Block, Unit
-from l2l_core.eps.optimizers.settings import put, to_save
-from l2l_core.eps.store import LayerStore
-from l2l_core.model.ambient import RandomState
-from l2l_core.model.plain_data import Tensors, decode, encode
-from l2l_core.surgery.ties import ties_of
+from l2l_core.devices import is_full, no_room, write_tensors
+from l2l_core.eps import LayerStore
+from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.optimizers import put, to_save
+from l2l_core.model import RandomState, Tensors, decode, encode
+from l2l_core.surgery import ties_of
 
 logger = logging.getLogger("l2l_core")
 

@@ -14,18 +14,12 @@ from typing import Any
 import torch
 
 from l2l_core.config import RelayConfig
-from l2l_core.edits import change
-from l2l_core.edits.branches import Branches, State, Values
-from l2l_core.edits.change import Barred, Change
-from l2l_core.edits.editor import Editor
-from l2l_core.edits.history import Entry, History, Turn
-from l2l_core.edits.parked import Parked
-from l2l_core.eps.blocks.units import Block, Unit
-from l2l_core.model.ambient import RandomState
+from l2l_core.edits import Barred, Branches, Change, Editor, Entry, History, Parked, State, Turn, Values, change
+from l2l_core.eps.blocks import Block, Unit
+from l2l_core.model import RandomState
 from l2l_core.saves.folder import usable
 from l2l_core.saves.resume import Resumption
-from l2l_core.surgery import per_layer
-from l2l_core.surgery.likeness import kind_of
+from l2l_core.surgery import kind_of, per_layer
 
 logger = logging.getLogger("l2l_core")
 

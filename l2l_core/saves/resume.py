@@ -16,15 +16,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.edits.editor import Editor
-from l2l_core.eps.blocks.units import Unit, shared_key
-from l2l_core.eps.optimizers.order import GroupOrder, Places
-from l2l_core.model.compiled import deep_copy
-from l2l_core.model.stacks import find_stacks
+from l2l_core.edits import Editor
+from l2l_core.eps.blocks import Unit, shared_key
+from l2l_core.eps.optimizers import GroupOrder, Places
+from l2l_core.model import deep_copy, find_stacks
 from l2l_core.saves.folder import Saved
 from l2l_core.saves.stacks import Edited
-from l2l_core.surgery.likeness import kind_of
-from l2l_core.surgery.rearrange import rearrange
+from l2l_core.surgery import kind_of, rearrange
 
 SHARED = shared_key("")  # what keys of blocks that several units use begin with
 

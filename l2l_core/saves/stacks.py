@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from l2l_core.edits.editor import Built, Editor
-from l2l_core.edits.history import Entry, History
-from l2l_core.surgery.likeness import kind_of
-from l2l_core.surgery.ties import ties_of
+from l2l_core.edits import Built, Editor, Entry, History
+from l2l_core.surgery import kind_of, ties_of
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices.ledger import Ledger
-from l2l_core.trace.words import format_bytes
+from l2l_core.devices import Ledger
+from l2l_core.trace import format_bytes
 
 
 def advise(ledger: Ledger, config: RelayConfig, slot_bytes: int, missing_bytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from l2l_core.step.traffic.meter import Metered
+from l2l_core.step.traffic import Metered
 
 Layers = frozenset[tuple[str, tuple[bool, ...]]]  # key, and of every parameter whether it is trained
 

@@ -25,15 +25,11 @@ from itertools import islice, zip_longest
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from l2l_core.eps.blocks.checks import hooked
-from l2l_core.eps.blocks.units import Block, Unit, check_stamps, stamps_of
-from l2l_core.eps.store import LayerStore, NonFiniteError
-from l2l_core.step.graph.cut import Segment, nested, run_backward
-from l2l_core.step.micro_batch.call import Call, Pass
-from l2l_core.step.micro_batch.forward import Forward
-from l2l_core.step.traffic.gradient import Gradient, GradientSlots
-from l2l_core.step.traffic.lanes import Link
-from l2l_core.step.traffic.slots import Prefetch
+from l2l_core.eps import LayerStore, NonFiniteError
+from l2l_core.eps.blocks import Block, Unit, check_stamps, hooked, stamps_of
+from l2l_core.step.graph import Segment, nested, run_backward
+from l2l_core.step.micro_batch import Call, Forward, Pass
+from l2l_core.step.traffic import Gradient, GradientSlots, Link, Prefetch
 
 
 @dataclass(eq=False, slots=True)

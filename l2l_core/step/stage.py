@@ -15,31 +15,39 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l_core.batches import map_tensors
 from l2l_core.config import RelayConfig
-from l2l_core.devices.device import Copy, Device
-from l2l_core.devices.ledger import Ledger
-from l2l_core.eps.blocks.checks import refuse_cached
-from l2l_core.eps.blocks.units import Unit, outside
-from l2l_core.eps.casts import Wires
-from l2l_core.model.ambient import Ambient, RandomState
-from l2l_core.model.nested import map_tensors
+from l2l_core.devices import Copy, Device, Ledger
+from l2l_core.eps import Wires
+from l2l_core.eps.blocks import Unit, outside, refuse_cached
+from l2l_core.model import Ambient, RandomState
 from l2l_core.step.advice import advise
-from l2l_core.step.graph.aside import Asides
-from l2l_core.step.graph.buffer_order import BufferOrder
-from l2l_core.step.micro_batch.attributes import Attributes
-from l2l_core.step.micro_batch.call import Pass
-from l2l_core.step.micro_batch.crossing import Crossing, functions_seen
-from l2l_core.step.micro_batch.forward import Forward, Shadows
-from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
-from l2l_core.step.micro_batch.sight import OutOfSight
-from l2l_core.step.traffic.clock import Clock
-from l2l_core.step.traffic.gradient import Gradient, GradientSlots, Takers
-from l2l_core.step.traffic.lanes import Lane, Link
-from l2l_core.step.traffic.meter import Meter, Metered
-from l2l_core.step.traffic.readers import before_reads
-from l2l_core.step.traffic.slots import Prefetch
-from l2l_core.step.traffic.stash import Stash
-from l2l_core.trace.trace import Trace
+from l2l_core.step.graph import Asides, BufferOrder
+from l2l_core.step.micro_batch import (
+    Attributes,
+    Crossing,
+    Forward,
+    OutOfSight,
+    Pass,
+    Shadows,
+    SideOutputs,
+    UserHooks,
+    functions_seen,
+)
+from l2l_core.step.traffic import (
+    Clock,
+    Gradient,
+    GradientSlots,
+    Lane,
+    Link,
+    Meter,
+    Metered,
+    Prefetch,
+    Stash,
+    Takers,
+    before_reads,
+)
+from l2l_core.trace import Trace
 
 _SHAKEN = 0.02  # of a weight, in `Stage.shake`: as much as models begin with
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

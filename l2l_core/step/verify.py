@@ -16,14 +16,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from l2l_core.eps.blocks.units import Unit
-from l2l_core.eps.optimizers.settings import differing_settings, is_same, settings_of
-from l2l_core.eps.optimizers.states import differing
-from l2l_core.eps.store import LayerStore
-from l2l_core.model.compiled import deep_copy
-from l2l_core.model.nested import map_tensors
-from l2l_core.model.reference import train_step
-from l2l_core.surgery.sample import same_random_numbers
+from l2l_core.batches import map_tensors
+from l2l_core.eps import LayerStore
+from l2l_core.eps.blocks import Unit
+from l2l_core.eps.optimizers import differing, differing_settings, is_same, settings_of
+from l2l_core.model import deep_copy, train_step
+from l2l_core.surgery import same_random_numbers
 
 
 @dataclass(frozen=True, slots=True)

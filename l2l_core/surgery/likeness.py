@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from l2l_core.model.compiled import is_wrapper
+from l2l_core.model import is_wrapper
 from l2l_core.surgery.config_depth import is_config, words
 from l2l_core.surgery.ties import ties_of
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from l2l_core.model.stacks import Stack
+from l2l_core.model import Stack
 from l2l_core.surgery.config_depth import LayerList
 from l2l_core.surgery.likeness import anatomy, attributes_at
 from l2l_core.surgery.surroundings import Edits

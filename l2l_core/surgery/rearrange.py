@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from l2l_core.model.stacks import Stack
+from l2l_core.model import Stack
 from l2l_core.surgery import config_depth
 from l2l_core.surgery.beside import follow_beside, follow_depth_attributes, lists_of_owner
 from l2l_core.surgery.config_follow import changed_configs, find_depth_fields, point_to

@@ -16,9 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from l2l_core.model.ambient import RandomState
-from l2l_core.model.compiled import not_compiled
-from l2l_core.model.hidden import is_cache
+from l2l_core.model import RandomState, is_cache, not_compiled
 
 _SHARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)
 

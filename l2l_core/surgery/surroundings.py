@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from l2l_core.model.stacks import Stack
+from l2l_core.model import Stack
 from l2l_core.surgery import config_depth
 from l2l_core.surgery.config_depth import Place
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from l2l_core.model.stacks import Stack
+from l2l_core.model import Stack
 from l2l_core.surgery.rearrange import rearrange
 from l2l_core.surgery.sample import same_random_numbers, untouched
 

@@ -21,8 +21,8 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.model.batch import RowsOf, rows_of, split
-from l2l_core.model.nested import map_tensors, open_up
+from l2l_core.batches.batch import RowsOf, rows_of, split
+from l2l_core.batches.nested import map_tensors, open_up
 
 ROWS, WIDTH = 5, 4
 

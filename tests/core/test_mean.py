@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from zoo import BY_NAME, IGNORED
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
-from l2l_core.model.batch import RowsOf
-from l2l_core.model.mean import Mean, shares
-from l2l_core.model.recent import Recent
-from l2l_core.model.targets import candidates
+from l2l_core.batches.batch import RowsOf
+from l2l_core.batches.mean import Mean, shares
+from l2l_core.batches.recent import Recent
+from l2l_core.batches.targets import candidates
 
 Batch = dict[str, Any]
 sgd = partial(torch.optim.SGD, lr=0.1)

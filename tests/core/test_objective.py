@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2l_core.model.objective import ModelCall, join
+from l2l_core.batches.objective import ModelCall, join
 
 
 class Records(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from zoo import BY_NAME, Kind
 
 from l2l_core import Relay, RelayConfig
-from l2l_core.model.batch import split
+from l2l_core.batches.batch import split
 
 K = 3
 CONFIG = RelayConfig(micro_batches=K, precision="bf16")

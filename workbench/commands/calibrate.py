@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from l2l_core import Device, Machine, Profile, Relay, RelayConfig
-from l2l_core.devices.threads import serial_thread
+from l2l_core.devices import serial_thread
 from l2l_core.relay import resolve_device
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 
 SIZES = (256, 512, 1024, 2048)  # of square matrices
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

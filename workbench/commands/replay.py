@@ -10,7 +10,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from workbench.commands.lab import run_lab
-from workbench.runs.recorded import RecordedRun, load_run
+from workbench.runs import RecordedRun, load_run
 
 NAME = "replay.ipynb"
 

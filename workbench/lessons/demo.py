@@ -42,11 +42,8 @@ from workbench.lessons.demo_charts import (
 )
 from workbench.lessons.demo_values import FULL, QUICK, Batch, Compared, Run, Settings, Step
 from workbench.lessons.in_core import InCore
-from workbench.runs.recorded import load_run
-from workbench.runs.recorder import Recorder
-from workbench.runs.report import write_report
-from workbench.session.rows import snapshot_of, step_row
-from workbench.session.values import StepRow
+from workbench.runs import Recorder, load_run, write_report
+from workbench.session import StepRow, snapshot_of, step_row
 
 RECORDED, REPORT = "run.jsonl.gz", "report.html"
 

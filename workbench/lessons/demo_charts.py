@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from l2l_core import Device
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 from workbench.lessons.corpus import Corpus
 from workbench.lessons.demo_values import Run, Settings
-from workbench.pictures.loss import draw_loss
+from workbench.pictures import draw_loss
 
 BYTES_PER_PARAM = 16  # in core: float32 weight, gradient and AdamW's two moments
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from workbench.pictures import svg
-from workbench.pictures.picture import Picture, Table
-from workbench.pictures.scale import Scale
+from workbench.pictures import Picture, Scale, Table, svg
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 

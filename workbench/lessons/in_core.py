@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from l2l_core import RelayConfig
-from l2l_core.model.batch import rows_of, split
-from l2l_core.model.mean import shares
-from l2l_core.model.reference import train_step
+from l2l_core.batches import rows_of, shares, split
+from l2l_core.model import train_step
 
 Batch = Mapping[str, torch.Tensor]
 

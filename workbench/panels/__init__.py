@@ -1,1 +1,5 @@
-"""Panels of ipywidgets over a session: each shows one thing, alone or inside a `Workbench`."""
+"""Widgets, one view each.
+
+May import all of the workbench but `commands` and `lessons`.
+Begin reading at `panel.py`, `board.py`.
+"""

@@ -11,9 +11,8 @@ from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
 from workbench.panels.panel import Panel
 from workbench.panels.style import STYLE
-from workbench.pictures.page import bundle_of
-from workbench.session.snapshot import Snapshot
-from workbench.session.source import Source
+from workbench.pictures import bundle_of
+from workbench.session import Snapshot, Source
 
 
 class Board:

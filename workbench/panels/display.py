@@ -11,8 +11,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from workbench.panels.pump import Pump
-from workbench.session.snapshot import Snapshot
-from workbench.session.source import Source
+from workbench.session import Snapshot, Source
 
 Bundle = dict[str, Any]  # by MIME type
 WIDGET = "application/vnd.jupyter.widget-view+json"

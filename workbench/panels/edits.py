@@ -12,17 +12,21 @@ from l2l_core import Edit
 from workbench.panels.choices import make_dropdown, make_list, offer, sized
 from workbench.panels.keys import KeepsKeys
 from workbench.panels.panel import Panel, failure_html
-from workbench.pictures.branches import branches_table
-from workbench.pictures.edits import outlook_html
-from workbench.pictures.journal import draw_journal, journal_table
-from workbench.pictures.picture import Table
-from workbench.pictures.words import shorten
-from workbench.session.edit_form import END, NEEDS_CODE, PREVIOUS, QUESTIONS, foresee, make_edit
-from workbench.session.edit_words import edit_words, entry_words
-from workbench.session.journal_state import turns_of
-from workbench.session.session import Session
-from workbench.session.snapshot import Snapshot
-from workbench.session.values import LayerRow
+from workbench.pictures import Table, branches_table, draw_journal, journal_table, outlook_html, shorten
+from workbench.session import (
+    END,
+    NEEDS_CODE,
+    PREVIOUS,
+    QUESTIONS,
+    LayerRow,
+    Session,
+    Snapshot,
+    edit_words,
+    entry_words,
+    foresee,
+    make_edit,
+    turns_of,
+)
 
 _TITLE = '<div class="l2l-heading">Edit the stack of layers</div>'
 _PAIRS = {"first": "last", "layer": "other"}  # questions for two layers

@@ -10,10 +10,8 @@ import plotly.graph_objects as go
 
 from l2l_core import Trace
 from workbench.panels.panel import Panel, failure_html
-from workbench.pictures.figures import loss_figure, memory_figure, timeline_figure
-from workbench.pictures.picture import Picture
-from workbench.session.snapshot import Snapshot
-from workbench.session.values import StepRow
+from workbench.pictures import Picture, loss_figure, memory_figure, timeline_figure
+from workbench.session import Snapshot, StepRow
 
 Make = Callable[[Snapshot], go.Figure]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import ipywidgets
 
-from workbench.pictures.picture import Table
+from workbench.pictures import Table
 
 
 class Fold:

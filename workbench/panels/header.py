@@ -11,12 +11,10 @@ from typing import Any
 import ipywidgets
 
 from l2l_core import EmulatedDevice, TornStep
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 from workbench.panels.panel import Panel, failure_html
-from workbench.pictures.header import header_html, header_picture, progress_html, title_of
-from workbench.pictures.picture import Picture
-from workbench.session.session import Session
-from workbench.session.snapshot import Snapshot
+from workbench.pictures import Picture, header_html, header_picture, progress_html, title_of
+from workbench.session import Session, Snapshot
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 AHEAD = (0, 1, 2, 3, 4)

@@ -9,10 +9,8 @@ import ipywidgets
 
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
-from workbench.pictures.heat import draw_heat, show_heat
-from workbench.pictures.heat_cells import KINDS, heat_table
-from workbench.pictures.picture import Picture
-from workbench.session.snapshot import Snapshot
+from workbench.pictures import KINDS, Picture, draw_heat, heat_table, show_heat
+from workbench.session import Snapshot
 
 
 class HeatPanel(Panel):

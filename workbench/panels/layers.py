@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import ipywidgets
 
 from workbench.panels.panel import Panel
-from workbench.pictures.layers import draw_layers, layers_table
-from workbench.pictures.picture import Table
-from workbench.session.snapshot import Snapshot
-from workbench.session.values import LayerRow
+from workbench.pictures import Table, draw_layers, layers_table
+from workbench.session import LayerRow, Snapshot
 
 
 class LayersPanel(Panel):

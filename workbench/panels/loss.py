@@ -8,10 +8,8 @@ import ipywidgets
 
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
-from workbench.pictures.loss import draw_loss, loss_table
-from workbench.pictures.picture import Picture
-from workbench.session.snapshot import Snapshot
-from workbench.session.values import Change
+from workbench.pictures import Picture, draw_loss, loss_table
+from workbench.session import Change, Snapshot
 
 
 class LossPanel(Panel):

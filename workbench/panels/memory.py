@@ -8,10 +8,8 @@ import ipywidgets
 
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
-from workbench.pictures.memory import draw_memory, memory_table, show_memory
-from workbench.pictures.picture import Picture
-from workbench.pictures.sweep import sweep_of
-from workbench.session.snapshot import Snapshot
+from workbench.pictures import Picture, draw_memory, memory_table, show_memory, sweep_of
+from workbench.session import Snapshot
 
 
 class MemoryPanel(Panel):

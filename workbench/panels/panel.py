@@ -14,11 +14,8 @@ import ipywidgets
 from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
 from workbench.panels.style import STYLE
-from workbench.pictures.page import bundle_of
-from workbench.pictures.picture import Picture, Table
-from workbench.session.session import Session
-from workbench.session.snapshot import Snapshot
-from workbench.session.source import Source
+from workbench.pictures import Picture, Table, bundle_of
+from workbench.session import Session, Snapshot, Source
 
 
 class Panel(ABC):

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 from weakref import WeakKeyDictionary, ref
 
-from workbench.session.snapshot import Snapshot
-from workbench.session.source import Source
+from workbench.session import Snapshot, Source
 
 View = Callable[[Snapshot], None]
 

@@ -9,11 +9,9 @@ import ipywidgets
 
 from workbench.panels.panel import Panel
 from workbench.panels.relay import RelayPanel
-from workbench.pictures.header import header_html, header_picture, settings_table
-from workbench.pictures.journal import draw_journal, journal_table
-from workbench.pictures.picture import Picture, Table
-from workbench.runs.recorded import Recording
-from workbench.session.snapshot import Snapshot
+from workbench.pictures import Picture, Table, draw_journal, header_html, header_picture, journal_table, settings_table
+from workbench.runs import Recording
+from workbench.session import Snapshot
 
 STATE = "recorded"
 

@@ -11,11 +11,9 @@ import ipywidgets
 from l2l_core import Trace
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
-from workbench.pictures.picture import Picture
-from workbench.pictures.relay import draw_relay, relay_table, show_relay
-from workbench.readings.columns import Columns
-from workbench.readings.moments import Moment, Moments
-from workbench.session.snapshot import Snapshot
+from workbench.pictures import Picture, draw_relay, relay_table, show_relay
+from workbench.readings import Columns, Moment, Moments
+from workbench.session import Snapshot
 
 LATE_S = 0.7  # after Live was pressed, the page may still send where the player was
 _PACES = {"slow": 600, "normal": 200, "fast": 50}  # milliseconds per event

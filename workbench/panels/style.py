@@ -1,7 +1,6 @@
 """The style sheet of the panels, in the colours of JupyterLab's theme."""
 
-from workbench.pictures import edits, journal, layers, page
-from workbench.pictures.theme import VERMILION
+from workbench.pictures import VERMILION, edits, journal, layers, page
 from workbench.what_if import picture as what_if
 
 _PANELS = """

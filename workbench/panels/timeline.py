@@ -11,10 +11,8 @@ import ipywidgets
 from l2l_core import Trace
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
-from workbench.pictures.picture import Picture
-from workbench.pictures.sweep import sweep_of
-from workbench.pictures.timeline import draw_timeline, show_timeline, timeline_table
-from workbench.session.snapshot import Snapshot
+from workbench.pictures import Picture, draw_timeline, show_timeline, sweep_of, timeline_table
+from workbench.session import Snapshot
 
 PACE_S = 1.0
 

@@ -17,14 +17,9 @@ from workbench.panels.latest import Latest
 from workbench.panels.panel import Panel, failure_html
 from workbench.panels.style import STYLE
 from workbench.panels.what_if_view import View, box
-from workbench.pictures.page import bundle_of
-from workbench.pictures.picture import Picture, Table
-from workbench.session.snapshot import Snapshot
-from workbench.what_if.base import Base
-from workbench.what_if.differences import forecast_error
-from workbench.what_if.guess import Guess, guess
-from workbench.what_if.known_steps import KnownSteps
-from workbench.what_if.what_if import Answer, Question, answer, measured
+from workbench.pictures import Picture, Table, bundle_of
+from workbench.session import Snapshot
+from workbench.what_if import Answer, Base, Guess, KnownSteps, Question, answer, forecast_error, guess, measured
 
 PACE_S = 1.0  # between two answers that nobody asked for, while steps come fast
 SHARE = 0.1  # of the time, for those

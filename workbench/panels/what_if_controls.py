@@ -11,8 +11,7 @@ from typing import Any
 import ipywidgets
 
 from workbench.panels.header import AHEAD, LINKS, MICRO_BATCHES
-from workbench.what_if.differences import show
-from workbench.what_if.what_if import Question
+from workbench.what_if import Question, show
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000)
 WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)

@@ -11,11 +11,8 @@ import ipywidgets
 from workbench.panels.latest import Latest
 from workbench.panels.panel import failure_html
 from workbench.panels.what_if_controls import Controls
-from workbench.pictures.picture import Picture
-from workbench.pictures.scale import round_up
-from workbench.what_if.differences import changed_settings, differences, what_if_table
-from workbench.what_if.picture import draw_what_if, row_of
-from workbench.what_if.what_if import Answer, Question
+from workbench.pictures import Picture, round_up
+from workbench.what_if import Answer, Question, changed_settings, differences, draw_what_if, row_of, what_if_table
 
 Ask = Callable[[Question], tuple[Answer | None, Answer]]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from l2l_core.edits.branches import Branch
-from l2l_core.trace.words import format_bytes
+from l2l_core.edits import Branch
+from l2l_core.trace import format_bytes
 from workbench.pictures.picture import Table
 
 _HEADER = ("branch", "", "step", "layers", "loss", "host bytes")

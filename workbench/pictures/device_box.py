@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from l2l_core.trace.events import CATEGORIES
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import CATEGORIES, format_bytes
 from workbench.pictures import svg
 from workbench.pictures.theme import BLUE, CATEGORY_COLOURS, GREY, VERMILION, ink_on, kind_colour
 from workbench.pictures.words import draw_stash, number_of, say, shorten
-from workbench.readings.moment import Moment, Slot
+from workbench.readings import Moment, Slot
 
 _MOST_SLOTS = 8
 

@@ -17,9 +17,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from l2l_core.trace.events import CATEGORIES, LANES
-from l2l_core.trace.trace import Trace
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import CATEGORIES, LANES, Trace, format_bytes
 from workbench.pictures.labels import label
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import (
@@ -35,8 +33,8 @@ from workbench.pictures.theme import (
     ink_on,
     kind_colour,
 )
-from workbench.readings.columns import Columns
-from workbench.session.values import Change, StepRow
+from workbench.readings import Columns
+from workbench.session import Change, StepRow
 
 MOST_BARS = 5_000  # with more events a bar each would be slow to zoom; they become thick lines, drawn by WebGL
 

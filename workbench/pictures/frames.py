@@ -13,10 +13,10 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from l2l_core.trace.trace import Trace
+from l2l_core.trace import Trace
 from workbench.pictures.relay import describe, draw_relay, relay_table
-from workbench.readings.moments import Moments
-from workbench.session.values import LayerRow
+from workbench.readings import Moments
+from workbench.session import LayerRow
 
 MOST_FRAMES = 1_500
 _PARTS = "\x00"  # between picture, table and sentence of a frame

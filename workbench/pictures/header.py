@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from html import escape
 
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import GREEN, GREY, ORANGE, SKY, VERMILION
-from workbench.session.snapshot import Snapshot
-from workbench.session.values import Failure
+from workbench.session import Failure, Snapshot
 
 STATE_COLOURS = {"idle": GREY, "running": GREEN, "paused": ORANGE, "failed": VERMILION, "closed": GREY}
 STATE_SIGNS = {"idle": "●", "running": "▶", "paused": "‖", "failed": "✕", "closed": "○"}

@@ -31,8 +31,7 @@ from workbench.pictures.steps import (
 )
 from workbench.pictures.svg import document, hatch, image, path, rect, text
 from workbench.pictures.theme import GREY, VERMILION
-from workbench.session.statistics import Statistics, Track
-from workbench.session.values import Change
+from workbench.session import Change, Statistics, Track
 
 TOP = 76
 MOST_ROWS = 64  # of more layers several share one

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from workbench.pictures.layers import BAND
 from workbench.pictures.picture import Table
 from workbench.pictures.shades import Kind, show_figure
-from workbench.session.statistics import Statistics, Track
+from workbench.session import Statistics, Track
 
 KINDS: Mapping[str, Kind] = {
     "grad_norm": Kind("gradient norm", logarithmic=True, over="largest"),

@@ -9,12 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from l2l_core.edits.history import Entry
-from l2l_core.trace.words import format_bytes
+from l2l_core.edits import Entry
+from l2l_core.trace import format_bytes
 from workbench.pictures.picture import Table
 from workbench.pictures.theme import GREEN, VERMILION
-from workbench.session.edit_words import entry_words
-from workbench.session.journal_state import turns_of
+from workbench.session import entry_words, turns_of
 
 MOST = 100  # newest entries that are shown
 

@@ -11,14 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace.roofline import OVERLAPPING
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import OVERLAPPING, format_bytes
 from workbench.pictures import svg
 from workbench.pictures.scale import Scale, format_seconds
 from workbench.pictures.theme import KIND_LETTERS, ink_on, kind_colour
-from workbench.readings.bars import Bars
-from workbench.readings.busy import is_kind, visits_on
-from workbench.readings.columns import Columns
+from workbench.readings import Bars, Columns, is_kind, visits_on
 
 NARROWEST = 7.0  # px, the narrowest bar that can carry a letter
 NARROWEST_TIP = 2.0  # px

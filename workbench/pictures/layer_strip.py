@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from workbench.pictures.scale import Scale
 from workbench.pictures.svg import group, path, rect, text
 from workbench.pictures.theme import KIND_COLOURS, ink_on
-from workbench.readings.columns import Columns
+from workbench.readings import Columns
 
 HEIGHT = 17.0  # px
 LETTER = 6.6  # px, of a digit

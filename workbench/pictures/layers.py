@@ -9,10 +9,10 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from html import escape
 
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 from workbench.pictures.picture import Table
 from workbench.pictures.theme import BLUE, GREEN, VERMILION
-from workbench.session.values import LayerRow
+from workbench.session import LayerRow
 
 ALL_UP_TO = 40  # rows; of more layers, head, tail and the notable ones are shown
 ENDS = 12  # of them, at head and at tail

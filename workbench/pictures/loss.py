@@ -32,7 +32,7 @@ from workbench.pictures.steps import (
 )
 from workbench.pictures.svg import document, group, path, rect, text
 from workbench.pictures.theme import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
-from workbench.session.values import Change, StepRow
+from workbench.session import Change, StepRow
 
 HEIGHT, TOP, BOTTOM = 336, 66, 288
 LABEL_ROWS = (36.0, 47.5, 59.0)  # px, baselines of the names of changes

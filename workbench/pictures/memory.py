@@ -16,16 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from l2l_core import Trace
-from l2l_core.trace.events import CATEGORIES
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import CATEGORIES, format_bytes
 from workbench.pictures.layer_strip import HEIGHT as STRIP_HEIGHT
 from workbench.pictures.layer_strip import draw_strip, number_of
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.svg import document, group, path, rect, text
 from workbench.pictures.theme import category_colour
-from workbench.readings.columns import Columns
-from workbench.readings.memory_levels import Levels, Peak, find_peak
+from workbench.readings import Columns, Levels, Peak, find_peak
 
 WIDTH, HEIGHT, LEFT, RIGHT = 960, 388, 96, 944
 STACK = ("weights", "optimizer", "gradients", "stash", "activations", "other")  # from the bottom up

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 from workbench.pictures.memory import STACK, TEXTURES
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, round_up, ticks

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from l2l_core.trace.events import LANES
-from l2l_core.trace.trace import Trace
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import LANES, Trace, format_bytes
 from workbench.pictures import svg
 from workbench.pictures.device_box import draw_device
 from workbench.pictures.picture import Picture, Table
@@ -24,9 +22,7 @@ from workbench.pictures.theme import (
     kind_colour,
 )
 from workbench.pictures.words import number_of, say, shorten, turn_of
-from workbench.readings.algorithm import LINES
-from workbench.readings.moment import Moment, Slot
-from workbench.readings.moments import Moments
+from workbench.readings import LINES, Moment, Moments, Slot
 
 WIDTH, HEIGHT = 960.0, 336.0
 _TOP = 30.0

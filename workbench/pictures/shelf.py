@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.grid import Grid
 from workbench.pictures.theme import BLUE, GREEN, SKY, VERMILION, ink_on, kind_colour
 from workbench.pictures.words import draw_stash, number_of, say, shorten
-from workbench.readings.moment import Moment
+from workbench.readings import Moment
 
 
 def draw_shelf(

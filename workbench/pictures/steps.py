@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from workbench.pictures.scale import Scale, ticks
 from workbench.pictures.svg import path, text
-from workbench.session.values import Change
+from workbench.session import Change
 
 WIDTH, LEFT, RIGHT = 960, 96, 944
 APART = 4.0  # px, between marks

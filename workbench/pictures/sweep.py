@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from workbench.pictures.scale import round_up
-from workbench.readings.columns import Columns
-from workbench.session.snapshot import Snapshot
+from workbench.readings import Columns
+from workbench.session import Snapshot
 
 SHORT_S = 0.25  # a step that takes less would flicker
 

@@ -13,18 +13,13 @@ from textwrap import wrap
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace.events import LANES
-from l2l_core.trace.roofline import PHASES
-from l2l_core.trace.trace import Trace
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import LANES, PHASES, Trace, format_bytes
 from workbench.pictures import svg
 from workbench.pictures.labels import NARROWEST, NARROWEST_TIP, draw_labels, draw_separators, draw_tips, find_units
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour
-from workbench.readings.bars import Bars, make_bars, make_hatched
-from workbench.readings.busy import TimelineSummary, phases_of, timeline_summary
-from workbench.readings.columns import Columns
+from workbench.readings import Bars, Columns, TimelineSummary, make_bars, make_hatched, phases_of, timeline_summary
 
 __all__ = ["draw_timeline", "show_timeline", "timeline_summary", "timeline_table"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from html import escape
 
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.theme import PURPLE
-from workbench.readings.moment import Moment
+from workbench.readings import Moment
 
 
 def number_of(key: str) -> str:

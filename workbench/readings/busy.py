@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace.events import LANES
-from l2l_core.trace.roofline import OVERLAPPING, PHASES
+from l2l_core.trace import LANES, OVERLAPPING, PHASES
 from workbench.readings.columns import Columns
 
 Intervals = tuple[

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace.events import CATEGORIES, LANES, PLACES
-from l2l_core.trace.trace import Trace
+from l2l_core.trace import CATEGORIES, LANES, PLACES, Trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from l2l_core import Relay, Trace
-from l2l_core.trace.events import CATEGORIES
+from l2l_core.trace import CATEGORIES
 from workbench.readings.columns import Columns
 
 # Bytes of a float32 graph over those of autocast: measured 2.1 for GPT-2 without dropout, 1.5 with it and for BERT, where

@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace.events import CATEGORIES, LANES, PLACES
-from l2l_core.trace.trace import Trace
+from l2l_core.trace import CATEGORIES, LANES, PLACES, Trace
 from workbench.readings.algorithm import line_of
 from workbench.readings.columns import Columns
 from workbench.readings.copies import Copies

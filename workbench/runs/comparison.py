@@ -8,16 +8,23 @@ from statistics import median
 from typing import NamedTuple
 
 from l2l_core import Trace
-from l2l_core.trace.words import format_bytes
-from workbench.pictures.header import count_words, settings_table
-from workbench.pictures.loss import draw_loss
-from workbench.pictures.memory import draw_memory, memory_table
-from workbench.pictures.picture import Picture, Table
-from workbench.pictures.scale import format_seconds, round_up
-from workbench.pictures.timeline import draw_timeline, timeline_table
-from workbench.readings.columns import Columns
+from l2l_core.trace import format_bytes
+from workbench.pictures import (
+    Picture,
+    Table,
+    count_words,
+    draw_loss,
+    draw_memory,
+    draw_timeline,
+    format_seconds,
+    memory_table,
+    round_up,
+    settings_table,
+    timeline_table,
+)
+from workbench.readings import Columns
 from workbench.runs.recorded import RecordedRun
-from workbench.session.snapshot import Snapshot
+from workbench.session import Snapshot
 
 
 class Named(NamedTuple):

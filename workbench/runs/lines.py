@@ -22,13 +22,9 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from l2l_core import Event, RelayConfig, Trace
-from l2l_core.edits.branches import Branch
-from l2l_core.edits.history import Entry
-from l2l_core.trace.events import LANES, PLACES, MemorySample
-from workbench.session.branch_history import Pasts
-from workbench.session.snapshot import Snapshot
-from workbench.session.statistics import FIGURES
-from workbench.session.values import Change, LayerRow, StepRow
+from l2l_core.edits import Branch, Entry
+from l2l_core.trace import LANES, PLACES, MemorySample
+from workbench.session import FIGURES, Change, LayerRow, Pasts, Snapshot, StepRow
 
 SCHEMA, VERSION = "l2l-run", 1
 PLAIN = (

@@ -14,8 +14,7 @@ from typing import Any
 
 from l2l_core import Trace
 from workbench.runs.lines import SCHEMA, VERSION, Row, Told, trace_of
-from workbench.session.branch_history import Pasts
-from workbench.session.snapshot import Snapshot
+from workbench.session import Pasts, Snapshot
 
 IN_FOLDER = ("run.jsonl.gz", "run.jsonl")
 _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError)

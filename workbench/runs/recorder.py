@@ -19,8 +19,7 @@ import torch
 
 from l2l_core import Trace
 from workbench.runs.lines import SCHEMA, VERSION, Told, to_json, trace_row
-from workbench.session.snapshot import Snapshot
-from workbench.session.values import Change, StepRow
+from workbench.session import Change, Snapshot, StepRow
 
 MOST_TRACES = 40
 

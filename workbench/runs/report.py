@@ -19,22 +19,28 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from l2l_core import Trace
-from l2l_core.trace.words import format_bytes
-from workbench.pictures.frames import relay_frames
-from workbench.pictures.header import count_words, settings_table
-from workbench.pictures.heat import show_heat
-from workbench.pictures.heat_cells import KINDS
-from workbench.pictures.journal import journal_table
-from workbench.pictures.layers import layers_table
-from workbench.pictures.loss import draw_loss, loss_table
-from workbench.pictures.memory import draw_memory, memory_table
-from workbench.pictures.picture import Picture, Table
-from workbench.pictures.scale import format_seconds
-from workbench.pictures.timeline import show_timeline
-from workbench.readings.columns import Columns
+from l2l_core.trace import format_bytes
+from workbench.pictures import (
+    KINDS,
+    Picture,
+    Table,
+    count_words,
+    draw_loss,
+    draw_memory,
+    format_seconds,
+    journal_table,
+    layers_table,
+    loss_table,
+    memory_table,
+    relay_frames,
+    settings_table,
+    show_heat,
+    show_timeline,
+)
+from workbench.readings import Columns
 from workbench.runs.comparison import Named, compare_runs
 from workbench.runs.recorded import RecordedRun, load_run, name_runs
-from workbench.session.snapshot import Snapshot
+from workbench.session import Snapshot
 
 Context = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from l2l_core.model.batch import Batch
+from l2l_core.batches import Batch
 
 BatchSource = Iterable[Batch] | Callable[[], Batch]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace import format_bytes
 from workbench.session.edit_words import place_words
 from workbench.session.values import LayerRow
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from l2l_core import Edit
-from l2l_core.edits.history import Entry, Inverse
+from l2l_core.edits import Entry, Inverse
 
 Fields = Mapping[str, Any]
 

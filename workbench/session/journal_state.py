@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from l2l_core.edits.history import Entry
+from l2l_core.edits import Entry
 
 
 class Turns(NamedTuple):

@@ -8,9 +8,8 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from l2l_core import Relay, StepResult, TornStep
-from l2l_core.trace.words import format_bytes
-from workbench.readings.busy import timeline_summary
-from workbench.readings.columns import Columns
+from l2l_core.trace import format_bytes
+from workbench.readings import Columns, timeline_summary
 from workbench.session.snapshot import Snapshot
 from workbench.session.statistics import StatisticsLog
 from workbench.session.values import During, Failure, LayerRow, StepRow

@@ -22,9 +22,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm.auto import tqdm
 
 from l2l_core import Edit, EmulatedDevice, Forecast, Relay, Schedule, StepResult, TornStep, Trace
-from l2l_core.edits.branches import Branch
-from l2l_core.edits.history import Entry
-from workbench.readings.in_core_bytes import batch_bytes, in_core_bytes
+from l2l_core.edits import Branch, Entry
+from workbench.readings import batch_bytes, in_core_bytes
 from workbench.session.batches import Batches, BatchSource
 from workbench.session.edit_words import edit_words, entry_words
 from workbench.session.loggers import Logger, Watcher

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from l2l_core import RelayConfig, Trace
-from l2l_core.edits.branches import FIRST, Branch
-from l2l_core.edits.history import Entry
+from l2l_core.edits import FIRST, Branch, Entry
 from workbench.session.statistics import Statistics
 from workbench.session.values import Change, Failure, LayerRow, Progress, State, StepRow
 

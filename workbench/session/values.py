@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from l2l_core import Trace
-from l2l_core.edits.branches import FIRST
+from l2l_core.edits import FIRST
 
 State = Literal["idle", "running", "paused", "failed", "closed"]
 During = Literal["batch", "step", "edit", "refused", "scheduler", "logger"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from l2l_core import Profile, Trace
-from l2l_core.forecast.costs import SHELL, Stay
-from l2l_core.trace.events import CATEGORIES, PLACES
+from l2l_core.forecast import SHELL, Stay
+from l2l_core.trace import CATEGORIES, PLACES
 
 STASH = CATEGORIES.index("stash")
 START = -1  # in place of a stay's index: what comes before the first layer

@@ -6,11 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from l2l_core.trace.events import CATEGORIES, LANES
-from l2l_core.trace.words import format_bytes
-from workbench.pictures.picture import Table
-from workbench.pictures.scale import format_seconds
-from workbench.pictures.theme import LANE_NAMES
+from l2l_core.trace import CATEGORIES, LANES, format_bytes
+from workbench.pictures import LANE_NAMES, Table, format_seconds
 from workbench.what_if.what_if import Answer, Question
 
 _ALIKE = 0.02  # relative; what differs by less is called the same

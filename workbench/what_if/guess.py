@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from l2l_core import Machine, Profile, Shapes
-from workbench.session.snapshot import Snapshot
+from workbench.session import Snapshot
 from workbench.what_if.base import Base
 from workbench.what_if.rescale import rescale
 from workbench.what_if.what_if import Answer, Question, simulated, target_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from l2l_core import Trace
-from workbench.readings.in_core_bytes import batch_bytes
-from workbench.session.snapshot import Snapshot
+from workbench.readings import batch_bytes
+from workbench.session import Snapshot
 from workbench.what_if.base import Base
 from workbench.what_if.what_if import Answer, Question, measured
 

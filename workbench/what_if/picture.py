@@ -11,15 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace.events import CATEGORIES, LANES
-from l2l_core.trace.words import format_bytes
-from workbench.pictures import svg
-from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
-from workbench.pictures.theme import KIND_COLOURS, LANE_NAMES, category_colour, kind_colour
-from workbench.readings.bars import make_bars, make_hatched
-from workbench.readings.busy import timeline_summary
-from workbench.readings.columns import Columns
-from workbench.readings.memory_levels import Levels
+from l2l_core.trace import CATEGORIES, LANES, format_bytes
+from workbench.pictures import (
+    KIND_COLOURS,
+    LANE_NAMES,
+    Scale,
+    category_colour,
+    format_seconds,
+    kind_colour,
+    round_up,
+    svg,
+    ticks,
+)
+from workbench.readings import Columns, Levels, make_bars, make_hatched, timeline_summary
 from workbench.what_if.what_if import Answer
 
 STYLE = """

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from l2l_core import Profile
-from l2l_core.forecast.costs import SHELL, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.forecast import SHELL, Layer, Memory, Op, Part, Stay, Turn
 from workbench.what_if.base import Base, Target, has
 from workbench.what_if.rescale_memory import Memories
 

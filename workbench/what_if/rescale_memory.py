@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from l2l_core.forecast.costs import SHELL, Memory, Turn
-from l2l_core.trace.events import CATEGORIES
-from workbench.readings.in_core_bytes import BF16_FACTOR
+from l2l_core.forecast import SHELL, Memory, Turn
+from l2l_core.trace import CATEGORIES
+from workbench.readings import BF16_FACTOR
 from workbench.what_if.base import START, STASH, Base, Level, Levels, Target, level_of
 
 WEIGHTS, GRADIENTS, ACTIVATIONS, OPTIMIZER, OTHER = map(

@@ -13,13 +13,11 @@ from functools import cached_property
 from typing import Any, Literal
 
 from l2l_core import Profile, RelayConfig, Trace, simulate
-from l2l_core.forecast.costs import COPY_LANES
-from l2l_core.trace.bounds import Bound
-from l2l_core.trace.words import format_bytes
-from workbench.pictures.scale import format_seconds
-from workbench.readings.busy import TimelineSummary, timeline_summary
-from workbench.readings.columns import Columns
-from workbench.session.snapshot import Snapshot
+from l2l_core.forecast import COPY_LANES
+from l2l_core.trace import Bound, format_bytes
+from workbench.pictures import format_seconds
+from workbench.readings import Columns, TimelineSummary, timeline_summary
+from workbench.session import Snapshot
 from workbench.what_if.base import Base, Target
 from workbench.what_if.rescale import formulas, rescale
 

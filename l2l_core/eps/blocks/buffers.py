@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from l2l_core.devices.device import Device
+from l2l_core.devices import Device
 
 Place = tuple[nn.Module, str]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from l2l_core.eps.blocks.units import SHELL, Unit
-from l2l_core.model.compiled import refuse_hooks, refuse_whole
+from l2l_core.model import refuse_hooks, refuse_whole
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 _TAKEN = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # files of a save that are no layer's

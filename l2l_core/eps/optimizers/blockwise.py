@@ -32,8 +32,8 @@ from l2l_core.eps.optimizers.settings import (
 )
 from l2l_core.eps.optimizers.states import clone_state, differing
 from l2l_core.eps.optimizers.toys import RATE, Form, Grads, Toy, check_keys, fill, mixed
-from l2l_core.model.plain_data import Tensors, decode, encode
-from l2l_core.surgery.sample import same_random_numbers
+from l2l_core.model import Tensors, decode, encode
+from l2l_core.surgery import same_random_numbers
 
 _STEPS, _JOINS = 10, 4
 _SITS_OUT = (6, 7)  # steps in which the second block has no gradient

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from l2l_core.model.stacks import Stack
+from l2l_core.model import Stack
 
 Group = Sequence[nn.Parameter]
 

@@ -23,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from l2l_core.eps.blocks.trained import GradientPiece
-from l2l_core.eps.blocks.units import Block
+from l2l_core.eps.blocks import Block, GradientPiece
 
 Hook = Callable[..., Any]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.eps.blocks.layout import Layout
+from l2l_core.eps.blocks import Layout
 from l2l_core.eps.optimizers.parts import copy_over
 from l2l_core.eps.optimizers.states import clone_state
 

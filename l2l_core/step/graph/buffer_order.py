@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from l2l_core.eps.blocks.buffers import Buffers, Place
+from l2l_core.eps.blocks import Buffers, Place
 
 _WRITES_STATISTICS = ("batch_norm", "instance_norm")  # operations that change arguments without saying so
 

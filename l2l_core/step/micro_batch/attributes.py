@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks.units import Unit
-from l2l_core.step.graph.aside import Asides
+from l2l_core.eps.blocks import Unit
+from l2l_core.step.graph import Asides
 
 Place = tuple[nn.Module, str]
 

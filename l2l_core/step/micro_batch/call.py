@@ -19,13 +19,12 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from l2l_core.devices.device import Device
-from l2l_core.eps.blocks.units import Unit, check_stamps, stamps_of
-from l2l_core.model.ambient import Ambient
-from l2l_core.model.hidden import is_cache, refuse_hidden
-from l2l_core.step.graph.aside import Asides, unasked
-from l2l_core.step.graph.buffer_order import BufferOrder
-from l2l_core.step.graph.cut import (
+from l2l_core.devices import Device
+from l2l_core.eps.blocks import Unit, check_stamps, stamps_of
+from l2l_core.model import Ambient, is_cache, refuse_hidden
+from l2l_core.step.graph import (
+    Asides,
+    BufferOrder,
     Reach,
     Root,
     Segment,
@@ -37,6 +36,7 @@ from l2l_core.step.graph.cut import (
     run_backward,
     sequence_number,
     taken,
+    unasked,
     uses_of,
 )
 from l2l_core.step.micro_batch.attributes import Attributes, Place, Traces, check_layer, of_layer
@@ -45,11 +45,9 @@ from l2l_core.step.micro_batch.empty_caches import EmptyCache, LentCache
 from l2l_core.step.micro_batch.hooks import Locator, SideOutputs, UserHooks, alive
 from l2l_core.step.micro_batch.influence import Influence
 from l2l_core.step.micro_batch.recomputes import Recomputes, Sum, differs
-from l2l_core.step.traffic.clock import Clock
-from l2l_core.step.traffic.meter import Meter
-from l2l_core.step.traffic.stash import Stash
-from l2l_core.surgery.sample import same_random_numbers
-from l2l_core.trace.trace import Trace
+from l2l_core.step.traffic import Clock, Meter, Stash
+from l2l_core.surgery import same_random_numbers
+from l2l_core.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,17 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from l2l_core.step.graph.aside import Asides
-from l2l_core.step.graph.cut import (
-    Segment,
-    Sink,
-    enter,
-    enter_in_place,
-    is_entry,
-    is_leaf,
-    reach,
-    sequence_number,
-)
+from l2l_core.step.graph import Asides, Segment, Sink, enter, enter_in_place, is_entry, is_leaf, reach, sequence_number
 
 # Functions that mean the tensor itself, not what flows through it.
 _HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))

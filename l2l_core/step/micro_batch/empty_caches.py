@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NoReturn
 
-from l2l_core.model.hidden import RelayCache, cache_refusal, holds_tensor
+from l2l_core.model import RelayCache, cache_refusal, holds_tensor
 
 _PARTS = ("self_attention_cache", "cross_attention_cache")  # of a cache for encoder and decoder
 

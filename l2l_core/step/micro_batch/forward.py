@@ -15,9 +15,8 @@ import greenlet
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks.units import SHELL, Unit
-from l2l_core.model.ambient import Ambient
-from l2l_core.model.compiled import call_of
+from l2l_core.eps.blocks import SHELL, Unit
+from l2l_core.model import Ambient, call_of
 from l2l_core.step.micro_batch.attributes import Place
 from l2l_core.step.micro_batch.call import Call, Pass
 from l2l_core.step.micro_batch.crossing import Crossing

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
-from l2l_core.model.compiled import compiled_below, parts_of
-from l2l_core.step.graph.cut import is_entry
+from l2l_core.model import compiled_below, parts_of
+from l2l_core.step.graph import is_entry
 
 Locator = tuple[str, ...]  # ("output", path, call, index) or ("attribute", path, name)
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 from torch.utils import _pytree as pytree
 
-from l2l_core.eps.blocks.units import Unit
+from l2l_core.eps.blocks import Unit
 
 _SAMPLED = 256  # tokens of a call, at most
 

@@ -21,16 +21,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from l2l_core.eps.blocks.buffers import Buffers
-from l2l_core.model.ambient import function_modes_without
-from l2l_core.model.compiled import entry_of, is_wrapper, parts_of, wrapper_class
-from l2l_core.step.graph.aside import Asides
-from l2l_core.step.graph.buffer_order import BufferOrder
-from l2l_core.step.graph.cut import sequence_number
+from l2l_core.eps.blocks import Buffers
+from l2l_core.model import entry_of, function_modes_without, is_wrapper, parts_of, wrapper_class
+from l2l_core.step.graph import Asides, BufferOrder, sequence_number
 from l2l_core.step.micro_batch.attributes import Attributes
 from l2l_core.step.micro_batch.crossing import Crossing, crossing_in_force
 from l2l_core.step.micro_batch.hooks import SideOutputs
-from l2l_core.step.traffic.stash import Stash, Watch
+from l2l_core.step.traffic import Stash, Watch
 
 
 class OutOfSight:

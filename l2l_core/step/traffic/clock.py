@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from l2l_core.devices.device import Device
-from l2l_core.trace.events import Event
-from l2l_core.trace.trace import Trace
+from l2l_core.devices import Device
+from l2l_core.trace import Event, Trace
 
 
 class Clock:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from l2l_core.devices.device import Device, Ticket
-from l2l_core.eps.blocks.trained import GradientPiece, Trained
-from l2l_core.eps.blocks.units import Block, Unit
-from l2l_core.eps.store import LayerStore
-from l2l_core.step.graph.cut import Root
+from l2l_core.devices import Device, Ticket
+from l2l_core.eps import LayerStore
+from l2l_core.eps.blocks import Block, GradientPiece, Trained, Unit
+from l2l_core.step.graph import Root
 from l2l_core.step.traffic.clock import Clock
 from l2l_core.step.traffic.lanes import Link
 

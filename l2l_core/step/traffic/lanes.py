@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
-from l2l_core.devices.device import Copy, Device, Ticket
-from l2l_core.trace.events import Event
-from l2l_core.trace.trace import Trace
+from l2l_core.devices import Copy, Device, Ticket
+from l2l_core.trace import Event, Trace
 
 _LEAST_PIECE_BYTES = 1 << 14  # below this, the fixed cost of a copy outweighs what a piece could save
 

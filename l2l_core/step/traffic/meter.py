@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from l2l_core.devices.ledger import Ledger
-from l2l_core.trace.trace import Trace
+from l2l_core.devices import Ledger
+from l2l_core.trace import Trace
 
 _OWNER = "replayed"
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from l2l_core.devices.device import Copy, Device, Ticket
-from l2l_core.eps.blocks.units import Block, Unit
+from l2l_core.devices import Copy, Device, Ticket
+from l2l_core.eps.blocks import Block, Unit
 from l2l_core.step.traffic.clock import Clock
 
 

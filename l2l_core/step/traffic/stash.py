@@ -29,11 +29,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from l2l_core.devices.device import Copy, Device, Ticket
-from l2l_core.devices.ledger import Ledger
-from l2l_core.eps.blocks.units import weights_changed
-from l2l_core.step.graph.aside import unasked
-from l2l_core.step.graph.buffer_order import BufferOrder, written_by
+from l2l_core.devices import Copy, Device, Ledger, Ticket
+from l2l_core.eps.blocks import weights_changed
+from l2l_core.step.graph import BufferOrder, unasked, written_by
 from l2l_core.step.traffic.clock import Clock
 from l2l_core.step.traffic.lanes import Lane
 

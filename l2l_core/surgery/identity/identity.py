@@ -31,12 +31,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from l2l_core.surgery import Sample, capture_samples
 from l2l_core.surgery.identity.norms import plan_normed
 from l2l_core.surgery.identity.plan import HandOver, IdentityPlan, apply_plan
 from l2l_core.surgery.identity.probe import Probe, clean_state, first_float
 from l2l_core.surgery.identity.residual import plan_residual
 from l2l_core.surgery.identity.search import EXACT, Case, Refusal, is_close, zero_all
-from l2l_core.surgery.sample import Sample, capture_samples
 
 __all__ = ["HandOver", "IdentityPlan", "Sample", "apply_plan", "capture_samples", "plan_identity", "sample_behind"]
 

@@ -17,10 +17,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from l2l_core.model.ambient import Ambient, RandomState
-from l2l_core.model.compiled import deep_copy, not_compiled
-from l2l_core.model.hidden import is_cache
-from l2l_core.surgery.sample import Sample, same_random_numbers
+from l2l_core.model import Ambient, RandomState, deep_copy, is_cache, not_compiled
+from l2l_core.surgery import Sample, same_random_numbers
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from l2l_core.surgery import Sample
 from l2l_core.surgery.identity.probe import Probe
-from l2l_core.surgery.sample import Sample
 
 EXACT = 1e-6  # relative to the largest element; for sums that are made in another order
 

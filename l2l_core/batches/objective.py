@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from l2l_core.model.caches import arguments_without
-from l2l_core.model.hidden import refuse_hidden
+from l2l_core.model import arguments_without, refuse_hidden
 
 Objective = Callable[[nn.Module, Any], torch.Tensor]
 

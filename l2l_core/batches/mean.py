@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from l2l_core.model.batch import RowsOf
-from l2l_core.model.looks import Look, looks_at_rows, looks_at_targets
-from l2l_core.model.recent import Recent
-from l2l_core.model.targets import ROWS, Counts, candidates
+from l2l_core.batches.batch import RowsOf
+from l2l_core.batches.looks import Look, looks_at_rows, looks_at_targets
+from l2l_core.batches.recent import Recent
+from l2l_core.batches.targets import ROWS, Counts, candidates
 
 Weight = Callable[[Any], float]
 Measure = Callable[

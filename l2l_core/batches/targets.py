@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from l2l_core.model.batch import RowsOf, has_rows
-from l2l_core.model.nested import is_sequence, leaves_in
+from l2l_core.batches.batch import RowsOf, has_rows
+from l2l_core.batches.nested import is_sequence, leaves_in
 
 IGNORED = -100
 GIVEN = "num_items_in_batch"

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from l2l_core.model.batch import RowsOf, has_rows
-from l2l_core.model.targets import IGNORED, Counts, counts_of, is_integer
+from l2l_core.batches.batch import RowsOf, has_rows
+from l2l_core.batches.targets import IGNORED, Counts, counts_of, is_integer
 
 Group = tuple[int, ...]  # rows
 Pair = tuple[float, float]  # what the first and the second part count for

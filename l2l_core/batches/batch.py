@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from l2l_core.model.hidden import refuse_hidden
-from l2l_core.model.nested import is_record, is_same, is_sequence, leaves_in, mapped, open_up, with_items
+from l2l_core.batches.nested import is_record, is_same, is_sequence, leaves_in, mapped, open_up, with_items
+from l2l_core.model import refuse_hidden
 
 Batch = Mapping[str, Any] | Sequence[Any] | Any  # a dataclass too
 Rows = slice | list[int]  # a choice of rows
