@@ -1,4 +1,4 @@
-"""How long a test waits for what must come.
+"""How long a test waits for what must come, and which it leaves to the long run (-m slow).
 
 A guard against hanging for ever, far above what the slowest machine needs, and never a measure: no test may say that
 something is slow. pytest's own limit (pyproject.toml) is twice as much, so that it is the test that says what it waited for.
@@ -8,7 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 HANG_S = 900.0
+
+
+def rarely(*values: Any) -> Any:
+    """Values of a parameter that only the long run tries: others in the same list go the same ways."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = HANG_S) -> None:

@@ -1,6 +1,6 @@
 """The proof in one call: a kind of the zoo trained by relay and in core, from the same state on the same micro-batches.
 
-The in-core side is plain torch: `l2l_core.reference.train_step`, with the batch split and weighed here once more.
+The in-core side is plain torch: `l2l_core.model.reference.train_step`, with the batch split and weighed here once more.
 """
 
 import inspect

@@ -20,6 +20,7 @@ from oracle import (
     micro_batches_of,
     run_both,
 )
+from patience import rarely
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from zoo import BY_NAME, IGNORED, KINDS, Chain, Kind, ResidualMlp, loss_of
@@ -64,8 +65,8 @@ def test_verify_agrees(kind: Kind) -> None:
 
 
 @stashes
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("ahead", [0, 1, rarely(2)])
+@pytest.mark.parametrize("micro_batches", [1, 2, rarely(4)])
 @few_kinds
 def test_settings(kind: Kind, micro_batches: int, ahead: int, stash: str) -> None:
     assert_equal(run_both(kind, 2, RelayConfig(micro_batches=micro_batches, ahead=ahead, stash=stash)))

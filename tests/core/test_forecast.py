@@ -11,6 +11,7 @@ import pytest
 import torch
 from late_cuda import LateDevice
 from oracle import adamw
+from patience import rarely
 from small import assert_same, make_batch, make_relay, whole
 from small import make_gpt as make_small_gpt
 from test_memory import Chain, chain_batch, squared_error
@@ -102,7 +103,7 @@ def assert_bytes(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "stash, ahead", [("device", 0), ("device", 1), ("device", 2), ("host", 0), ("host", 1), ("host", 2)]
+    "stash, ahead", [("device", 0), ("device", 1), rarely("device", 2), ("host", 0), ("host", 1), rarely("host", 2)]
 )
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 def test_bytes_before_any_step(name: str, stash: str, ahead: int, precision: str) -> None:

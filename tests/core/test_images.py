@@ -6,8 +6,12 @@ one test. In plain training all of them run.
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import adamw, assert_equal, both
+from patience import HANG_S
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import BY_NAME, Chain, Kind, Mlp, ResidualMlp
@@ -22,6 +27,7 @@ from zoo import BY_NAME, Chain, Kind, Mlp, ResidualMlp
 from l2l_core import RelayConfig
 
 STEPS, REFUSED = 3, 77
+STASHES = ["device", "host"]
 
 
 class SharedModule(Chain):
@@ -225,13 +231,45 @@ def train(name: str, stash: str) -> None:
                 raise SystemExit(REFUSED) from error
 
 
-@pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_way_in(name: str, stash: str) -> None:
-    """Right, or refused; never a crash."""
+def train_all() -> None:
+    """Train every program with either stash, each in a fork of this process; print exit codes and errors as JSON."""
+    torch.set_num_threads(1)  # a fork has none of the threads of its parent
+    outcomes = {}
+    for name in PROGRAMS:
+        for stash in STASHES:
+            with tempfile.TemporaryFile("w+") as errors:
+                if (child := os.fork()) == 0:
+                    os.dup2(errors.fileno(), 2)
+                    code = 1
+                    try:
+                        train(name, stash)
+                        code = 0
+                    except SystemExit as refused:
+                        code = refused.code
+                    except BaseException:
+                        traceback.print_exc()
+                    finally:
+                        sys.stderr.flush()
+                        os._exit(code)
+                _, status = os.waitpid(child, 0)
+                errors.seek(0)
+                outcomes[f"{name}, {stash}"] = os.waitstatus_to_exitcode(status), errors.read()[-3000:]
+    print(json.dumps(outcomes))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, tuple[int, str]]:
     here = Path(__file__).parent
-    folders = [str(here.parents[1]), str(here)]
-    code = f"import sys; sys.path[:0] = {folders!r}; import test_images; test_images.train({name!r}, {stash!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    allowed = {0} if name in RIGHT else {0, REFUSED}
-    assert done.returncode in allowed, f"exit {done.returncode}\n{done.stderr[-3000:]}"
+    folders = [str(here.parents[1]), str(here.parent), str(here)]
+    code = f"import sys; sys.path[:0] = {folders!r}; import test_images; test_images.train_all()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("stash", STASHES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_way_in(name: str, stash: str, outcomes: dict[str, tuple[int, str]]) -> None:
+    """Right, or refused; never a crash."""
+    code, errors = outcomes[f"{name}, {stash}"]
+    assert code in ({0} if name in RIGHT else {0, REFUSED}), f"exit {code}\n{errors}"

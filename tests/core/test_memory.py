@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import rarely
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -82,8 +83,9 @@ def test_a_chains_peak_is_flat_from_12_to_384_layers() -> None:
     assert spread(list(replayed)) <= 0.01
 
 
-def test_gpt2_with_padding_is_flat_from_12_to_384_layers() -> None:
-    metered, replayed = zip(*(peaks(gpt2(n), padded_batch(2), 2) for n in (12, 384)), strict=True)
+@pytest.mark.parametrize("most", [96, rarely(384)])
+def test_gpt2_with_padding_is_flat_from_12_layers_on(most: int) -> None:
+    metered, replayed = zip(*(peaks(gpt2(n), padded_batch(2), 2) for n in (12, most)), strict=True)
     assert spread(list(metered)) <= 0.01
     assert spread(list(replayed)) <= 0.01
 

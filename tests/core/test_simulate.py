@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import both
+from patience import rarely
 from test_memory import Chain, chain_batch, squared_error
 from zoo import BY_NAME, Kind
 
@@ -43,7 +44,7 @@ def shape_of(trace: Trace, lane: str) -> list[tuple[Any, ...]]:
 
 @kinds
 @pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("ahead, update", [(0, "eager"), (1, "eager"), (1, "deferred"), (2, "eager")])
+@pytest.mark.parametrize("ahead, update", [(0, "eager"), (1, "eager"), (1, "deferred"), rarely(2, "eager")])
 def test_a_replay_has_the_same_events_and_bytes(kind: Kind, stash: str, ahead: int, update: str) -> None:
     """Invariant 4, on every lane in order, and every memory sample."""
     config = RelayConfig(micro_batches=3, stash=stash, ahead=ahead, update=update)

@@ -11,10 +11,11 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
-from patience import HANG_S
+from patience import HANG_S, rarely
 
-from workbench.commands.notebooks import FOLDER, ROOT, find_notebooks
+from workbench.commands.notebooks import ROOT, find_notebooks
 
+LONG = {"05_dynamic_depth"}  # trains for a minute
 SANITIZE = Path(__file__).with_name("sanitize.cfg")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 OFFLINE["WORKBENCH_SOURCES"] = "built-in"  # 04 trains for minutes where the real model is installed
@@ -32,9 +33,9 @@ def nbval(*paths: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(5 * HANG_S)  # all notebooks together
-@pytest.mark.skipif(not find_notebooks(), reason="no notebooks yet")
-def test_notebooks_show_what_is_stored() -> None:
-    done = nbval(FOLDER)
+@pytest.mark.parametrize("long", [False, rarely(True)])
+def test_notebooks_show_what_is_stored(long: bool) -> None:
+    done = nbval(*(path for path in find_notebooks() if (path.stem in LONG) == long))
     assert done.returncode == 0, f"`make notebooks` stores them anew\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
 
 
