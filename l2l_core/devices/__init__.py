@@ -16,3 +16,4 @@ from l2l_core.devices.ledger import DeviceOutOfMemory as DeviceOutOfMemory
 from l2l_core.devices.ledger import Ledger as Ledger
 from l2l_core.devices.process import Process as Process
 from l2l_core.devices.threads import serial_thread as serial_thread
+from l2l_core.devices.threads import sleep_until as sleep_until

@@ -29,12 +29,15 @@ from workbench.pictures.loss import loss_table as loss_table
 from workbench.pictures.memory import draw_memory as draw_memory
 from workbench.pictures.memory import memory_table as memory_table
 from workbench.pictures.memory import show_memory as show_memory
+from workbench.pictures.memory_bars import show_memory_bars as show_memory_bars
 from workbench.pictures.page import bundle_of as bundle_of
 from workbench.pictures.picture import Picture as Picture
 from workbench.pictures.picture import Table as Table
 from workbench.pictures.relay import draw_relay as draw_relay
 from workbench.pictures.relay import relay_table as relay_table
 from workbench.pictures.relay import show_relay as show_relay
+from workbench.pictures.roofline import Point as Point
+from workbench.pictures.roofline import show_roofline as show_roofline
 from workbench.pictures.scale import Scale as Scale
 from workbench.pictures.scale import format_seconds as format_seconds
 from workbench.pictures.scale import round_up as round_up
