@@ -185,8 +185,8 @@ class Crossing(TorchFunctionMode):
             f"{tuple(param.shape)}) outside of the layer, as a penalty over model.parameters() does; at that time it is not on "
             "the device, and the gradient would miss the relay. Let the optimizer's weight_decay do it, or compute the penalty "
             "in the layer's forward, or in a forward hook on a module in it that returns the output, and keep it on an attribute "
-            "of the layer (self.penalty = ...), where the loss may read it. AdaLoRA (peft) looks at gradients between steps besides: "
-            "train a LoraConfig instead"
+            "of the layer (self.penalty = ...), where the loss may read it. AdaLoRA (peft) looks at gradients between "
+            "steps besides: train a LoraConfig instead"
         )
 
     # -- the model's side ----------------------------------------------------------------------------------------------
