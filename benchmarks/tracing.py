@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from _common import alternate, make_batch, make_gpt2, medians, ratio, report, show, spread
 
-from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace, stage
+from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
 from l2l_core.devices import Ledger
+from l2l_core.step import stage
 from l2l_core.step.micro_batch import Pass
 from l2l_core.step.traffic import Clock, Meter, Metered
 

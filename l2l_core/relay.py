@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from l2l_core import saves
 from l2l_core.batches import (
     Batch,
     Mean,
@@ -46,7 +47,7 @@ from l2l_core.eps.blocks import (
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, silent
 from l2l_core.forecast import Forecast, LastStep, Rehearsal, forecast_step
 from l2l_core.model import Caches, RandomState, Where, full_precision, keep_attributes, refuse_whole, resolve_layers
-from l2l_core.saves import Edited, Restorer, Resumption, folder, keep, parts_of
+from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
 from l2l_core.step import (
     Known,
     KnownInPart,
@@ -429,7 +430,7 @@ class Relay:
         beside it.
         """
         with self._exclusive(), self.device.current():
-            return folder.save(Path(folder), self._saved_state())
+            return saves.save(Path(folder), self._saved_state())
 
     @classmethod
     def load(
@@ -457,7 +458,7 @@ class Relay:
         Raises:
             ValueError: the folder is damaged, incomplete or of another model; names the file.
         """
-        saved = folder.load(Path(folder))
+        saved = saves.load(Path(folder))
         options.setdefault("config", RelayConfig(**saved.config))
         edited, parts = Edited.of(saved.manifest.get("edits", {})), saved.past
         resumption = Resumption(saved, edited, parts, modules)
@@ -726,8 +727,8 @@ class Relay:
     def _present_branch(self) -> Branch:
         return next(branch for branch in self.branches if branch.active)
 
-    def _saved_state(self) -> folder.State:
-        return folder.State.of(
+    def _saved_state(self) -> saves.State:
+        return saves.State.of(
             self.config,
             self._steps,
             self._parts.shell,

@@ -32,8 +32,10 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from zoo import BY_NAME, Chain, ResidualMlp, sequences
 
-from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap, disk, files
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap
+from l2l_core.devices import disk
 from l2l_core.model.plain_data import encode
+from l2l_core.saves import folder as files
 from l2l_core.saves.history import parts_of
 
 KINDS = ["gpt2", "batch_norm", "llama", "tied_layers", "frozen_layer", "spectral_norm_old", "convnext"]
