@@ -45,10 +45,10 @@ from l2l_core import (
     RelayConfig,
     Shapes,
     forecast_config,
-    rehearsal,
     simulate,
 )
 from l2l_core.eps.store import MAX_UNDER_WAY
+from l2l_core.forecast import rehearsal
 from l2l_core.forecast.families import shapes_of_config
 from l2l_core.forecast.limits import hiding_micro_batches, pattern
 from l2l_core.forecast.rehearsal import representatives
