@@ -199,6 +199,7 @@ def test_core_imports_only_what_it_may() -> None:
 MAY_IMPORT = {
     "l2l_core": {
         "config": "",
+        "rules": "",
         "trace": "",
         "model": "",
         "batches": "model",
@@ -207,15 +208,15 @@ MAY_IMPORT = {
         "surgery.identity": "surgery model",
         "eps.blocks": "devices model",
         "eps.optimizers": "eps.blocks surgery model",
-        "eps": "eps.optimizers eps.blocks devices model trace config",
+        "eps": "eps.optimizers eps.blocks devices model trace config rules",
         "step.graph": "eps.blocks",
-        "step.traffic": "step.graph eps eps.blocks devices trace",
+        "step.traffic": "step.graph eps eps.blocks devices trace rules",
         "step.micro_batch": "step.traffic step.graph eps.blocks surgery devices model trace",
         "step": "step.micro_batch step.traffic step.graph eps eps.optimizers eps.blocks surgery devices batches model trace "
-        "config",
+        "config rules",
         "edits": "eps eps.optimizers eps.blocks surgery.identity surgery devices batches model trace config",
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
-        "forecast": "step step.traffic eps eps.blocks devices batches trace config",
+        "forecast": "step step.traffic eps eps.blocks devices batches trace config rules",
         "relay": "forecast saves edits step step.traffic eps eps.optimizers eps.blocks surgery devices batches model trace "
         "config",
     },

@@ -6,7 +6,6 @@ Begin reading at `store.py`.
 
 from l2l_core.eps.casts import Wires as Wires
 from l2l_core.eps.scratch import DryStore as DryStore
-from l2l_core.eps.store import MAX_UNDER_WAY as MAX_UNDER_WAY
 from l2l_core.eps.store import LayerStore as LayerStore
 from l2l_core.eps.store import NonFiniteError as NonFiniteError
 from l2l_core.eps.store import Side as Side

@@ -43,10 +43,10 @@ from l2l_core.eps.optimizers import (
     update_part,
 )
 from l2l_core.model import keep, keep_without
+from l2l_core.rules import MAX_UNDER_WAY
 from l2l_core.trace import Event, Trace
 
 _SAMPLED = 4096
-MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
 
 
 class TornStep(RuntimeError):

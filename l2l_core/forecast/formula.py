@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Layer, Op, Stay, Turn
+from l2l_core.rules import weight_itemsize
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
     layer_params, shell_params, micro_batches = shapes.layer_params, shapes.shell_params, shapes.micro_batches
     layer_trained, shell_trained = shapes.trained
     boundary_bytes, on_host = shapes.boundary_bytes, shapes.stash == "host"
-    width = 2 if shapes.precision == "bf16" else 4
+    width = weight_itemsize(shapes.precision)
     depth = len(layer_params)
     keys = [f"L{index:03d}" for index in range(depth)]
     per_param_s = 2 * shapes.tokens / machine.flops_per_s

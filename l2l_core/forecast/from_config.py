@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.eps import MAX_UNDER_WAY
 from l2l_core.forecast.costs import SHELL, Job, Layer, Memory, Op, Part, Stay, Turn
 from l2l_core.forecast.families import ModelShapes, Shape, count, shapes_of_config, slot_numel
 from l2l_core.forecast.forecast import Forecast
@@ -21,6 +20,7 @@ from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.limits import pattern
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.stretch import MemoryWalk
+from l2l_core.rules import MAX_UNDER_WAY, gradient_slots, weight_itemsize, weight_slots
 from l2l_core.trace import format_bytes
 
 ADAMW = 8  # bytes per parameter of its two moments in float32
@@ -42,7 +42,7 @@ class _Step:
 
     @property
     def itemsize(self) -> int:
-        return 2 if self.config.precision == "bf16" else 4
+        return weight_itemsize(self.config.precision)
 
     @property
     def tokens(self) -> int:
@@ -215,8 +215,8 @@ class _Memory:
         model, config = step.model, step.config
         layer, shell = slot_numel(model.layer), slot_numel(model.shell)
         self._slots = {
-            "weights": step.itemsize * (shell + (config.ahead + 1) * layer),
-            "gradients": step.gradient_bytes[1] + (2 if config.ahead else 1) * step.gradient_bytes[0],
+            "weights": step.itemsize * (shell + weight_slots(config.ahead) * layer),
+            "gradients": step.gradient_bytes[1] + gradient_slots(config.ahead) * step.gradient_bytes[0],
         }
         self._on_host, self._boundary = config.stash == "host", step.boundary_bytes
         # the images that leave and arrive; in backward each is an input and a gradient

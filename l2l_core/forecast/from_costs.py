@@ -22,6 +22,7 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.rehearsal import Rehearsal, representatives
 from l2l_core.forecast.replay import simulate
 from l2l_core.forecast.stretch import stretch, with_memory
+from l2l_core.rules import weight_itemsize
 from l2l_core.trace import Bound, MemorySample, Trace, format_bytes
 
 
@@ -83,7 +84,7 @@ def costs_of_step(
         return None
     stands = [known[0][position] for position in others[1]] if list(recorded) != list(asked) else range(len(asked))
     profile = Profile.of(trace)
-    slot_bytes = (2 if config.precision == "bf16" else 4) * rehearsal.parts.slot_numel
+    slot_bytes = weight_itemsize(config.precision) * rehearsal.parts.slot_numel
     profile = with_memory(profile, partial(_with_more_slots, (config.ahead - was["ahead"]) * slot_bytes))
     around_s = min((event.start_s for event in trace.events), default=0.0)
     return _costs(rehearsal, profile, stands, around_s, _standing(rehearsal), f"step {trace.step}, measured", 0)

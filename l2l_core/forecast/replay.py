@@ -19,10 +19,9 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device
-from l2l_core.eps import MAX_UNDER_WAY
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, Turn
 from l2l_core.forecast.profile import Profile
-from l2l_core.step.traffic import cuts
+from l2l_core.rules import MAX_UNDER_WAY, cuts, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.trace import Event, MemorySample, Trace
 
 MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
@@ -61,7 +60,8 @@ def simulate(profile: Profile, config: RelayConfig, device: Device | Mapping[str
 def _count_events(profile: Profile) -> int:
     """About how many events a replay has."""
     turns = [turn for stay in profile.stays for turn in stay.turns]
-    pieces = profile.micro_batches if profile.settings.get("stash") == "host" else 1
+    settings = profile.settings
+    pieces = pieces_of_copy(profile.micro_batches, settings.get("ahead", 1), settings.get("stash", "device"))
     return sum(len(turn.ops) + bool(turn.fetch_bytes) + bool(turn.stash_bytes) for turn in turns) + (
         (pieces + 2) * len(profile.stays)
     )
@@ -134,10 +134,10 @@ class _Replay:
         self._profile, self._config, self._figures = profile, config, figures
         self._layers, self._handover_s = profile.layers, profile.handover_s
         self._overlap, self._on_host = config.ahead > 0, config.stash == "host"
-        self._itemsize = 2 if config.precision == "bf16" else 4
+        self._itemsize = weight_itemsize(config.precision)
         self._events: list[Event] = []
         self._samples: list[MemorySample] = []
-        pieces = profile.micro_batches if self._overlap and self._on_host else 1
+        pieces = pieces_of_copy(profile.micro_batches, config.ahead, config.stash)
         self._h2d, self._d2h = (
             _Lane(name, profile.copies.get(name, CopySpeed()), figures, pieces, self._events) for name in COPY_LANES
         )
@@ -196,7 +196,7 @@ class _Replay:
     def _load(self, index: int) -> None:
         """Have the weights of a stay in a slot, and those of the next ones on their way."""
         ahead = self._config.ahead
-        window = dict.fromkeys(stay.layer for stay in self._profile.stays[index : index + ahead + 1])
+        window = dict.fromkeys(stay.layer for stay in self._profile.stays[index : index + weight_slots(ahead)])
         for layer in window:
             if layer not in self._slots:
                 if len(self._slots) > ahead:

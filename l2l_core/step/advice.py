@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Ledger
+from l2l_core.rules import weight_slots
 from l2l_core.trace import format_bytes
 
 
@@ -13,7 +14,7 @@ def advise(ledger: Ledger, config: RelayConfig, slot_bytes: int, missing_bytes: 
     stash_bytes = now.get("stash", 0)
     if config.stash == "device" and stash_bytes >= missing_bytes:
         return f"Remedy: RelayConfig(stash='host') keeps the stash ({format_bytes(stash_bytes)} so far) on the host."
-    saved_bytes = slot_bytes * (config.ahead + 1)  # `ahead` weight slots and the second gradient slot
+    saved_bytes = slot_bytes * weight_slots(config.ahead)  # `ahead` weight slots and the second gradient slot
     if config.ahead > 0 and saved_bytes >= missing_bytes:
         return (
             f"Remedy: RelayConfig(ahead=0) needs {config.ahead} weight slot(s) and one gradient slot less "

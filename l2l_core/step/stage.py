@@ -21,6 +21,7 @@ from l2l_core.devices import Copy, Device, Ledger
 from l2l_core.eps import Wires
 from l2l_core.eps.blocks import Unit, outside, refuse_cached
 from l2l_core.model import Ambient, RandomState
+from l2l_core.rules import gradient_slots, pieces_of_copy
 from l2l_core.step.advice import advise
 from l2l_core.step.graph import Asides, BufferOrder
 from l2l_core.step.micro_batch import (
@@ -113,7 +114,7 @@ class Stage:
 
     def __init__(self, parts: Parts, config: RelayConfig, trace: Trace, replay: Metered | None) -> None:
         self.parts, self.config, self.trace, self._replay = parts, config, trace, replay
-        turns = config.micro_batches if config.ahead and config.stash == "host" else 1
+        turns = pieces_of_copy(config.micro_batches, config.ahead, config.stash)
         self.h2d, self.d2h = (Lane(parts.device, trace, name, turns) for name in ("h2d", "d2h"))
         self.loads, self.pushes = Link(self.h2d, "load"), Link(self.d2h, "push")
         self.clock = Clock(parts.device, trace)
@@ -260,7 +261,7 @@ class Stage:
         parts = self.parts
         takers = Takers(parts.units)
         self._stack.callback(takers.close)
-        count = 2 if self.config.ahead else 1
+        count = gradient_slots(self.config.ahead)
         slots = GradientSlots(parts.device, self.clock, takers, parts.layers, count, "slots")
         self._stack.callback(slots.close)
         shell = GradientSlots(parts.device, self.clock, takers, [parts.shell], 1, "shell")

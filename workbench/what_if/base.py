@@ -9,6 +9,7 @@ from functools import cached_property
 
 from l2l_core import Profile, Trace
 from l2l_core.forecast import SHELL, Stay
+from l2l_core.rules import weight_itemsize
 from l2l_core.trace import CATEGORIES, PLACES
 
 STASH = CATEGORIES.index("stash")
@@ -83,7 +84,8 @@ class Base:
     def weight_bytes(self, key: str) -> float:
         """Of a layer or the shell, in float32."""
         layer = self.profile.layers.get(key)
-        return layer.load_bytes * (2 if self.profile.settings.get("precision") == "bf16" else 1) if layer else 0.0
+        precision = self.profile.settings.get("precision", "fp32")
+        return layer.load_bytes * 4 / weight_itemsize(precision) if layer else 0.0
 
     @cached_property
     def largest_bytes(self) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 from l2l_core import Profile
 from l2l_core.forecast import SHELL, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.rules import pieces_of_copy
 from workbench.what_if.base import Base, Target, has
 from workbench.what_if.rescale_memory import Memories
 
@@ -42,7 +43,7 @@ def events_of(base: Base, target: Target) -> int:
     """About how many events the step has with every layer and micro-batch by itself."""
     visits = target.depth * (len(base.profile.stays) + 1) / max(1, base.depth)
     on_host = target.stash == "host"
-    pieces = target.micro_batches if on_host and target.ahead else 1
+    pieces = pieces_of_copy(target.micro_batches, target.ahead, target.stash)
     return int(visits * (target.micro_batches * (3 if on_host else 1) + pieces + 2))
 
 

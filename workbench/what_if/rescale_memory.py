@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from l2l_core.forecast import SHELL, Memory, Turn
+from l2l_core.rules import gradient_slots, weight_itemsize, weight_slots
 from l2l_core.trace import CATEGORIES
 from workbench.readings import BF16_FACTOR
 from workbench.what_if.base import START, STASH, Base, Level, Levels, Target, level_of
@@ -19,7 +20,6 @@ from workbench.what_if.base import START, STASH, Base, Level, Levels, Target, le
 WEIGHTS, GRADIENTS, ACTIVATIONS, OPTIMIZER, OTHER = map(
     CATEGORIES.index, ("weights", "gradients", "activations", "optimizer", "other")
 )
-_ITEM = {"fp32": 1.0, "bf16": 0.5}  # bytes on the device over those of float32
 
 
 class Memories:
@@ -41,19 +41,19 @@ class Memories:
         was, ahead = settings.get("precision", target.precision), settings.get("ahead", 1)
         self._base, self._target = base, target
         self._on_host, self._now_on_host = settings.get("stash", target.stash) == "host", target.stash == "host"
-        self.item = _ITEM[target.precision] / _ITEM[was]
+        self.item = _share(target.precision) / _share(was)
         self.moves = target.rows * target.width * self.item
         graph = {0.5: 1 / BF16_FACTOR, 2.0: BF16_FACTOR}.get(self.item, 1.0)
         self._grow = {ACTIVATIONS: target.rows * target.width * graph, STASH: self.moves, OTHER: target.rows}
         weights = base.weight_bytes(SHELL), base.largest_bytes
         gradients = base.gradient_bytes(SHELL), base.largest_gradient_bytes
         self._weights = (
-            _ITEM[was] * _slots(weights, ahead + 1, 1),
-            _ITEM[target.precision] * _slots(weights, target.ahead + 1, target.width),
+            _share(was) * _slots(weights, weight_slots(ahead), 1),
+            _share(target.precision) * _slots(weights, weight_slots(target.ahead), target.width),
         )
         self._gradients = (
-            _slots(gradients, 2 if ahead else 1, 1),
-            _slots(gradients, 2 if target.ahead else 1, target.width),
+            _slots(gradients, gradient_slots(ahead), 1),
+            _slots(gradients, gradient_slots(target.ahead), target.width),
         )
         before = sum(map(base.weight_bytes, base.profile.layers))
         self._model = weight_bytes / before if before else 1.0
@@ -168,3 +168,8 @@ def _direction(turn: Turn) -> int:
     """1 in forward, -1 in backward, 0 where both are, or neither."""
     kinds = {op.kind for op in turn.ops}
     return ("forward" in kinds) - ("backward" in kinds)
+
+
+def _share(precision: str) -> float:
+    """Bytes of a weight on the device over those of float32."""
+    return weight_itemsize(precision) / weight_itemsize("fp32")

@@ -10,7 +10,6 @@ from l2l_core.step.traffic.gradient import GradientSlots as GradientSlots
 from l2l_core.step.traffic.gradient import Takers as Takers
 from l2l_core.step.traffic.lanes import Lane as Lane
 from l2l_core.step.traffic.lanes import Link as Link
-from l2l_core.step.traffic.lanes import cuts as cuts
 from l2l_core.step.traffic.meter import Meter as Meter
 from l2l_core.step.traffic.meter import Metered as Metered
 from l2l_core.step.traffic.readers import before_reads as before_reads

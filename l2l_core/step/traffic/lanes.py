@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from l2l_core.devices import Copy, Device, Ticket
+from l2l_core.rules import cuts
 from l2l_core.trace import Event, Trace
-
-_LEAST_PIECE_BYTES = 1 << 14  # below this, the fixed cost of a copy outweighs what a piece could save
 
 
 class Lane:
@@ -135,12 +134,6 @@ class Link:
         """Start copies of flat tensors that belong to `layer` and may take a visit's time."""
         self.nbytes += sum(target.nbytes for target, _ in copies)
         return self.lane.trickle(self.kind, layer, copies)
-
-
-def cuts(numel: int, itemsize: int, pieces: int) -> list[int]:
-    """Where `numel` elements are cut into at most `pieces` of about the same size: first element of each, and the end."""
-    pieces = max(1, min(pieces, numel * itemsize // _LEAST_PIECE_BYTES))
-    return [numel * i // pieces for i in range(pieces + 1)]
 
 
 def _cut(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from l2l_core.devices import Copy, Device, Ticket
 from l2l_core.eps.blocks import Block, Unit
+from l2l_core.rules import weight_slots
 from l2l_core.step.traffic.clock import Clock
 
 
@@ -60,9 +61,9 @@ class Prefetch:
     ) -> None:
         self._source, self._visiting = source, visiting
         self._device, self._ahead, self._load, self._clock, self._resident = device, ahead, load, clock, resident
-        self._nbytes = dtype.itemsize * numel * (ahead + 1)
+        self._nbytes = dtype.itemsize * numel * weight_slots(ahead)
         device.ledger.book("weights", "slots", self._nbytes)
-        self.slots = [Slot(device.empty(numel, dtype)) for _ in range(ahead + 1)]
+        self.slots = [Slot(device.empty(numel, dtype)) for _ in range(weight_slots(ahead))]
         self._plan: list[Unit] = []
         self._position = 0
 

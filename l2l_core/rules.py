@@ -1,0 +1,32 @@
+"""The schedule in numbers, said once: what the loop does, and what replay, forecasts and what-if reckon with."""
+
+from __future__ import annotations
+
+MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
+LEAST_PIECE_BYTES = 1 << 14  # below this, the fixed cost of a copy outweighs what a piece could save
+
+
+def weight_itemsize(precision: str) -> int:
+    """Bytes of a weight over the link and on the device."""
+    return {"fp32": 4, "bf16": 2}[precision]
+
+
+def weight_slots(ahead: int) -> int:
+    """Layers that the device has room for: the one at work and those that load meanwhile."""
+    return ahead + 1
+
+
+def gradient_slots(ahead: int) -> int:
+    """Gradients of layers that the device has room for: one fills while another is being pushed."""
+    return 2 if ahead else 1
+
+
+def pieces_of_copy(micro_batches: int, ahead: int, stash: str) -> int:
+    """Into how many pieces a whole layer is cut on its way over the link: one for every turn, where a stash goes between them."""
+    return micro_batches if ahead and stash == "host" else 1
+
+
+def cuts(numel: int, itemsize: int, pieces: int) -> list[int]:
+    """Where `numel` elements are cut into at most `pieces` of about the same size: first element of each, and the end."""
+    pieces = max(1, min(pieces, numel * itemsize // LEAST_PIECE_BYTES))
+    return [numel * i // pieces for i in range(pieces + 1)]
