@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 
+@pytest.mark.slow
 def test_cell_that_runs_again_replaces_its_workbench(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(RELAY, WORKBENCH, THREADS)
     for number in (0, 1, 1, 1):
@@ -32,6 +33,7 @@ def test_cell_that_runs_again_replaces_its_workbench(open_notebook: Callable[...
     until(lambda: notebook.run_cell(2) == "['pump', 'session']", page, "the threads of one workbench")
 
 
+@pytest.mark.slow
 def test_panel_alone_shows_and_follows(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(
         RELAY,
@@ -56,6 +58,7 @@ def test_panel_alone_shows_and_follows(open_notebook: Callable[..., Notebook], p
     keep(notebook.cell(1), "panel_alone")
 
 
+@pytest.mark.slow
 def test_restart_while_training_leaves_no_kernel_behind(
     open_notebook: Callable[..., Notebook], page: Page, lab: Lab
 ) -> None:

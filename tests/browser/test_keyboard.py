@@ -40,6 +40,7 @@ def test_keyboard_alone_runs_and_pauses(open_notebook: Callable[..., Notebook], 
     bench.screenshot("keyboard")
 
 
+@pytest.mark.slow
 def test_arrow_keys_move_a_slider_and_no_cell(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(f"{RELAY}\n{WORKBENCH}", "")
     notebook.run_cell(0)

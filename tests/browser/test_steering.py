@@ -69,6 +69,7 @@ def test_slider_changes_the_next_step(open_notebook: Callable[..., Notebook], pa
     bench.screenshot("six_micro_batches")
 
 
+@pytest.mark.slow
 def test_error_in_a_layer_is_readable_and_mended(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(
         RELAY,

@@ -54,6 +54,7 @@ def test_pictures_survive_restart_and_reload(
     keep(page, "reloaded")
 
 
+@pytest.mark.slow
 def test_closed_workbench_leaves_a_still_and_the_other_one_runs(
     open_notebook: Callable[..., Notebook], page: Page
 ) -> None:

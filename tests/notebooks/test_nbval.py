@@ -15,7 +15,7 @@ from patience import HANG_S, rarely
 
 from workbench.commands.notebooks import ROOT, find_notebooks
 
-LONG = {"05_dynamic_depth"}  # trains for a minute
+LONG = {"04_finetune", "05_dynamic_depth"}  # train for a minute
 SANITIZE = Path(__file__).with_name("sanitize.cfg")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 OFFLINE["WORKBENCH_SOURCES"] = "built-in"  # 04 trains for minutes where the real model is installed
