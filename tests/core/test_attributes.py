@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from oracle import assert_equal, assert_state, both, copy_state, run_both
@@ -54,6 +56,52 @@ def test_notes_of_the_shell_are_its_own(model: Any, stash: str) -> None:
 # -- what layers note on themselves ------------------------------------------------------------------------------------
 
 
+class Box:
+    """An object of no pytree."""
+
+    value = 0.0
+
+
+def counts(layer: Any, value: float) -> None:
+    layer.size += 1
+
+
+def writes_dict(layer: Any, value: float) -> None:
+    layer.__dict__["size"] = value
+
+
+def fills_dict(layer: Any, value: float) -> None:
+    layer.box["value"] = value
+
+
+def fills_object(layer: Any, value: float) -> None:
+    layer.thing.value = value
+
+
+def fills_array(layer: Any, value: float) -> None:
+    layer.array[0] = value
+
+
+def fills_tensor(layer: Any, value: float) -> None:
+    layer.plain.fill_(value)
+
+
+KEEPS = {
+    "a counter": counts,
+    "in __dict__": writes_dict,
+    "in a dictionary": fills_dict,
+    "in an object": fills_object,
+    "in an array": fills_array,
+    "in a tensor": fills_tensor,
+}
+READS: dict[str, Callable[[Any], Any]] = {
+    "in a dictionary": lambda layer: layer.box["value"],
+    "in an object": lambda layer: layer.thing.value,
+    "in an array": lambda layer: float(layer.array[0]),
+    "in a tensor": lambda layer: layer.plain.item(),
+}
+
+
 class Noting(torch.nn.Module):
     """A layer that keeps something on itself, in one of several ways."""
 
@@ -61,6 +109,7 @@ class Noting(torch.nn.Module):
         super().__init__()
         self.inner, self.way = torch.nn.Linear(WIDTH, WIDTH), way
         self.size, self.before, self.sizes = 0.0, None, []
+        self.box, self.thing, self.array, self.plain = {"value": 0.0}, Box(), numpy.zeros(2), torch.zeros(1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.inner(x))
@@ -72,6 +121,7 @@ class Noting(torch.nn.Module):
             self.size = float(h.detach().abs().mean())
         if self.way == "a number in a list":
             self.sizes.append(self.size)
+        KEEPS.get(self.way, lambda *_: None)(self, float(h.detach().abs().mean()))
         if self.way == "set, then the last one read":
             self.before = h.detach().mean((0, 1))
         seen = h if before is None else h + before
@@ -93,7 +143,8 @@ class ReadsNotes(Chain):
                 layer.size = 2.0
         if way == "a number in a list":
             return h * sum(layer.sizes[-1] for layer in self.layers)
-        return h * (1 + sum(layer.size for layer in self.layers))
+        read = READS.get(way, lambda layer: layer.size)
+        return h * (1 + sum(read(layer) for layer in self.layers))
 
 
 NOTES = {
@@ -101,6 +152,7 @@ NOTES = {
     "a number": None,
     "a number, set by the shell too": None,
     "a number, of the last forward": "attribute 'size' of Noting goes from one micro-batch's forward to the next",
+    **{way: "goes from one micro-batch's forward to the next" for way in KEEPS},
     "a number in a list": "attribute 'sizes' of Noting goes from one micro-batch's forward to the next",
     "set, then the last one read": "reads a tensor of shape .* that was made for micro-batch 0",
     "the last one read, then set": "attribute 'before' of Noting goes from one micro-batch's forward to the next",

@@ -288,3 +288,86 @@ def test_a_view_that_a_layer_gives_out_is_changed(shown: str, in_order: bool, st
             expected = float(sum(train_step(twin, plain, parts, objective, [2, 2], seeds)))
             assert relay.step(batch(step)).loss == expected
             assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def overlapping(m: Any, x: Tensor) -> Tensor:
+    left, right = m.parts(x)
+    left.mul_(0.5)
+    return left + right
+
+
+def view_and_whole(m: Any, x: Tensor) -> Tensor:
+    whole, view = m.both(x)
+    whole.mul_(0.5)
+    return whole + view.transpose(1, 2)
+
+
+def hooked_before(m: Any, x: Tensor) -> Tensor:
+    y = m.turned(x)
+    y.register_hook(lambda grad: grad * 2)
+    y.mul_(0.5)
+    return y.transpose(1, 2)
+
+
+def broadcast(m: Any, x: Tensor) -> Tensor:
+    y = m.turned(x)
+    y.mul_(x.mean(-1).unsqueeze(1))
+    return y.transpose(1, 2)
+
+
+def added(m: Any, x: Tensor) -> Tensor:
+    y, residual = m.turned(x), m.skip(x).transpose(1, 2)
+    y += residual
+    return y.transpose(1, 2)
+
+
+def put(m: Any, x: Tensor) -> Tensor:
+    y = m.turned(x)
+    y.index_put_((torch.tensor([0, 1]),), x.mean())
+    return y.transpose(1, 2)
+
+
+class Outputs(Block):
+    """What a layer gives out by `of`."""
+
+    def __init__(self, of: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Any:
+        return self.of(super().forward(x))
+
+
+class ChangesOutputs(nn.Module):
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = Outputs(lambda y: (lambda b: (b[..., :8], b[..., 4:12]))(torch.cat([y, y], -1)))
+        self.both = Outputs(lambda y: (y, y.transpose(1, 2)))
+        self.turned = Outputs(lambda y: y.transpose(1, 2))
+        self.skip, self.run = nn.Linear(8, 8), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.skip(x)
+        return self.run(self, self.run(self, x)).sin().pow(2).mean()
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("run", [overlapping, view_and_whole, hooked_before, broadcast, added, put])
+def test_outputs_that_share_and_operations_that_sum(run: Callable[[Any, Tensor], Tensor], stash: Any) -> None:
+    model, twin = ChangesOutputs(run), ChangesOutputs(run)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    config, layers = RelayConfig(micro_batches=2, stash=stash), ["parts", "both", "turned"]
+    before = [param.detach().clone() for param in model.parameters()]
+    with Relay(model, partial(torch.optim.SGD, lr=0.1), objective=objective, config=config, layers=layers) as relay:
+        for step in range(2):
+            parts = [(half,) for half in batch(step)[0].chunk(2)]
+            seeds = [config.micro_batch_seed(step, k) for k in range(2)]
+            if run in (overlapping, view_and_whole, hooked_before):
+                with pytest.raises(RuntimeError, match="changes a view in place.*Change a copy"):
+                    relay.step(batch(step))
+                assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+                continue
+            expected = float(sum(train_step(twin, plain, parts, objective, [2, 2], seeds)))
+            assert relay.step(batch(step)).loss == expected
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))

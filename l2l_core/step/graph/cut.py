@@ -28,16 +28,12 @@ class Sink:
     """Holds the gradient of one tensor of one micro-batch until the graph behind it runs backward.
 
     Invariant: contributions are added in the order in which backward produces them.
-
-    Attributes:
-        strides: in which the gradient goes on; None for those in which it has come.
     """
 
-    __slots__ = ("grad", "strides")
+    __slots__ = ("grad",)
 
     def __init__(self) -> None:
         self.grad: torch.Tensor | None = None
-        self.strides: tuple[int, ...] | None = None
 
     def add(self, grad: torch.Tensor) -> None:
         """Add one contribution; same shape as the tensor."""
@@ -46,11 +42,7 @@ class Sink:
     def take(self) -> torch.Tensor | None:
         """The gradient so far; the sink is empty afterwards."""
         grad, self.grad = self.grad, None
-        if grad is None:
-            return None
-        if self.strides not in (None, grad.stride()):
-            grad = torch.empty_strided(grad.shape, self.strides, dtype=grad.dtype, device=grad.device).copy_(back(grad))
-        return back(grad)
+        return grad if grad is None else back(grad)
 
 
 class _Enter(torch.autograd.Function):

@@ -45,6 +45,8 @@ class Attributes:
     def __init__(self, shell: Iterable[nn.Module], layers: Sequence[Unit], asides: Asides, metering: bool) -> None:
         self._metering = metering
         self._asides = asides
+        self._proves = False
+        self._unsteady: set[Place] = set()  # numbers that a recompute would set to something else
         self._plain: dict[tuple[Place, int], Any] = {}  # numbers that layers keep on themselves, by micro-batch
         self._left: dict[Place, list[weakref.ref[torch.Tensor]]] = {}  # what layers keep on themselves
         self._shell = {module for module in shell if not type(module).__module__.startswith("torch.")}
@@ -146,6 +148,8 @@ class Attributes:
         is_own = self._k < 0 or place in self._own or (self._in_layer and module in self._unit_of)
         if is_own or not (module in self._shell or module in self._unit_of):
             return value
+        if place in self._unsteady:
+            self._refuse(place)
         if (place, self._k) in self._plain:
             return self._plain[place, self._k]
         if self._set.get(place, -1) > self._k:
@@ -180,13 +184,26 @@ class Attributes:
         if name in vars(module) and not isinstance(vars(type(module)).get(name), _Spy):
             self._spy(type(module), name)
 
-    def layer_filled(self, place: Place) -> None:
-        """A layer has put something into a container that it keeps, for the micro-batch at work."""
+    def layer_changed(self, place: Place) -> None:
+        """A layer has changed what it keeps, for the micro-batch at work, in a way that need not show when it is set."""
         self._note_set(*place)
+
+    @contextmanager
+    def proving(self) -> Iterator[None]:
+        """A layer runs once more in the block: numbers that it then counts on from its first run are unsteady."""
+        self._proves = True
+        try:
+            yield
+        finally:
+            self._proves = False
 
     def _layer_keeps(self, module: nn.Module, name: str) -> None:
         place, value = (module, name), vars(module).get(name)
         if _is_plain(value):
+            if self._proves:
+                if self._plain.get((place, self._k), value) != value:
+                    self._unsteady.add(place)
+                return
             _KEPT_BY.setdefault(type(module), set()).add(name)
             self._note_set(module, name)
             self._plain[place, self._k] = value
@@ -290,26 +307,46 @@ class Traces:
         now = self._now()
         return (
             now.keys() != self._before.keys()
-            or any(now[at][0] is not held or now[at][1] != count for at, (held, count) in self._before.items())
+            or any(not _is_same(now[at], held, mark) for at, (held, mark) in self._before.items())
             or _numpy_state() != self._random
         )
 
-    def filled(self) -> list[Place]:
-        """Containers that hold more or less than they did."""
+    def changed(self) -> list[Place]:
+        """Where something else is kept than before, or what is kept has changed in place."""
         now = self._now()
-        same = {at: count for at, (held, count) in self._before.items() if at in now and now[at][0] is held}
-        return [at for at, count in same.items() if now[at][1] != count and not isinstance(now[at][0], torch.Tensor)]
+        return [
+            at
+            for at, (held, mark) in now.items()
+            if at not in self._before or not _is_same(self._before[at], held, mark)
+        ]
 
-    def _now(self) -> dict[Place, tuple[Any, int]]:
+    def _now(self) -> dict[Place, tuple[Any, Any]]:
         kept = ((m, name, value) for m in self._modules for name, value in vars(m).items() if name not in _OF_MODULES)
-        return {(module, name): (value, _count(value)) for module, name, value in kept}
+        return {(module, name): (value, _mark(value)) for module, name, value in kept}
 
 
-def _count(value: Any) -> int:
-    """Changes when the value is changed in place: the length of a container, the version of a tensor."""
+def _is_same(before: tuple[Any, Any], value: Any, mark: Any) -> bool:
+    return before[0] is value and before[1] == mark
+
+
+def _mark(value: Any, depth: int = 2) -> Any:
+    """Changes when the value is changed in place: a tensor's version, an array's bytes, what a container or an object holds."""
     if isinstance(value, torch.Tensor):
         return value._version
-    return len(value) if isinstance(value, list | dict | set | deque) else 0
+    if depth and isinstance(value, dict):
+        return [(key if _is_plain(key) else id(key), _mark(item, depth - 1)) for key, item in value.items()]
+    if depth and isinstance(value, list | tuple | deque):
+        return [_mark(item, depth - 1) for item in value]
+    if isinstance(value, set | dict | list | deque):
+        return len(value)
+    if _is_plain(value):
+        return value
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return value.tobytes() if value.nbytes < 1 << 16 else id(value)
+    is_object = depth and type(value).__module__ != "builtins" and not isinstance(value, torch.nn.Module | type)
+    return (
+        _mark(vars(value), depth - 1) if is_object and hasattr(value, "__dict__") and not callable(value) else id(value)
+    )
 
 
 def _numpy_state() -> Any:

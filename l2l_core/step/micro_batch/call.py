@@ -251,8 +251,8 @@ class Call:
                 raise RuntimeError(nested(f"layer {self.unit.name}"))
         if traces is not None:
             self.left_traces = traces.differ()
-            for place in traces.filled():
-                run.attributes.layer_filled(place)
+            for place in traces.changed():
+                run.attributes.layer_changed(place)
         self.sums = run.recomputes.sums_of(given.flowing)
         self.kept = graph if keep else None
         left = {id(tensor): at for at, tensor in enumerate(given.flowing)}
@@ -274,7 +274,7 @@ class Call:
         """
         if self.needs_backward and self.kept is None:
             with run.stash.working(self.k, "shell"), self._buffers_as_seen(run), same_random_numbers():
-                with _attributes_kept(self.unit):
+                with _attributes_kept(self.unit), run.attributes.proving():
                     self._recompute(run)
 
     def _check_graph(self, outputs: Iterable[GradientEdge], began: int) -> Reach:

@@ -51,7 +51,7 @@ class Crossing(TorchFunctionMode):
         self._entries: dict[tuple[Any, int], torch.Tensor] = {}  # of the present segment
         self.autocasts = False  # some layer was called under an autocast that keeps its casts
         self._casts: Counter[torch.Tensor] = Counter()
-        self._views: dict[Any, tuple[int, ...] | None] = {}  # entries that are views in the layer that gave them out
+        self._outputs: dict[Any, _Output] = {}  # of the last layer call, by the node of their entry
         self._changed: dict[int, int] = {}  # storages that were changed through a view, and when
         self._was_in_place = False  # something older than a layer call was changed in place after it
 
@@ -89,6 +89,7 @@ class Crossing(TorchFunctionMode):
             if _is_changed(entry):
                 self._note_changed(entry)
         self._entries.clear()
+        self._outputs.clear()
         self._begins.append(self._layers[-1][1])
         self.segments.append(Segment())
         return self.segments[-2]
@@ -96,8 +97,7 @@ class Crossing(TorchFunctionMode):
     def leave(self, tensor: torch.Tensor, sink: Sink) -> torch.Tensor:
         """`tensor`, which a layer gives out, as the following segment shall see it."""
         shown = enter(tensor, sink)
-        if tensor._is_view():
-            self._views[shown.grad_fn] = _strides_of_view(tensor)
+        self._outputs[shown.grad_fn] = _Output.of(tensor)
         self._entered(shown, sink)
         return self.asides.note(shown, self._k)
 
@@ -210,14 +210,29 @@ class Crossing(TorchFunctionMode):
         """An operation is about to change `tensor` in place."""
         if self._is_older(tensor):
             self._enter_in_place(tensor)
-        elif tensor.grad_fn in self._views:
-            self._keep_strides(tensor, tensor.grad_fn.sink, self._views[tensor.grad_fn])
+        elif (output := self._outputs.get(tensor.grad_fn)) is not None:
+            if any(output.overlaps(other) for other in self._outputs.values()):
+                raise RuntimeError(_changes_view(tensor))
+            if output.is_view:
+                self._become_view(tensor, output.keeps_strides)
 
-    def _keep_strides(self, tensor: torch.Tensor, sink: Sink, strides: tuple[int, ...] | None) -> None:
-        """Where a view is changed in place, autograd brings the gradient into the base's strides, by which kernels round."""
-        if strides is None:
+    def _become_view(self, tensor: torch.Tensor, keeps_strides: bool) -> None:
+        """`tensor`, an entry, was a view in the layer: let it be one, before it is changed.
+
+        Where a view is changed in place, autograd brings the gradient into the strides of its base before it goes on, and
+        kernels round by strides.
+        """
+        if not keeps_strides or tensor._backward_hooks:
             raise RuntimeError(_changes_view(tensor))
-        sink.strides = strides
+        sink = tensor.grad_fn.sink  # type: ignore[union-attr]
+        self.asides.forget(tensor)
+        base = enter(tensor, sink)
+        self._entered(base, sink)
+        try:
+            torch.utils.swap_tensors(tensor, base.view_as(base))
+        except RuntimeError as error:
+            raise RuntimeError(_changes_view(tensor)) from error
+        self.asides.note(tensor, self._k)
 
     def _on_entries(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operation on entries in place of tensors from before the last layer call."""
@@ -280,12 +295,15 @@ class Crossing(TorchFunctionMode):
         self._was_in_place = True
         if tensor._is_view():
             self._note_changed(tensor)
-            self._keep_strides(tensor, sink, _strides_of_view(tensor))
+        keeps_strides = not tensor._is_view() or _Output.of(tensor).keeps_strides
+        was_view = tensor._is_view()
         try:
             enter_in_place(tensor, sink)
         except RuntimeError as error:
             raise RuntimeError(_changes_view(tensor)) from error
         self._entered(tensor, sink)
+        if was_view:
+            self._become_view(tensor, keeps_strides)
         self.asides.note(tensor, self._k)
 
     def _check_unchanged(self, tensor: torch.Tensor, node: Any) -> None:
@@ -331,13 +349,40 @@ def _kind_of(func: Any) -> _Kind:
     return _Kind(func in _HOOKS, func in _OF_THE_OBJECT or sets or gets, func in _BACKWARD, changes)
 
 
-def _strides_of_view(view: torch.Tensor) -> tuple[int, ...] | None:
-    """In which its gradient must be, so that the gradient of its base has the base's strides; None if that cannot be."""
-    base = view._base
-    assert base is not None
-    strides = [stride for stride, size in zip(view.stride(), view.shape, strict=True) if size > 1]
-    in_order = base.is_contiguous() and strides == sorted(strides, reverse=True)
-    return view.stride() if in_order or view.numel() == base.numel() else None
+class _Output(NamedTuple):
+    """Where what a layer gives out lies.
+
+    Attributes:
+        storage, first, last: which bytes it may touch.
+        is_view: whether it is a view in the layer.
+        keeps_strides: whether a gradient in its strides gives its base one in the base's.
+    """
+
+    storage: int
+    first: int
+    last: int
+    is_view: bool
+    keeps_strides: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Output:
+        base, shape = tensor._base, tensor.shape
+        strides = [stride for stride, size in zip(tensor.stride(), shape, strict=True) if size > 1]
+        last = sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True) if size > 1)
+        first = tensor.storage_offset()
+        is_whole = base is None or tensor.numel() == base.numel()
+        in_order = base is None or (base.is_contiguous() and strides == sorted(strides, reverse=True))
+        storage = tensor.untyped_storage()._cdata
+        return _Output(storage, first, first + last, base is not None, is_whole or in_order)
+
+    def overlaps(self, other: _Output) -> bool:
+        """Whether another one may lie in the same bytes."""
+        return (
+            other is not self
+            and self.storage == other.storage
+            and self.first <= other.last
+            and other.first <= self.last
+        )
 
 
 def _is_changed(entry: torch.Tensor) -> bool:
