@@ -307,7 +307,10 @@ class Traces:
         now = self._now()
         return (
             now.keys() != self._before.keys()
-            or any(not _is_same(now[at], held, mark) for at, (held, mark) in self._before.items())
+            or any(
+                now[at][0] is not held or _count(now[at]) != _count((held, mark))
+                for at, (held, mark) in self._before.items()
+            )
             or _numpy_state() != self._random
         )
 
@@ -323,6 +326,12 @@ class Traces:
     def _now(self) -> dict[Place, tuple[Any, Any]]:
         kept = ((m, name, value) for m in self._modules for name, value in vars(m).items() if name not in _OF_MODULES)
         return {(module, name): (value, _mark(value)) for module, name, value in kept}
+
+
+def _count(kept: tuple[Any, Any]) -> Any:
+    """Of a tensor its version, of a container its length: what else changes in it need not matter to a recompute."""
+    value, mark = kept
+    return mark if isinstance(value, torch.Tensor | set) else len(mark) if isinstance(mark, list) else 0
 
 
 def _is_same(before: tuple[Any, Any], value: Any, mark: Any) -> bool:
