@@ -177,7 +177,7 @@ class TrainLoop(Loop):
                     visit.calls += [last for last in forward.calls[-1:] if last is call]
                     self._lose_in_order(visit, forward)
                     for last in visit.calls[-1:]:
-                        last.kept = None  # what its graph has saved is parked with the rest
+                        last.drop_graph(self.run)  # what it has saved is parked with the rest
                     self.run.stash.park(forward.k, visit.index)
                 self._close(visit)
 
@@ -232,7 +232,7 @@ class TrainLoop(Loop):
 
     def _close(self, visit: Visit) -> None:
         for call in visit.calls:
-            call.kept = None  # the slot goes to another layer; whoever is not done is recomputed
+            call.drop_graph(self.run)  # the slot goes to another layer; whoever is not done is recomputed
         if visit.gradient is None:
             return
         if not visit.calls and all(forward.done for forward in self.forwards):

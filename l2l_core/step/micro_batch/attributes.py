@@ -10,9 +10,7 @@ Reads and writes are seen by descriptors on the classes of the shell's own modul
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,7 +25,7 @@ Place = tuple[nn.Module, str]
 
 _MISSING = object()
 _KEPT_BY: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()  # numbers that layers of a class set
-_OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
 
 class Attributes:
@@ -61,7 +59,7 @@ class Attributes:
         self._undo = ExitStack()
 
     def __enter__(self) -> Attributes:
-        names = {(type(m), name) for m in self._shell for name in vars(m) if name not in _OF_MODULES}
+        names = {(type(m), name) for m in self._shell for name in vars(m) if name not in OF_MODULES}
         names |= {(type(m), name) for m in self._unit_of for name in self._numbers_of(m)}
         for cls, name in names:
             self._spy(cls, name)
@@ -77,7 +75,7 @@ class Attributes:
             return ()
         if not self._metering:
             return _KEPT_BY.get(type(module), ())
-        return [name for name, value in vars(module).items() if name not in _OF_MODULES and _is_plain(value)]
+        return [name for name, value in vars(module).items() if name not in OF_MODULES and is_plain(value)]
 
     def _spy(self, cls: type, name: str) -> None:
         found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
@@ -119,7 +117,7 @@ class Attributes:
     @contextmanager
     def told_of_all(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Compiled code of `modules` runs in the block, past the spies: it may read all, and what it has set shows afterwards."""
-        before = {(m, name): value for m in modules for name, value in vars(m).items() if name not in _OF_MODULES}
+        before = {(m, name): value for m in modules for name, value in vars(m).items() if name not in OF_MODULES}
         for place in before:
             if place[0] in self._shell:
                 self.was_read(*place)
@@ -134,7 +132,7 @@ class Attributes:
             nn.Module.__setattr__ = told  # type: ignore[method-assign]
             for cls, name in spied:
                 self._set_up(cls, name)
-        for place in [(m, n) for m in modules for n in vars(m) if n not in _OF_MODULES]:
+        for place in [(m, n) for m in modules for n in vars(m) if n not in OF_MODULES]:
             if vars(place[0])[place[1]] is not before.get(place, _MISSING):
                 self.was_set(*place)
 
@@ -149,7 +147,7 @@ class Attributes:
         if is_own or not (module in self._shell or module in self._unit_of):
             return value
         if place in self._unsteady:
-            self._refuse(place)
+            raise RuntimeError(_unsteady(place))
         if (place, self._k) in self._plain:
             return self._plain[place, self._k]
         if self._set.get(place, -1) > self._k:
@@ -172,7 +170,7 @@ class Attributes:
         elif module in self._unit_of and self._in_layer:
             self._layer_keeps(module, name)
         elif module in self._unit_of:
-            if _is_plain(value := vars(module).get(name)):
+            if is_plain(value := vars(module).get(name)):
                 self._plain[(module, name), self._k] = value
             self._on_layers.setdefault(self._unit_of[module], set()).add((module, name))
 
@@ -199,7 +197,7 @@ class Attributes:
 
     def _layer_keeps(self, module: nn.Module, name: str) -> None:
         place, value = (module, name), vars(module).get(name)
-        if _is_plain(value):
+        if is_plain(value):
             if self._proves:
                 if self._plain.get((place, self._k), value) != value:
                     self._unsteady.add(place)
@@ -251,10 +249,19 @@ class _Spy:
             raise AttributeError(self._name)
 
 
-def _is_plain(value: Any) -> bool:
+def _unsteady(place: Place) -> str:
+    module, name = place
+    return (
+        f"the model reads attribute {name!r} of {type(module).__name__}, which a layer counts on from what it found there: "
+        "a layer runs a second time in backward, so it would count twice. Set it from the layer's arguments alone, or count "
+        "in the model's own code"
+    )
+
+
+def is_plain(value: Any) -> bool:
     """Numbers and words, and what consists of them."""
     if isinstance(value, tuple | list):
-        return all(_is_plain(item) for item in value)
+        return all(is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -293,74 +300,3 @@ def check_layer(unit: Unit, before: dict[Place, Any]) -> None:
                 f"attribute {name!r} of layer {unit.name} is set anew for every micro-batch, and micro-batches take turns: the "
                 "layer would see another micro-batch's value. Pass it as an argument of the layer"
             )
-
-
-class Traces:
-    """What a layer's modules keep as attributes, and NumPy's random state, to see whether a run has changed any of it."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._modules = list(layer.modules())
-        self._before, self._random = self._now(), _numpy_state()
-
-    def differ(self) -> bool:
-        """Whether something is not as it was."""
-        now = self._now()
-        return (
-            now.keys() != self._before.keys()
-            or any(
-                now[at][0] is not held or _count(now[at]) != _count((held, mark))
-                for at, (held, mark) in self._before.items()
-            )
-            or _numpy_state() != self._random
-        )
-
-    def changed(self) -> list[Place]:
-        """Where something else is kept than before, or what is kept has changed in place."""
-        now = self._now()
-        return [
-            at
-            for at, (held, mark) in now.items()
-            if at not in self._before or not _is_same(self._before[at], held, mark)
-        ]
-
-    def _now(self) -> dict[Place, tuple[Any, Any]]:
-        kept = ((m, name, value) for m in self._modules for name, value in vars(m).items() if name not in _OF_MODULES)
-        return {(module, name): (value, _mark(value)) for module, name, value in kept}
-
-
-def _count(kept: tuple[Any, Any]) -> Any:
-    """Of a tensor its version, of a container its length: what else changes in it need not matter to a recompute."""
-    value, mark = kept
-    return mark if isinstance(value, torch.Tensor | set) else len(mark) if isinstance(mark, list) else 0
-
-
-def _is_same(before: tuple[Any, Any], value: Any, mark: Any) -> bool:
-    return before[0] is value and before[1] == mark
-
-
-def _mark(value: Any, depth: int = 2) -> Any:
-    """Changes when the value is changed in place: a tensor's version, an array's bytes, what a container or an object holds."""
-    if isinstance(value, torch.Tensor):
-        return value._version
-    if depth and isinstance(value, dict):
-        return [(key if _is_plain(key) else id(key), _mark(item, depth - 1)) for key, item in value.items()]
-    if depth and isinstance(value, list | tuple | deque):
-        return [_mark(item, depth - 1) for item in value]
-    if isinstance(value, set | dict | list | deque):
-        return len(value)
-    if _is_plain(value):
-        return value
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return value.tobytes() if value.nbytes < 1 << 16 else id(value)
-    is_object = depth and type(value).__module__ != "builtins" and not isinstance(value, torch.nn.Module | type)
-    return (
-        _mark(vars(value), depth - 1) if is_object and hasattr(value, "__dict__") and not callable(value) else id(value)
-    )
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    name, keys, position, *rest = numpy.random.get_state()
-    return name, keys.tobytes(), position, *rest

@@ -39,12 +39,13 @@ from l2l_core.step.graph import (
     unasked,
     uses_of,
 )
-from l2l_core.step.micro_batch.attributes import Attributes, Place, Traces, check_layer, of_layer
+from l2l_core.step.micro_batch.attributes import Attributes, Place, check_layer, of_layer
 from l2l_core.step.micro_batch.crossing import Crossing
 from l2l_core.step.micro_batch.empty_caches import EmptyCache, LentCache
 from l2l_core.step.micro_batch.hooks import Locator, SideOutputs, UserHooks, alive
 from l2l_core.step.micro_batch.influence import Influence
 from l2l_core.step.micro_batch.recomputes import Recomputes, Sum, differs
+from l2l_core.step.micro_batch.traces import Traces
 from l2l_core.step.traffic import Clock, Meter, Stash
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import Trace
@@ -266,13 +267,23 @@ class Call:
         self._cut_sides(run, sides, left, crossing)
         return outputs
 
+    def drop_graph(self, run: Pass) -> None:
+        """Recompute after all, although this was thought to be the last layer.
+
+        Raises:
+            RuntimeError: the recompute gives something else than the first run.
+        """
+        if self.kept is not None:
+            self.kept = None
+            self.prove(run)
+
     def prove(self, run: Pass) -> None:
-        """Recompute at once, before anything is trained, to see whether it gives what the first run gave.
+        """Recompute at once, before anything is trained, a call that left traces, to see whether it gives the same again.
 
         Raises:
             RuntimeError: it does not.
         """
-        if self.needs_backward and self.kept is None:
+        if self.left_traces and self.needs_backward and self.kept is None:
             with run.stash.working(self.k, "shell"), self._buffers_as_seen(run), same_random_numbers():
                 with _attributes_kept(self.unit), run.attributes.proving():
                     self._recompute(run)

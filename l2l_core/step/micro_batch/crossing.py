@@ -293,18 +293,18 @@ class Crossing(TorchFunctionMode):
         sink = self.sink_of(tensor)
         self.asides.forget(tensor)
         self._was_in_place = True
-        if tensor._is_view():
+        lies = _Output.of(tensor)
+        if lies.is_view:
             self._note_changed(tensor)
-        keeps_strides = not tensor._is_view() or _Output.of(tensor).keeps_strides
-        was_view = tensor._is_view()
         try:
             enter_in_place(tensor, sink)
         except RuntimeError as error:
             raise RuntimeError(_changes_view(tensor)) from error
-        self._entered(tensor, sink)
-        if was_view:
-            self._become_view(tensor, keeps_strides)
-        self.asides.note(tensor, self._k)
+        if lies.is_view:
+            self._become_view(tensor, lies.keeps_strides)
+        else:
+            self._entered(tensor, sink)
+            self.asides.note(tensor, self._k)
 
     def _check_unchanged(self, tensor: torch.Tensor, node: Any) -> None:
         """Refuse a tensor that was changed through a view after a layer call: its own graph does not know it."""

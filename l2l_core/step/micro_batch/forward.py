@@ -102,7 +102,8 @@ class Forward:
     def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         for last in self.calls[-1:]:
-            last.kept = None  # it was not the last layer after all
+            if last.kept is not None:
+                self._drop_graph(last)  # it was not the last one after all
         self._run.check_call()
         with torch._C.DisableTorchFunction():  # the crossing is for the model's own code
             self.waiting = call = Call.of(unit, real, self.k, args, kwargs, self.crossing)
@@ -114,6 +115,13 @@ class Forward:
         outputs = self._run_layer(call, shell, check)
         self._stop_shell = self._run.timed("shell", SHELL, self.k)
         return outputs
+
+    def _drop_graph(self, last: Call) -> None:
+        shell = Ambient.take()
+        try:
+            last.drop_graph(self._run)
+        finally:
+            shell.put()
 
     def _give_way(self) -> Ambient:
         """Hand control to the engine until it resumes this micro-batch; returns the state that the shell stood in."""
@@ -144,8 +152,7 @@ class Forward:
             finally:
                 after = Ambient.take()
             self._run.note(call, outputs)  # no mode is on: nobody sees it
-            if call.left_traces:
-                call.prove(self._run)
+            call.prove(self._run)
         finally:
             shell.reseeded(after.random).put()
         self._run.runs[call.unit] += 1
