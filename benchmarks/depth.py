@@ -5,7 +5,7 @@
 
 GPT-2 blocks, fused AdamW. Peak device bytes of the relay are its ledger's, of a metered step and of one that replays
 the profile (the larger counts). In core: plain gradient accumulation, every storage counted from the operation that
-makes it (`workbench.in_core.StorageMeter`); at the smallest depth torch's own MemTracker counts as well (it takes
+makes it (`workbench.lessons.in_core.StorageMeter`); at the smallest depth torch's own MemTracker counts as well (it takes
 minutes at large ones). Seconds per layer are of steps in turn.
 
 Host bytes per parameter, in a fresh process with a model of 60 million parameters: what the ledger says, and what the

@@ -11,6 +11,11 @@ def weight_itemsize(precision: str) -> int:
     return {"fp32": 4, "bf16": 2}[precision]
 
 
+def weight_share(precision: str) -> float:
+    """The same over that of float32, in which masters and gradients are."""
+    return weight_itemsize(precision) / weight_itemsize("fp32")
+
+
 def weight_slots(ahead: int) -> int:
     """Layers that the device has room for: the one at work and those that load meanwhile."""
     return ahead + 1

@@ -1,11 +1,14 @@
 """The repository agrees with itself: dependencies and pins, commands, the direction of imports, what files may hold."""
 
 import ast
+import contextlib
+import importlib
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -382,7 +385,44 @@ def test_no_committed_file_names_a_machine_or_a_registry(pattern: str) -> None:
     assert not found, "\n".join(found)
 
 
+FILE_NAME = r"`([\w*/.-]+\.(?:py|ipynb|md))`"
+DOTTED_NAME = r"`((?:l2l_core|workbench)(?:\.\w+)+)[`(]"
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name of a module, or of something in one, can be had."""
+    module, _, rest = name.partition(".")
+    found = importlib.import_module(module)
+    for part in rest.split("."):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module := f"{module}.{part}")
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def test_texts_name_only_what_there_is() -> None:
+    paths = committed_files()
+    ends = {f"/{path.relative_to(ROOT)}" for path in paths}
+    found = []
+    for path in paths:
+        if path.suffix not in (".py", ".md"):
+            continue
+        text = read_text(path)
+        files = {name for name in re.findall(FILE_NAME, text) if not any(fnmatch(end, f"*/{name}") for end in ends)}
+        names = {name for name in re.findall(DOTTED_NAME, text) if not is_there(name)}
+        found += [f"{path.relative_to(ROOT)}: {name}" for name in sorted(files | names)]
+    assert not found, "\n".join(found)
+
+
 def test_the_patterns_find_what_they_are_for() -> None:
+    assert re.findall(FILE_NAME, "see `" + "a/b.py`, `" + "c.md`") == ["a/b.py", "c.md"]
+    assert re.findall(DOTTED_NAME, "`" + "l2l_core.a.B` and `" + "workbench.edit(x)`") == [
+        "l2l_core.a.B",
+        "workbench.edit",
+    ]
+    assert is_there("l2l_core.step.loop") and is_there("l2l_core.Relay.step") and not is_there("l2l_core.loop")
     assert re.search(MACHINE_PATH, "saved in /" + "tmp/run3")
     assert re.search(MACHINE_PATH, 'open("/' + 'root/x")')
     assert not re.search(MACHINE_PATH, "https://example.org/" + "work/x, frame" + "work/tmp")

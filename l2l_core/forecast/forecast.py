@@ -1,6 +1,6 @@
 """What a step will need and how long it will take, before it runs; and how far off that was, afterwards.
 
-Values and their words. `forecast_costs.py` makes them.
+Values and their words. `from_costs.py` makes them.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def forecast_config(
     """What a step would need and take, from a configuration of transformers and a machine's figures alone.
 
     Args:
-        config: of one of the families in `config_shapes.py`.
+        config: of one of the families in `families.py`.
         machine: its figures; `flops_per_s` in the precision of `relay_config`.
         micro_batches: of a step.
         batch: rows of a step, a multiple of `micro_batches` or rounded up to one.

@@ -1,8 +1,8 @@
 """A step without effect on a few micro-batches: what it costs, and what it leaves in memory turn by turn.
 
 The model's own forward and the relay's own loop run over all layers, on a device without limits and a link without
-limits, with an EPS that updates scratch copies (`dry.py`). What it is not: a simulation. Nothing of the relay changes;
-forward hooks of the user's own do run.
+limits, with an EPS that updates scratch copies (`l2l_core/eps/scratch.py`). What it is not: a simulation. Nothing of the
+relay changes; forward hooks of the user's own do run.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _trained(profile: Profile) -> set[str]:
 
 
 class _Lane:
-    """A copy lane: what is issued starts when the lane is free. `Lane` of link.py, in numbers."""
+    """A copy lane: what is issued starts when the lane is free. `Lane` of `l2l_core/step/traffic/lanes.py`, in numbers."""
 
     def __init__(
         self, name: str, speed: CopySpeed, figures: Mapping[str, Any], pieces: int, events: list[Event]

@@ -79,7 +79,7 @@ class State:
         store: the EPS of these units.
         random_state: the thread's generators.
         edits: what was edited, as plain data.
-        past: parts of what is beside the present state, by name; plain data and tensors (see `past.py`).
+        past: parts of what is beside the present state, by name; plain data and tensors (see `history.py`).
     """
 
     config: dict[str, Any]

@@ -1,7 +1,7 @@
 """What a save holds beside the present state: the way back from edits, layers that wait for it, and other branches.
 
 All of it is plain data with tensors in it, in parts: one for each parked layer, for each block's values of another
-branch, and for each branch. `files.py` writes every part to a file of its own.
+branch, and for each branch. `folder.py` writes every part to a file of its own.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Resumption:
     Args:
         saved: the save.
         edited: what it says of edits.
-        parts: what it says of the past, see `past.py`.
+        parts: what it says of the past, see `history.py`.
         modules: the caller's, by key, for layers that are like none of the model's.
     """
 

@@ -1,6 +1,6 @@
 """The relay in eleven lines, and which of them an event belongs to. Words to highlight, not code that runs.
 
-The lines follow the loop of `l2l_core/loop.py`; Pudipeddi et al., https://arxiv.org/abs/2002.05645 (L2L-p).
+The lines follow the loop of `l2l_core/step/loop.py`; Pudipeddi et al., https://arxiv.org/abs/2002.05645 (L2L-p).
 """
 
 from __future__ import annotations

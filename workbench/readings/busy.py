@@ -1,6 +1,6 @@
 """When lanes were busy, exposed, and in which phase, from a trace's columns.
 
-The numbers are those of `Trace` and of `l2l_core.phases`, by numpy, so that a picture of a hundred thousand events can
+The numbers are those of `Trace` and of `l2l_core.trace.phases`, by numpy, so that a picture of a hundred thousand events can
 show them ten times a second. A test compares the two.
 """
 
@@ -86,7 +86,7 @@ def length_s(intervals: Intervals) -> float:
 
 
 def phases_of(columns: Columns) -> list[tuple[str, float, float]]:
-    """Name, start and stop of each phase that takes time, also of a step under way; as `l2l_core.phases.cuts_of`."""
+    """Name, start and stop of each phase that takes time, also of a step under way; as `l2l_core.trace.phases.cuts_of`."""
     if not len(columns.start_s):
         return []
     compute = columns.on("compute")

@@ -1,6 +1,7 @@
 """Which layer is in which weight slot of the device, deduced from loads and visits. It reads no clock and draws nothing.
 
-The rule is that of `l2l_core/prefetch.py`: a load takes an empty slot, or else the one whose layer is wanted again last.
+The rule is that of `l2l_core/step/traffic/slots.py`: a load takes an empty slot, or else the one whose layer is wanted
+again last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes what a session shows into one file, from which reports and replays are made: see `run_format.py` for its lines.
+"""Writes what a session shows into one file, from which reports and replays are made: see `lines.py` for its lines.
 
 Each line is written out at once, so a crash loses at most the last one. Nothing is pickled.
 """

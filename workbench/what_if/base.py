@@ -9,7 +9,7 @@ from functools import cached_property
 
 from l2l_core import Profile, Trace
 from l2l_core.forecast import SHELL, Stay
-from l2l_core.rules import weight_itemsize
+from l2l_core.rules import weight_share
 from l2l_core.trace import CATEGORIES, PLACES
 
 STASH = CATEGORIES.index("stash")
@@ -85,7 +85,7 @@ class Base:
         """Of a layer or the shell, in float32."""
         layer = self.profile.layers.get(key)
         precision = self.profile.settings.get("precision", "fp32")
-        return layer.load_bytes * 4 / weight_itemsize(precision) if layer else 0.0
+        return layer.load_bytes / weight_share(precision) if layer else 0.0
 
     @cached_property
     def largest_bytes(self) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from l2l_core.forecast import SHELL, Memory, Turn
-from l2l_core.rules import gradient_slots, weight_itemsize, weight_slots
+from l2l_core.rules import gradient_slots, weight_share, weight_slots
 from l2l_core.trace import CATEGORIES
 from workbench.readings import BF16_FACTOR
 from workbench.what_if.base import START, STASH, Base, Level, Levels, Target, level_of
@@ -41,15 +41,15 @@ class Memories:
         was, ahead = settings.get("precision", target.precision), settings.get("ahead", 1)
         self._base, self._target = base, target
         self._on_host, self._now_on_host = settings.get("stash", target.stash) == "host", target.stash == "host"
-        self.item = _share(target.precision) / _share(was)
+        self.item = weight_share(target.precision) / weight_share(was)
         self.moves = target.rows * target.width * self.item
         graph = {0.5: 1 / BF16_FACTOR, 2.0: BF16_FACTOR}.get(self.item, 1.0)
         self._grow = {ACTIVATIONS: target.rows * target.width * graph, STASH: self.moves, OTHER: target.rows}
         weights = base.weight_bytes(SHELL), base.largest_bytes
         gradients = base.gradient_bytes(SHELL), base.largest_gradient_bytes
         self._weights = (
-            _share(was) * _slots(weights, weight_slots(ahead), 1),
-            _share(target.precision) * _slots(weights, weight_slots(target.ahead), target.width),
+            weight_share(was) * _slots(weights, weight_slots(ahead), 1),
+            weight_share(target.precision) * _slots(weights, weight_slots(target.ahead), target.width),
         )
         self._gradients = (
             _slots(gradients, gradient_slots(ahead), 1),
@@ -168,8 +168,3 @@ def _direction(turn: Turn) -> int:
     """1 in forward, -1 in backward, 0 where both are, or neither."""
     kinds = {op.kind for op in turn.ops}
     return ("forward" in kinds) - ("backward" in kinds)
-
-
-def _share(precision: str) -> float:
-    """Bytes of a weight on the device over those of float32."""
-    return weight_itemsize(precision) / weight_itemsize("fp32")

@@ -38,7 +38,7 @@ class Block:
     version: int = 0
     warmup: int = 0  # updates over which its learning rate rises to that of its group
     views: list[torch.Tensor] = field(default_factory=list)
-    wire: torch.Tensor | None = None  # the master in the type in which it travels; see wire.py
+    wire: torch.Tensor | None = None  # the master in the type in which it travels; see `l2l_core/eps/casts.py`
     _trained: Trained | None = None  # as it was last asked for
 
     @property
