@@ -22,18 +22,23 @@ from torch.autograd.graph import GradientEdge
 from l2l_core.step.graph.aside import back
 
 Root = tuple[GradientEdge, torch.Tensor]
+Start = tuple[int, int]  # a graph's node, by autograd's number, and which of its outputs
 
 
 class Sink:
     """Holds the gradient of one tensor of one micro-batch until the graph behind it runs backward.
 
     Invariant: contributions are added in the order in which backward produces them.
+
+    Attributes:
+        is_part: whether the graph behind reads the tensor too, so that this is a part of its gradient only.
     """
 
-    __slots__ = ("grad",)
+    __slots__ = ("grad", "is_part")
 
     def __init__(self) -> None:
         self.grad: torch.Tensor | None = None
+        self.is_part = False
 
     def add(self, grad: torch.Tensor) -> None:
         """Add one contribution; same shape as the tensor."""
@@ -151,6 +156,11 @@ def uses_of(starts: Iterable[GradientEdge], entered: Mapping[Any, torch.Tensor])
     return Counter([*found.leaves, *(entered[node] for node in found.entries if node in entered)])
 
 
+def start_of(edge: GradientEdge) -> Start:
+    """The edge by numbers, which keep nothing of the graph alive."""
+    return edge.node._sequence_nr(), edge.output_nr
+
+
 @dataclass(slots=True)
 class Reach:
     """What the graph behind some edges consists of, up to the entries.
@@ -159,6 +169,7 @@ class Reach:
         leaves: parameters, and tensors that ask for a gradient themselves; one for every edge that leads to it.
         entries: nodes at which it starts; one for every edge too.
         nodes: what lies between.
+        again: those of them that several edges lead to; that it is a start counts as one.
         first, last: lowest and highest sequence number of these.
         cast: leaves that it reads in another type, as autocast makes them.
         is_nested: whether a node runs a backward of its own, which adds to parameters at once (a reentrant checkpoint).
@@ -167,15 +178,23 @@ class Reach:
     leaves: list[torch.Tensor]
     entries: list[Any]
     nodes: set[Any]
+    again: set[Any]
     first: int
     last: int
     cast: set[torch.Tensor]
     is_nested: bool
 
+    def reads(self) -> set[Start]:
+        """Which results of its nodes the graph itself reads, as `start_of` writes them."""
+        return {
+            (read._sequence_nr(), nr) for node in self.nodes for read, nr in node.next_functions if read is not None
+        }
+
 
 def reach(starts: Iterable[GradientEdge]) -> Reach:
     """Walk over a graph. It happens at every layer call, so this is written to be quick."""
     leaves, entries, nodes, numbers = [], [], set(), []
+    again: set[Any] = set()
     cast, is_nested = set(), False
     todo = [edge.node for edge in starts]
     while todo:
@@ -194,8 +213,10 @@ def reach(starts: Iterable[GradientEdge]) -> Reach:
             elif kind.__name__ == "CheckpointFunctionBackward":
                 is_nested = True
             todo += behind
+        else:
+            again.add(node)
     first, last = min(numbers, default=sequence_number()), max(numbers, default=0)
-    return Reach(leaves, entries, nodes, first, last, cast, is_nested)
+    return Reach(leaves, entries, nodes, again, first, last, cast, is_nested)
 
 
 def nested(who: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import copy
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,12 +29,14 @@ from l2l_core.step.graph import (
     Root,
     Segment,
     Sink,
+    Start,
     enter,
     is_entry,
     nested,
     reach,
     run_backward,
     sequence_number,
+    start_of,
     taken,
     unasked,
     uses_of,
@@ -244,6 +246,8 @@ class Call:
         check_stamps(self.unit.params, stamps, f"layer {self.unit.name}")
         self._check_versions("the layer itself changed it in place")
         found = self._check_graph(graph.outputs, began)
+        starts = [start_of(edge) for edge in graph.outputs]
+        self._mark_parts(starts, found.reads() if any(e.node in found.again for e in graph.outputs) else set())
         if crossing.autocasts:
             crossing.casts(found.cast)
         if found.is_nested:
@@ -257,13 +261,14 @@ class Call:
         self.sums = run.recomputes.sums_of(given.flowing)
         self.kept = graph if keep else None
         left = {id(tensor): at for at, tensor in enumerate(given.flowing)}
-        del given, graph, found  # with it goes what only the layer's own graph kept alive
+        del given, graph, found  # with them goes what only the layer's own graph kept alive
         sides = {**alive(seen), **run.sides.attributes(self.unit.module)}
         seen.clear()
         if sides:
             self.kept = None  # what a graph has saved cannot be cut
             edges = [get_gradient_edge(tensor) for tensor in sides.values()]
-            self._check_graph([edge for edge in edges if edge.node._sequence_nr() >= began], began)
+            found = self._check_graph([edge for edge in edges if edge.node._sequence_nr() >= began], began)
+            self._mark_parts(starts, found.reads())
         self._cut_sides(run, sides, left, crossing)
         return outputs
 
@@ -287,6 +292,11 @@ class Call:
             with run.stash.working(self.k, "shell"), self._buffers_as_seen(run), same_random_numbers():
                 with _attributes_kept(self.unit), run.attributes.proving():
                     self._recompute(run)
+
+    def _mark_parts(self, starts: Sequence[Start], read: Set[Start]) -> None:
+        """Outputs that the layer itself reads get a part of their gradient from the shell, and the rest in the layer."""
+        for sink, start in zip(self.outputs, starts, strict=True):
+            sink.is_part |= start in read
 
     def _check_graph(self, outputs: Iterable[GradientEdge], began: int) -> Reach:
         """Refuse a layer that reads differentiable tensors which it was not given; what its graph consists of."""
@@ -358,6 +368,7 @@ class Call:
                 continue  # the same tensor under a second name
             is_output = id(tensor) in left
             sink = self.outputs[left[id(tensor)]] if is_output else Sink()
+            sink.is_part |= not is_output  # what is kept on the way is read on the way
             try:
                 crossing.leave_in_place(tensor, sink)
             except RuntimeError as error:
