@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -22,19 +22,16 @@ from l2l_core.batches import (
     Mean,
     ModelCall,
     Objective,
-    Recent,
     RowsOf,
     Weight,
     form_of,
     join,
-    leaves_in,
-    map_tensors,
 )
 from l2l_core.config import RelayConfig
 from l2l_core.devices import CudaDevice, Device, EmulatedDevice, Ledger, Process
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
-from l2l_core.eps import LayerStore, TornStep, Wires
+from l2l_core.eps import InHostMemory, LayerStore, TornStep
 from l2l_core.eps.blocks import (
     Unit,
     build_units,
@@ -49,24 +46,23 @@ from l2l_core.forecast import Forecast, LastStep, Rehearsal, forecast_step
 from l2l_core.model import Caches, RandomState, Where, full_precision, keep_attributes, refuse_whole, resolve_layers
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
 from l2l_core.step import (
-    Known,
-    KnownInPart,
-    Layers,
-    Loop,
+    Kind,
+    Learned,
     Parts,
+    Plan,
     Stage,
     Task,
-    TrainLoop,
     VerifyReport,
+    Work,
     compare_step,
     interrupts_wait,
+    run_forward,
+    run_step,
 )
-from l2l_core.step.traffic import Metered
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import StepResult, Trace
 
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-_MOST_SHAPES = 16  # of inference, of which it is remembered what they need
 
 
 def _as_it_is(stage: Stage) -> None:
@@ -123,17 +119,13 @@ class Relay:
         made, findings = make_optimizer(optimizer, model)
         modules = dict(zip(keys, found.values(), strict=True))
         shell, units = build_units(model, modules, self.device.host_empty)
-        self._parts = Parts(model, self.device, self.host, shell, units, Wires(self.device, self.host))
+        self._parts = Parts(model, self.device, self.host, shell, units, InHostMemory(self.device, self.host))
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
-        self._store = LayerStore(
+        self._store = LayerStore.over(
             self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings
         )
         self._steps = 0
-        self._predicted: Sequence[Unit] = units
-        self._known = Known()  # of the last metered step
-        self._stepped: tuple[Any, ...] | None = None  # what the last step was like, if later ones go its way
-        self._known_in_part = KnownInPart(self._known)  # of steps that leave layers out
-        self._inferred: Recent[Metered] = Recent(_MOST_SHAPES)  # what was checked by a first inference
+        self._learned = Learned(units)
         self._trace: Trace | None = None
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
         self._history = History(self._editor)
@@ -192,7 +184,7 @@ class Relay:
         if self._closed or not self._process.is_this:
             return
         self._closed = True
-        self._parts.wires.close()
+        self._parts.place.close()
         self._store.close()
         self._editor.parking.close()
         self.device.close()
@@ -340,10 +332,9 @@ class Relay:
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
             check_model(self.model, self._parts.units)
             self._rows_of(batch)
-            learn = partial(setattr, self, "_predicted")  # what the first step would find out the slow way
-            rehearsal = Rehearsal(self._parts, self._store, self._predicted, self._call.objective, learn)
-            now = *self._shape_of((), self.config), self._key_of_layers()
-            last = LastStep(self._trace, self._steps - 1, self._stepped, now)
+            learn = self._learned.take_way  # what the first step would find out the slow way
+            rehearsal = Rehearsal(self._parts, self._store, self._learned.way, self._call.objective, learn)
+            last = LastStep(self._trace, self._steps - 1, self._learned.last, self._kind_of((), self.config))
             asked = self.config if config is None else config
             return forecast_step(rehearsal, batch, asked, self.device if device is None else device, host_bytes, last)
 
@@ -490,22 +481,20 @@ class Relay:
         check_step(self.model, self._parts.shell_modules(), self._parts.units)
         rows, micro_batches = self._split(batch)
         divisors, first_call = self._mean.divisors(rows, micro_batches), self._first_call(rows)
-        shape = self._shape_of(micro_batches, self.config)
-        trace = self._trace = self._new_trace()
+        kind, trace = self._kind_of(micro_batches, self.config), self._parts.new_trace(self.config, self._steps)
+        self._trace = trace
         put_buffers_back = self._parts.copy_buffers()
         self.device.ledger.reset_peak()
-        self._store.begin(self.config, trace)
+        replay = self._learned.of_step(kind) if self.config.meter == "on_change" else None
         try:
-            with Stage(self._parts, self.config, trace, self._metered_for(shape)) as stage:
-                forwards = stage.forwards(micro_batches, self._call.objective, self._seeds(len(micro_batches)))
-                loop = TrainLoop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch)
-                losses = loop.train(self._store, *stage.gradients(), stage.pushes, divisors, self._parts.inside())
-                stage.run.recomputes.settle()
-                self._store.finish()
-                assert not any(visit.calls for visit in loop.visits), "a call was not back-propagated"
-                stage.stash.drain()
-                stage.meter.sample()
-                stage.run.influence.tell()
+            losses, ran = run_step(
+                self._parts,
+                self._store,
+                self._work(self.config, self._call.objective, micro_batches),
+                divisors,
+                trace,
+                replay,
+            )
         except BaseException as error:
             self._undo_step(put_buffers_back, error)
             raise
@@ -513,21 +502,20 @@ class Relay:
         self._store.updated.clear()  # it would keep layers that are dropped next
         self._editor.call = first_call
         self._history.note_loss(float(sum(losses)))
-        way, expected = [visit.unit for visit in loop.visits], self._predicted
-        self._stepped = None
-        if way == expected or expected is not self._parts.layers:  # otherwise no later step goes the way of this one
-            self._stepped = (*shape, self._key_of_layers())
-            self._known.learn(shape, self._key_of_layers(), stage.learned())
-        self._predicted = way
+        self._learned.stepped(kind, ran.way, ran.metered)
         return StepResult(
             loss=float(sum(losses)),
             seconds=time.perf_counter() - began_s,
             samples=rows.count,
             trace=trace,
             peak_device_bytes=self.device.ledger.peak,
-            bytes_loaded=stage.loads.nbytes,
-            bytes_pushed=stage.pushes.nbytes,
+            bytes_loaded=ran.bytes_loaded,
+            bytes_pushed=ran.bytes_pushed,
         )
+
+    def _work(self, config: RelayConfig, task: Task, micro_batches: Sequence[Any]) -> Work:
+        seeds = [config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))]
+        return Work(config, Plan(self._learned.way), task, micro_batches, seeds)
 
     def _undo_step(self, put_buffers_back: Callable[[], None], error: BaseException) -> None:
         """Leave the old step if nothing was updated or updates can be undone, otherwise say what was updated."""
@@ -556,29 +544,16 @@ class Relay:
         """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
         check_model(self.model, self._parts.units)
         modes = {module: module.training for module in self.model.modules()}
-        config, shape = (
-            replace(config, meter="on_change"),
-            (self._shape_of(micro_batches, config), self._key_of_layers(), task),
-        )
+        config = replace(config, meter="on_change")
+        kind = self._kind_of(micro_batches, config)
+        work, trace = self._work(config, task, micro_batches), self._parts.new_trace(config, self._steps)
         try:
             self.model.eval()
-            replay = self._inferred.get(shape)
-            with (
-                torch.no_grad(),
-                self._caches.off(),
-                Stage(self._parts, config, self._new_trace(), replay) as stage,
-            ):
-                prepare(stage)
-                forwards = stage.forwards(micro_batches, task, self._seeds(len(micro_batches)))
-                Loop(stage.run, forwards, self._parts.layers, self._predicted, stage.prefetch).forward()
-                outputs = []
-                for forward in forwards:  # one after another: together they need not fit on the device
-                    result, forward.result = forward.result, None
-                    stage.stash.fetch([t for t in leaves_in(result) if isinstance(t, torch.Tensor)], forward.k)
-                    outputs.append(map_tensors(result, _to_host))
-                    del result
-                self._inferred.keep(shape, stage.learned())
-                return outputs
+            with torch.no_grad(), self._caches.off():
+                replay = self._learned.of_inference(kind, task)
+                results, ran = run_forward(self._parts, work, trace, replay, prepare)
+            self._learned.inferred(kind, task, ran.metered)
+            return results
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -623,9 +598,7 @@ class Relay:
         finally:
             self._editor.trust = False
             self._parts = replace(self._parts, layers=list(self._editor.layers))
-            self._predicted, self._known = self._parts.layers, Known()
-            self._known_in_part = KnownInPart(self._known)
-            self._inferred.clear()
+            self._learned.forget(self._parts.layers)
 
     @contextmanager
     def _sitting_out(self, skip: Iterable[Where], trust: bool) -> Iterator[None]:
@@ -633,15 +606,13 @@ class Relay:
         if not (units := self._editor.units_at(skip)):
             yield
             return
-        parts, predicted, known = self._parts, self._predicted, self._known
-        with self._editor.without(units, trust):
+        parts = self._parts
+        with self._editor.without(units, trust), self._learned.without(units):
             self._parts = replace(parts, layers=list(self._editor.layers))
-            self._predicted = [unit for unit in predicted if unit not in units]
-            self._known = self._known_in_part
             try:
                 yield
             finally:
-                self._parts, self._predicted, self._known = parts, predicted, known
+                self._parts = parts
         for unit in units:
             unit.stats.clear()
 
@@ -654,13 +625,6 @@ class Relay:
         """The model on a few rows, as edits run it to see what layers are given."""
         with self._caches.off():
             return self._call.objective(self.model, rows)
-
-    def _seeds(self, count: int) -> list[int]:
-        return [self.config.micro_batch_seed(self._steps, k) for k in range(count)]
-
-    def _new_trace(self) -> Trace:
-        settings = {**asdict(self.config), **self.device.figures()}
-        return Trace(step=self._steps, device=self.device.name, names=self._parts.names, settings=settings)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -676,23 +640,17 @@ class Relay:
         finally:
             self._busy.release()
 
-    def _shape_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> Any:
-        """What the course of a step depends on; a change of it calls for metering."""
-        return replace(config, seed=0), tuple(form_of(each) for each in micro_batches), self.model.training
-
-    def _key_of_layers(self) -> Layers:
-        return frozenset((unit.key, unit.trained) for unit in self._parts.units)
-
-    def _metered_for(self, shape: Any) -> Metered | None:
-        known = self._known.find(shape, self._key_of_layers())
-        return known if self.config.meter == "on_change" else None
+    def _kind_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> Kind:
+        shapes = tuple(form_of(each) for each in micro_batches)
+        layers = frozenset((unit.key, unit.trained) for unit in self._parts.units)
+        return Kind(replace(config, seed=0), shapes, self.model.training, layers)
 
     @contextmanager
     def _preserved(self) -> Iterator[None]:
         """Whatever the block trains is undone, and no step hook of the optimizer is fired."""
         back = [
             keep_attributes(self.model.modules()),
-            self._store.snapshot(),
+            self._store.masters.snapshot(),
             self._parts.copy_buffers(),
             self._keep_own(),
             self._history.snapshot(),
@@ -707,13 +665,12 @@ class Relay:
 
     def _keep_own(self) -> Callable[[], None]:
         """Count of steps, trace, statistics of layers, and what steps have taught; the result puts them back."""
-        names = ("_steps", "_trace", "_stepped", "_predicted", "_known", "_known_in_part")
-        kept = {name: getattr(self, name) for name in names}
+        steps, trace = self._steps, self._trace
         stats = {unit: dict(unit.stats) for unit in self._parts.units}
-        put_knowledge_back, call = self._known.snapshot(), self._editor.call
+        put_knowledge_back, call = self._learned.snapshot(), self._editor.call
 
         def put_back() -> None:
-            vars(self).update(kept)
+            self._steps, self._trace = steps, trace
             for unit, old in stats.items():
                 unit.stats = old
             put_knowledge_back()
@@ -738,10 +695,6 @@ class Relay:
             Edited.from_(self._editor, self._history).to_plain(),
             parts_of(self._editor, self._history, self._branches),
         )
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def resolve_device(device: str | Device) -> Device:

@@ -220,8 +220,7 @@ MAY_IMPORT = {
         "edits": "eps eps.optimizers eps.blocks surgery.identity surgery devices batches model trace config",
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
         "forecast": "step step.traffic eps eps.blocks devices batches trace config rules",
-        "relay": "forecast saves edits step step.traffic eps eps.optimizers eps.blocks surgery devices batches model trace "
-        "config",
+        "relay": "forecast saves edits step eps eps.optimizers eps.blocks surgery devices batches model trace config",
     },
     "workbench": {
         "readings": "",

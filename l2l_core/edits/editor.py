@@ -81,7 +81,7 @@ class Editor:
         self.stacks = find_stacks(model, [unit.module for unit in layers])  # as they are now
         self._names = {stack.container: stack.name for stack in self.stacks}  # for good
         self.first = self.built
-        self.group_order = GroupOrder(store.groups, Places(model, self.stacks))
+        self.group_order = GroupOrder(store.masters.groups, Places(model, self.stacks))
         for unit in layers:
             anatomy(unit.module)  # now rather than when the first edit has to wait for it
 
@@ -149,11 +149,11 @@ class Editor:
     def states_of(self, unit: Unit) -> dict[nn.Parameter, State]:
         """What the optimizer knows of each parameter of a layer that is in a stack."""
         state = self.store.optimizer.state
-        return {param: state[master] for param, master in self.store.masters_of(unit).items() if master in state}
+        return {param: state[master] for param, master in self.store.masters.by_param(unit).items() if master in state}
 
     def optimized(self, unit: Unit) -> list[nn.Parameter]:
         """The parameters of a layer in a stack that the optimizer has been given."""
-        pairs = [(block.params, self.store.side_of(block).groups) for block in unit.blocks]
+        pairs = [(block.params, self.store.masters.side_of(block).groups) for block in unit.blocks]
         return [param for params, groups in pairs for param, group in zip(params, groups, strict=True) if group >= 0]
 
     def unit_of(self, module: nn.Module) -> Unit:
@@ -355,16 +355,16 @@ class Editor:
 
     def arrange(self) -> None:
         """Let the optimizer's groups be in the order of a plain one over the model."""
-        self.store.arrange(self.group_order.sorted(self.store.groups, Places(self.model, self.stacks)))
+        self.store.masters.arrange(self.group_order.sorted(self.store.masters.groups, Places(self.model, self.stacks)))
 
     def _take_over(self, name: str, before: Sequence[Unit], after: Sequence[Unit]) -> None:
         """The model holds the layers `after` in place of `before`: let the EPS and the books follow."""
         stack, staying = self.stack_called(name), set(after)
-        for unit, sides in self.store.dismiss([unit for unit in before if unit not in staying]).items():
+        for unit, sides in self.store.masters.dismiss([unit for unit in before if unit not in staying]).items():
             self.parking.put(Parked(unit, sides))
         for unit in after:
             if unit in self.parking:
-                self.store.admit(unit, self.parking.take(unit).sides)
+                self.store.masters.admit(unit, self.parking.take(unit).sides)
         gone = set(before)
         first = next(i for i, unit in enumerate(self.layers) if unit in gone)
         self.layers = [*self.layers[:first], *after, *(unit for unit in self.layers[first:] if unit not in gone)]
@@ -402,7 +402,7 @@ class Editor:
         old, masters = {}, self._masters_of(unit)
         for block in unit.blocks:
             if not values.keys().isdisjoint(block.params):
-                self.store.before_write(block)
+                self.store.update.before_write(block)
         with torch.no_grad():
             for param, (value, state) in values.items():
                 master = masters[param]
@@ -411,7 +411,7 @@ class Editor:
                 param.copy_(value)
                 if state is not None:
                     self.store.optimizer.state[master] = clone_state(state)
-        self.store.book_optimizer()
+        self.store.masters.book_state()
         return old
 
     def book_kept(self, change: Change, values: Iterable[Held]) -> None:
@@ -452,7 +452,7 @@ class Editor:
         """The optimizer's parameters of a block, of a layer or parked, and where what it knows of them is."""
         if (side := self.parking.side_of(block)) is not None:
             return side.masters, side.state
-        return self.store.masters_in(block), self.store.optimizer.state
+        return self.store.masters.params_of(block), self.store.optimizer.state
 
     def train_only(self, block: Block, flags: Sequence[bool]) -> None:
         """Say which parameters of a block are trained."""
@@ -463,7 +463,7 @@ class Editor:
     def book_again(self) -> None:
         """Values have been exchanged: what layers hold may have another size."""
         self.parking.book_again()
-        self.store.book_optimizer()
+        self.store.masters.book_state()
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -475,14 +475,14 @@ class Editor:
         return key
 
     def _masters_of(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
-        if unit not in self.store.units:
+        if unit not in self.store.masters.units:
             raise ValueError(f"layer {unit.key} is in no stack now: bring it back first")
-        return self.store.masters_of(unit)
+        return self.store.masters.by_param(unit)
 
     def _side_of(self, param: nn.Parameter, unit: Unit) -> tuple[int, State]:
         """The optimizer's group of a parameter, and what it knows of it."""
         block = next(block for block in unit.blocks if any(param is p for p in block.params))
-        side = self.parking[unit].sides[block] if unit in self.parking else self.store.side_of(block)
+        side = self.parking[unit].sides[block] if unit in self.parking else self.store.masters.side_of(block)
         index = next(i for i, p in enumerate(block.params) if p is param)
         return side.groups[index], side.state.get(side.masters[index], {})
 
@@ -513,7 +513,7 @@ class Editor:
             now = {param: name for name, param in self.model.named_parameters()}
             for block in stale:
                 known = zip(block.params, block.names, strict=True)
-                self.store.rename(block, [now.get(param, name) for param, name in known])
+                self.store.masters.rename(block, [now.get(param, name) for param, name in known])
 
     def check_shared(self) -> None:
         """Refuse to have let all users of a shared weight go: it would be in no layer, and could not be parked with one.

@@ -206,7 +206,7 @@ class History:
     def _sizes(self) -> tuple[int, int]:
         """Weights of all layers, and their bytes with the optimizer's state."""
         layers = self._editor.layers
-        return sum(u.num_params for u in layers), sum(u.nbytes for u in layers) + self._editor.store.optimizer_bytes
+        return sum(u.num_params for u in layers), sum(u.nbytes for u in layers) + self._editor.store.masters.state_bytes
 
     def forget(self) -> None:
         """Free layers that nothing can bring back any more."""

@@ -77,7 +77,7 @@ class Parked:
 
     def _empty_weights(self) -> None:
         for block, side in self.sides.items():
-            block.master, block.views, block.wire = torch.empty(0), [], None
+            block.master, block.views, block.cast = torch.empty(0), [], None
             for param in (*block.params, *side.masters):
                 param.data = torch.empty(0)
 

@@ -1,12 +1,18 @@
 """Where weights, gradients and optimizer state live, and who updates them; knows no order of layers.
 
 May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `trace`.
-Begin reading at `store.py`.
+Begin reading at `store.py`; `updates.py`, `places.py` and `reducer.py` say what could be done otherwise.
 """
 
-from l2l_core.eps.casts import Wires as Wires
-from l2l_core.eps.scratch import DryStore as DryStore
+from l2l_core.eps.errors import NonFiniteError as NonFiniteError
+from l2l_core.eps.errors import TornStep as TornStep
+from l2l_core.eps.masters import Masters as Masters
+from l2l_core.eps.masters import Side as Side
+from l2l_core.eps.places import InHostMemory as InHostMemory
+from l2l_core.eps.places import Place as Place
+from l2l_core.eps.reducer import Alone as Alone
+from l2l_core.eps.reducer import Reducer as Reducer
+from l2l_core.eps.scratch import dry_store as dry_store
 from l2l_core.eps.store import LayerStore as LayerStore
-from l2l_core.eps.store import NonFiniteError as NonFiniteError
-from l2l_core.eps.store import Side as Side
-from l2l_core.eps.store import TornStep as TornStep
+from l2l_core.eps.updates import ByOptimizer as ByOptimizer
+from l2l_core.eps.updates import Update as Update

@@ -1,13 +1,10 @@
-"""The EPS without effect: gradients are reduced as in a step, and updates are made to scratch copies of the weights.
+"""Updates without effect: what a step's updates cost, on the same thread, made to scratch copies of the weights.
 
-What it costs is what a step costs, on the same thread, so that a rehearsal can time it. What it is not: a way to train.
-Masters, versions, optimizer state, statistics and hooks of the real store stay as they are.
+What it is not: a way to train. Masters, versions, optimizer state and hooks of the real EPS stay as they are.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,65 +14,81 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.config import RelayConfig
 from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, GradientPiece
-from l2l_core.eps.optimizers import StepHooks, clone_state, over, state_bytes, step_alone
+from l2l_core.eps.gradients import Gradients
+from l2l_core.eps.masters import Masters
+from l2l_core.eps.optimizers import clone_state, over, state_bytes, step_alone
 from l2l_core.eps.store import LayerStore
-from l2l_core.trace import Trace
+from l2l_core.eps.updates import Whole, check_rates
 
 
-class DryStore(LayerStore):
-    """A second view of a store's blocks, whose updates go to scratch memory.
+def dry_store(store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor]) -> LayerStore:
+    """An EPS over the same masters, on the same thread, whose steps have no effect; no step of `store` may be under way.
 
-    Invariant: it writes to nothing that the store holds, but for `grad` of the masters while gradients are clipped.
+    It writes to nothing that `store` holds, but for `grad` of the masters while gradients are clipped, and statistics.
 
     Args:
-        store: whose blocks and thread it uses; no step of it may be under way.
+        store: the real one.
         host: gets the bytes of gradient buffers booked.
-        empty: as in `LayerStore`.
+        empty: makes a float32 host buffer of so many elements.
     """
+    return LayerStore(store.masters, Gradients(host, empty), ToScratch(store.masters), store.thread)
 
-    def __init__(self, store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor]) -> None:
-        self.__dict__.update(store.__dict__)
-        self.optimizer = over(store.optimizer, store.optimizer.param_groups, store.optimizer.state)
-        self._hooks = StepHooks(self.optimizer, dict, lambda block: None, of_all=False)
-        self.host, self._empty = host, empty
-        self._owner = {}  # nobody's statistics
-        self._pool, self._under_way, self._room = {}, set(), threading.Condition()
+
+class ToScratch:
+    """An `Update` that updates scratch memory of each gradient's form."""
+
+    def __init__(self, masters: Masters) -> None:
+        self._masters = masters
+        optimizer = masters.optimizer
+        self._optimizer = over(optimizer, optimizer.param_groups, optimizer.state)  # without hooks
         self._scratch: dict[Any, _Scratch] = {}
-        self.state_bytes: dict[Block, int] = {}  # of the optimizer, for every block that was updated
-        self._begin(RelayConfig(), Trace())
+        self._is_logged = False
+        self.updated: list[Block] = []
+        self._state_bytes: dict[Block, int] = {}  # of every block that was updated so far, in whatever step
 
-    def _update(self, block: Block) -> None:
-        piece = self._whole.pop(block, None)
-        if piece is None:
-            return
+    def begin(self, logged: bool, deferred: bool) -> None:
+        self._is_logged, self.updated = logged, []
+        check_rates(self._masters, self._optimizer)
+
+    def gathered(self, whole: Whole) -> None:
+        pass
+
+    def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
         scratch = self._scratch_of(block, piece)
-        start_s = time.perf_counter()
-        for param in self._masters[block].params:
+        for param in self._masters.params_of(block):
             param.grad = None  # clipping has set it
-        undo = clone_state(scratch.everything()) if self._config.rollback or self._config.update == "deferred" else None
+        undo = clone_state(scratch.everything()) if self._is_logged else None
         scratch.step(piece)
+        del undo  # it was made for what it costs
         self.updated.append(block)
-        self._give_back(piece.flat)
-        self._record("update", block, piece, start_s)
-        self.state_bytes[block] = scratch.state_bytes + self._idle_bytes(block, piece)
-        del undo
+        self._state_bytes[block] = scratch.state_bytes + self._idle_bytes(block, piece)
+        return {}
+
+    def finish(self, whole: Whole) -> None:
+        pass
+
+    def undo(self) -> None:
+        self.updated = []
+
+    def state_bytes_of(self, block: Block) -> int:
+        known = self._state_bytes.get(block)
+        return self._masters.side_of(block).nbytes if known is None else known
 
     def _idle_bytes(self, block: Block, piece: GradientPiece) -> int:
         """Bytes of the state of parameters that get no update, which they have from earlier steps."""
-        side, moving = self.side_of(block), piece.views()
+        side, moving = self._masters.side_of(block), piece.views()
         return sum(state_bytes(side.state.get(p, {})) for i, p in enumerate(side.masters) if i not in moving)
 
     def _scratch_of(self, block: Block, piece: GradientPiece) -> _Scratch:
         """Scratch memory of the gradient's form; those of one form share it."""
-        groups = self.side_of(block).groups
+        groups = self._masters.side_of(block).groups
         form = piece.trained.layout, piece.covers, tuple(groups[i] for i in piece.trained.indices)
         if form not in self._scratch:
-            masters = self._masters[block].params
-            known = [self.optimizer.state.get(masters[i]) for i in piece.trained.indices]
-            self._scratch[form] = _Scratch(piece, form[2], self.optimizer, known)
+            masters = self._masters.params_of(block)
+            known = [self._optimizer.state.get(masters[i]) for i in piece.trained.indices]
+            self._scratch[form] = _Scratch(piece, form[2], self._optimizer, known)
         return self._scratch[form]
 
 

@@ -23,6 +23,7 @@ from l2l_core.forecast.rehearsal import Rehearsal, representatives
 from l2l_core.forecast.replay import simulate
 from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.rules import weight_itemsize
+from l2l_core.step import Kind
 from l2l_core.trace import Bound, MemorySample, Trace, format_bytes
 
 
@@ -188,25 +189,25 @@ class LastStep:
     Attributes:
         trace: of the last step or attempt, if there was any.
         number: of the last finished step.
-        shape: settings, shapes of tensors, mode and layers that its course depended on, if that is known.
+        kind: of what kind it was, if that is known.
         now: the same for an empty batch, as things stand.
     """
 
     trace: Trace | None
     number: int
-    shape: Any
-    now: Any
+    kind: Kind | None
+    now: Kind
 
     def forms(self) -> list[Any] | None:
         """Shapes of its micro-batches; None if it failed, or the model, its layers or settings are others now."""
-        if self.trace is None or self.shape is None or self.trace.step != self.number:
+        trace, kind = self.trace, self.kind
+        if trace is None or kind is None or trace.step != self.number:
             return None
-        config, forms, *model = self.shape
-        if model != list(self.now[2:]) or any(
-            self.trace.settings.get(n) != v for n, v in asdict(config).items() if n != "seed"
-        ):
+        if (kind.training, kind.layers) != (self.now.training, self.now.layers):
             return None
-        return list(forms)
+        if any(trace.settings.get(name) != value for name, value in asdict(kind.config).items() if name != "seed"):
+            return None
+        return list(kind.shapes)
 
 
 def forecast_step(

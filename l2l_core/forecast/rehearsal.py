@@ -10,16 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
-from l2l_core.eps import DryStore, LayerStore, Wires
+from l2l_core.eps import InHostMemory, LayerStore, dry_store
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.forecast.profile import Profile
-from l2l_core.step import Parts, Stage, Task, TrainLoop
+from l2l_core.step import Parts, Plan, Task, Work, run_step
 from l2l_core.step.traffic import Metered
 from l2l_core.trace import Trace
 
@@ -78,11 +78,10 @@ class Rehearsal:
             while not timed or (len(timed) < MOST_PASSES and sum(s for _, s in timed) < ENOUGH_S):
                 timed.append(passing(replayed, way)[:2])
         trace, seconds = sorted(timed, key=lambda one: one[0].span_s)[len(timed) // 2]
-        known = {block: self.store.side_of(block).nbytes for block in _blocks_of(parts)} | dry.state_bytes
         return Rehearsed(
             profile=Profile.of(trace),
             around_s=max(0.0, seconds - trace.span_s),
-            state_bytes=sum(known.values()),
+            state_bytes=sum(map(dry.update.state_bytes_of, _blocks_of(parts))),
             passes=len(timed),
             seconds=time.perf_counter() - began_s,
         )
@@ -91,27 +90,27 @@ class Rehearsal:
     def _parts_apart(self) -> Iterator[Parts]:
         """The parts, on a device without limits and with ledgers of their own; afterwards as they were."""
         device, host = _unlimited(self.parts.device), Ledger("host", "Host memory")
-        parts = replace(self.parts, device=device, host=host, wires=Wires(device, host))
+        parts = replace(self.parts, device=device, host=host, place=InHostMemory(device, host))
         blocks = _blocks_of(parts)
-        wires = [block.wire for block in blocks]
+        casts = [block.cast for block in blocks]
         peak, limit_bytes = device.ledger.peak, device.ledger.limit_bytes
         device.ledger.limit_bytes = None  # what does not fit is what a forecast is asked for
         try:
             with device.current():
                 yield parts
         finally:
-            parts.wires.close()
-            for block, wire in zip(blocks, wires, strict=True):
-                block.wire = wire
+            parts.place.close()
+            for block, cast in zip(blocks, casts, strict=True):
+                block.cast = cast
             device.ledger.limit_bytes, device.ledger.peak = limit_bytes, max(peak, device.ledger.total)
             if device is not self.parts.device:
                 device.close()
 
     @contextmanager
-    def _dry_store(self, parts: Parts) -> Iterator[DryStore]:
+    def _dry_store(self, parts: Parts) -> Iterator[LayerStore]:
         """An EPS without effect; its work is over when the block is left, however it is left."""
         stats = [dict(unit.stats) for unit in parts.units]
-        dry = DryStore(self.store, parts.host, parts.device.host_empty)
+        dry = dry_store(self.store, parts.host, parts.device.host_empty)
         try:
             yield dry
         except BaseException:
@@ -126,7 +125,7 @@ class Rehearsal:
     def _pass(
         self,
         parts: Parts,
-        dry: DryStore,
+        dry: LayerStore,
         micro_batches: Sequence[Any],
         config: RelayConfig,
         replay: Metered | None,
@@ -134,23 +133,16 @@ class Rehearsal:
     ) -> tuple[Trace, float, Metered, list[Unit]]:
         """One step without effect: its trace, its seconds, what it learned, and the way it went."""
         began_s = time.perf_counter()
-        settings = {**asdict(config), **parts.device.figures()}
-        trace = Trace(device=parts.device.name, names=parts.names, settings=settings)
+        trace = parts.new_trace(config)
         seeds = [config.micro_batch_seed(0, k) for k in range(len(micro_batches))]
+        work = Work(config, Plan(predicted), self.objective, micro_batches, seeds)
         put_buffers_back = parts.copy_buffers()
-        dry.begin(config, trace)
         try:
-            with Stage(parts, config, trace, replay) as stage:
-                forwards = stage.forwards(micro_batches, self.objective, seeds)
-                loop = TrainLoop(stage.run, forwards, parts.layers, predicted, stage.prefetch)
-                loop.train(dry, *stage.gradients(), stage.pushes, [1.0] * len(micro_batches), parts.inside())
-                dry.finish()
-                stage.stash.drain()
-                stage.meter.sample()
+            _, ran = run_step(parts, dry, work, [1.0] * len(micro_batches), trace, replay)
             seconds = time.perf_counter() - began_s
         finally:
             put_buffers_back()
-        return trace, seconds, stage.learned(), [visit.unit for visit in loop.visits]
+        return trace, seconds, ran.metered, ran.way
 
 
 def _blocks_of(parts: Parts) -> list[Block]:

@@ -131,7 +131,7 @@ class State:
     def masters(self) -> dict[str, nn.Parameter]:
         """The optimizer's parameters, by the names of the model's."""
         names = {p: name for b in self.blocks for name, p in zip(b.names, b.params, strict=True)}
-        return {names[param]: master for master, param in self.store._model_params.items()}
+        return {names[param]: master for master, param in self.store.masters.model_params.items()}
 
     @property
     def ties(self) -> list[list[str]]:
@@ -342,7 +342,7 @@ class Saved:
         optimizer.state.clear()
         optimizer.state.update(optimizer_state)
         put(optimizer, [*own_settings, *settings], only)
-        state.store.book_optimizer()
+        state.store.masters.book_state()
         for block in state.blocks:
             block.version = self.manifest["versions"][block.key]
             block.warmup = self.manifest.get("warmups", {}).get(block.key, 0)

@@ -149,8 +149,10 @@ class Resumption:
         groups = self.saved.manifest["groups"]
         units = (editor.shell, *editor.layers)
         params = {n: p for unit in units for b in unit.blocks for n, p in zip(b.names, b.params, strict=True)}
-        if len(groups) == len(editor.store.groups) and all(name in params for names in groups for name in names):
-            editor.store.regroup([[params[name] for name in names] for names in groups])
+        if len(groups) == len(editor.store.masters.groups) and all(
+            name in params for names in groups for name in names
+        ):
+            editor.store.masters.regroup([[params[name] for name in names] for names in groups])
 
 
 class _Holder(nn.Module):

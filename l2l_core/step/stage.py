@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch import nn
 
 from l2l_core.batches import map_tensors
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Copy, Device, Ledger
-from l2l_core.eps import Wires
-from l2l_core.eps.blocks import Unit, outside, refuse_cached
+from l2l_core.devices import Copy
+from l2l_core.eps import LayerStore
+from l2l_core.eps.blocks import Unit, refuse_cached
 from l2l_core.model import Ambient, RandomState
 from l2l_core.rules import gradient_slots, pieces_of_copy
 from l2l_core.step.advice import advise
+from l2l_core.step.apart import Apart
 from l2l_core.step.graph import Asides, BufferOrder
 from l2l_core.step.micro_batch import (
     Attributes,
@@ -35,6 +36,8 @@ from l2l_core.step.micro_batch import (
     UserHooks,
     functions_seen,
 )
+from l2l_core.step.parts import Parts
+from l2l_core.step.plan import Plan
 from l2l_core.step.traffic import (
     Clock,
     Gradient,
@@ -46,6 +49,7 @@ from l2l_core.step.traffic import (
     Prefetch,
     Stash,
     Takers,
+    Ways,
     before_reads,
 )
 from l2l_core.trace import Trace
@@ -56,64 +60,19 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Task = Callable[[nn.Module, Any], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A relay's lasting parts."""
-
-    model: nn.Module
-    device: Device
-    host: Ledger
-    shell: Unit
-    layers: Sequence[Unit]
-    wires: Wires
-
-    @property
-    def units(self) -> list[Unit]:
-        """The shell and the layers."""
-        return [self.shell, *self.layers]
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Dotted name of every unit by key."""
-        return {unit.key: unit.name for unit in self.units}
-
-    def shell_modules(self) -> list[nn.Module]:
-        """Modules that are in no layer."""
-        return outside(self.model, {unit.module for unit in self.layers})
-
-    def inside(self) -> dict[torch.Tensor, str]:
-        """Parameters that only layers use, and a layer's name."""
-        own = set(self.shell.params)
-        return {param: unit.name for unit in self.layers for param in unit.params if param not in own}
-
-    def copy_buffers(self) -> Callable[[], None]:
-        """Copy the values of all buffers; the result puts them back."""
-        values = [unit.buffers.copy() for unit in self.units]
-
-        def put_back() -> None:
-            for unit, old in zip(self.units, values, strict=True):
-                unit.buffers.restore(old)
-
-        return put_back
-
-    @property
-    def slot_numel(self) -> int:
-        """Elements of the largest layer."""
-        return max((unit.numel for unit in self.layers), default=0)
-
-
 class Stage:
     """One pass, set up. Use as a context manager.
 
     Args:
         parts: of the relay.
         config: how to run.
+        plan: which weights stay on the device.
         trace: gets events and memory.
         replay: activation bytes of an earlier step; None counts them operation by operation.
     """
 
-    def __init__(self, parts: Parts, config: RelayConfig, trace: Trace, replay: Metered | None) -> None:
-        self.parts, self.config, self.trace, self._replay = parts, config, trace, replay
+    def __init__(self, parts: Parts, config: RelayConfig, plan: Plan, trace: Trace, replay: Metered | None) -> None:
+        self.parts, self.config, self._plan, self.trace, self._replay = parts, config, plan, trace, replay
         turns = pieces_of_copy(config.micro_batches, config.ahead, config.stash)
         self.h2d, self.d2h = (Lane(parts.device, trace, name, turns) for name in ("h2d", "d2h"))
         self.loads, self.pushes = Link(self.h2d, "load"), Link(self.d2h, "push")
@@ -152,8 +111,8 @@ class Stage:
         ledger.advise = partial(advise, ledger, self.config, self._dtype.itemsize * parts.slot_numel)
         enter(parts.device.current())
         later(parts.device.settle)  # last of all: then nothing is under way, and the trace has every event
-        parts.wires.begin(parts.units, self._dtype)
-        later(parts.wires.end)
+        parts.place.begin(parts.units, self._dtype)
+        later(parts.place.end)
         later(RandomState.take().put)
         on_host = self.config.stash == "host"
         enter(parts.shell.buffers.on(parts.device, "shell buffers"))
@@ -180,17 +139,18 @@ class Stage:
             enter(before_reads(self.stash.touch))
         self.meter = Meter(ledger, parts.host, self.trace, self._replay)
         later(self.meter.close)
-        resident = self._load_shell()
+        shell = self._load_shell()
         self.prefetch = Prefetch(
             parts.device,
             parts.slot_numel,
             self.config.ahead,
             self.loads.trickle,
             self.clock,
-            resident,
+            shell,
+            parts.place,
             self._dtype,
-            parts.wires.source,
             self._visiting,
+            self._plan.resident,
         )
         later(self.prefetch.close)
         self.stash.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
@@ -226,10 +186,12 @@ class Stage:
         device.ledger.book("weights", "shell", flat.nbytes)
         self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
         self.stash.exempt([flat], weights=True)
-        self.stash.exempt([b.master for unit in self.parts.units for b in unit.blocks], weights=True)
+        self.stash.exempt([master for unit in self.parts.units for master in unit.masters], weights=True)
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         with self.clock.stalled():
-            self.loads(shell.key, [(part, self.parts.wires.source(block)) for part, block in pairs]).wait()
+            self.loads(shell.key, [(part, self.parts.place.lend(block)) for part, block in pairs]).wait()
+        for block in shell.blocks:
+            self.parts.place.take_back(block)
         views = shell.views(flat)
         self._stack.callback(shell.point, [view for block in shell.blocks for view in block.views])
         shell.point(views)
@@ -252,22 +214,19 @@ class Stage:
                 noise = torch.randn(param.shape, generator=generator) * _SHAKEN
                 param.data.add_(noise.to(param.device, param.dtype))
 
-    def learned(self) -> Metered:
-        """What later passes of the same shape need not find out again."""
-        return self.meter.latest
-
-    def gradients(self) -> tuple[GradientSlots, Gradient]:
+    def gradients(self, store: LayerStore, apart: Apart) -> tuple[GradientSlots, Gradient]:
         """Device buffers for the gradients of layers, and the gradient of the shell."""
         parts = self.parts
         takers = Takers(parts.units)
         self._stack.callback(takers.close)
         count = gradient_slots(self.config.ahead)
-        slots = GradientSlots(parts.device, self.clock, takers, parts.layers, count, "slots")
+        ways = Ways(parts.device, self.clock, takers, store, self.pushes, apart)
+        slots = GradientSlots(ways, parts.layers, count, "slots")
         self._stack.callback(slots.close)
-        shell = GradientSlots(parts.device, self.clock, takers, [parts.shell], 1, "shell")
+        shell = GradientSlots(ways, [parts.shell], 1, "shell")
         self._stack.callback(shell.close)
         self.stash.exempt([*slots.flats, *shell.flats])
-        return slots, shell.take(parts.shell, lambda block: block.shared)
+        return slots, shell.take(parts.shell)
 
     def forwards(self, micro_batches: Sequence[Any], task: Task, seeds: Sequence[int]) -> list[Forward]:
         """One paused forward per micro-batch, each with a random stream of its own."""
@@ -313,4 +272,4 @@ def model_tensors(parts: Parts) -> list[torch.Tensor]:
     """Tensors that the model keeps between passes: masters, buffers, plain attributes."""
     modules = list(parts.model.modules())
     held = [v for m in modules for v in [*m._buffers.values(), *vars(m).values()] if isinstance(v, torch.Tensor)]
-    return held + [block.master for unit in parts.units for block in unit.blocks]
+    return held + [master for unit in parts.units for master in unit.masters]

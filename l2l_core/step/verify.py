@@ -92,7 +92,7 @@ def compare_step(
 ) -> VerifyReport:
     """Run the step on a copy in core, on `torch_device`, then by relay, and compare losses, weights, buffers, optimizer."""
     twin = _twin_of(model)
-    optimizer = store.plain_optimizer(twin, model)
+    optimizer = store.masters.plain_optimizer(twin, model)
     if torch_device.type != "cpu":
         twin.to(torch_device)
         optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
@@ -112,7 +112,7 @@ def compare_step(
     weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
     buffers, visits = _buffers(model, twin), _visits(result.trace)
     rows = tuple(_row(unit, weights, buffers, visits) for unit in units)
-    kept = _differing_state(expected, store.states())
+    kept = _differing_state(expected, store.masters.states())
     if len(settings) == len(
         found := settings_of(store.optimizer)
     ):  # a layer that warms up has a group of its own in core

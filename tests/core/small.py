@@ -42,7 +42,7 @@ def state_of(relay: Relay) -> dict[str, torch.Tensor]:
     """Weights and optimizer state by name, in copies."""
     held = {name: param.detach().clone() for name, param in relay.model.named_parameters()}
     names = {id(p): n for n, p in relay.model.named_parameters()}
-    for master, param in relay.store._model_params.items():
+    for master, param in relay.store.masters.model_params.items():
         for name, value in relay.optimizer.state.get(master, {}).items():
             held[f"{names[id(param)]}/{name}"] = torch.as_tensor(value).clone()
     return held

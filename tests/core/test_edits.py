@@ -292,7 +292,9 @@ def test_groups_keep_the_order_of_a_plain_optimizer(order: str) -> None:
 
     def assert_order(model: nn.Module) -> None:
         names = {param: name for name, param in model.named_parameters()}
-        held = [[names[relay.store._model_params[p]] for p in group["params"]] for group in optimizer.param_groups]
+        held = [
+            [names[relay.store.masters.model_params[p]] for p in group["params"]] for group in optimizer.param_groups
+        ]
         plain = [[names[param] for param in group["params"]] for group in made(model).param_groups]
         assert held == plain
 
@@ -365,7 +367,8 @@ def test_what_is_inherited_in_part_is_scaled_by_its_power(optimizer: Any, powers
         relay.step(make_batch())
         relay.apply(Insert(at=1, init="copy", optimizer=0.5))
         old, new = (
-            relay.optimizer.state[relay.store.masters_of(unit)[unit.module.mlp.c_fc.weight]] for unit in relay.stack[:2]
+            relay.optimizer.state[relay.store.masters.by_param(unit)[unit.module.mlp.c_fc.weight]]
+            for unit in relay.stack[:2]
         )
         assert old.keys() == powers.keys()
         for name, power in powers.items():
@@ -707,7 +710,7 @@ def test_names_in_the_groups_of_the_optimizer_follow() -> None:
         def names_are_right() -> bool:
             names = {param: name for name, param in model.named_parameters()}
             return all(
-                group["param_names"] == [names[relay.store._model_params[param]] for param in group["params"]]
+                group["param_names"] == [names[relay.store.masters.model_params[param]] for param in group["params"]]
                 for group in optimizer.param_groups
             )
 

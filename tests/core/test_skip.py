@@ -84,7 +84,9 @@ def test_a_layer_that_sits_out_is_not_touched_and_all_else_is_as_before(relay: R
     groups = [list(group["params"]) for group in relay.optimizer.param_groups]
     stack, names, indices = relay.stack, [unit.name for unit in relay.stack], [layer.attn.layer_idx for layer in h]
     before = [[param.detach().clone() for param in unit.params] for unit in out]
-    known = [copy.deepcopy([relay.optimizer.state[m] for m in relay.store.masters_of(unit).values()]) for unit in out]
+    known = [
+        copy.deepcopy([relay.optimizer.state[m] for m in relay.store.masters.by_param(unit).values()]) for unit in out
+    ]
     held, versions = held_bytes(relay), [unit.version for unit in out]
     result = relay.step(make_batch(1), skip=["L001", ("transformer.h", 3), -2])
     moved = {
@@ -98,7 +100,7 @@ def test_a_layer_that_sits_out_is_not_touched_and_all_else_is_as_before(relay: R
     assert held_bytes(relay) == held, "nothing is parked, nothing was copied"
     for unit, values, states, version in zip(out, before, known, versions, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(unit.params, values, strict=True)) and unit.version == version
-        for master, state in zip(relay.store.masters_of(unit).values(), states, strict=True):
+        for master, state in zip(relay.store.masters.by_param(unit).values(), states, strict=True):
             assert all(torch.equal(relay.optimizer.state[master][name], state[name]) for name in state)
         assert not unit.stats, "of this step nothing is known of it"
     assert relay.stack[0].stats

@@ -71,7 +71,9 @@ def test_gradients_cost_what_is_trained(stash: str, precision: str, update: str)
             assert {e.nbytes for e in result.trace.lanes["eps"]} == {4 * 32}
             loads = {e.layer: e.nbytes for e in result.trace.lanes["h2d"] if e.kind == "load" and e.layer == "L004"}
         assert result.bytes_loaded > 2 * relay.stack[4].nbytes / (2 if precision == "bf16" else 1) and loads
-        assert relay.store.optimizer_bytes == 6 * (2 * (2 * 4 * 16 + 4))  # two moments and a step count of 12 tensors
+        assert relay.store.masters.state_bytes == 6 * (
+            2 * (2 * 4 * 16 + 4)
+        )  # two moments and a step count of 12 tensors
         assert [unit.version for unit in relay.stack] == [2, 2, 2, 2, 0, 2]
 
 

@@ -38,7 +38,7 @@ class Block:
     version: int = 0
     warmup: int = 0  # updates over which its learning rate rises to that of its group
     views: list[torch.Tensor] = field(default_factory=list)
-    wire: torch.Tensor | None = None  # the master in the type in which it travels; see `l2l_core/eps/casts.py`
+    cast: torch.Tensor | None = None  # the master in the type in which it travels; see `l2l_core/eps/places.py`
     _trained: Trained | None = None  # as it was last asked for
 
     @property
@@ -109,6 +109,11 @@ class Unit:
     def frozen(self) -> bool:
         """Whether no parameter of the unit is trained."""
         return not any(self.trained)
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """Where the unit's weights lie on the host, one flat tensor per block; to know them by, not to write to."""
+        return [block.master for block in self.blocks]
 
     @property
     def version(self) -> int:

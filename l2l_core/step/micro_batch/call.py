@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -155,6 +155,40 @@ class _Input:
     sink: Sink
 
 
+class Keeper(Protocol):
+    """What becomes of the graph that a call's first run has made, until backward comes to the call.
+
+    Attributes:
+        keeps: whether it outlives the run. Then no layer may come to lie where this one's weights are while it is there.
+    """
+
+    @property
+    def keeps(self) -> bool: ...
+
+    def gives_way(self, call: Call, run: Pass) -> None:
+        """The call's micro-batch goes on to another layer, or waits, or the layer's weights go."""
+
+
+class _Recompute:
+    """The graph goes at once: backward runs the layer again."""
+
+    keeps = False
+
+    def gives_way(self, call: Call, run: Pass) -> None:
+        pass
+
+
+class _KeepAtTheTurn:
+    """The graph stays while its micro-batch is at work: where that was the last layer, backward comes to it at once."""
+
+    keeps = True
+
+    def gives_way(self, call: Call, run: Pass) -> None:
+        call.drop_graph(run)
+
+
+RECOMPUTE, KEEP_AT_THE_TURN = _Recompute(), _KeepAtTheTurn()
+
 Priors = Callable[[int, Callable[[], Counter[torch.Tensor]]], list[Root]]  # what a run of a micro-batch has to add to
 
 
@@ -175,6 +209,7 @@ class Call:
     outputs: list[Sink] = field(default_factory=list)
     side_sinks: dict[Locator, Sink] = field(default_factory=dict)
     segment: Segment | None = None  # of shell code before the call, back-propagated after it
+    keeper: Keeper | None = None
     kept: _Graph | None = None
     ambient: Ambient | None = None
     context: contextvars.Context | None = None
@@ -229,7 +264,7 @@ class Call:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def first(self, run: Pass, keep: bool, crossing: Crossing) -> Any:
+    def first(self, run: Pass, keeper: Keeper, crossing: Crossing) -> Any:
         """Run the layer inside its micro-batch's coroutine; return its outputs as the shell shall see them."""
         with unasked():
             self.versions = [tensor._version for tensor in self.tensors]
@@ -259,7 +294,7 @@ class Call:
             for place in traces.changed():
                 run.attributes.layer_changed(place)
         self.sums = run.recomputes.sums_of(given.flowing)
-        self.kept = graph if keep else None
+        self.keeper, self.kept = keeper, graph if keeper.keeps else None
         left = {id(tensor): at for at, tensor in enumerate(given.flowing)}
         del given, graph, found  # with them goes what only the layer's own graph kept alive
         sides = {**alive(seen), **run.sides.attributes(self.unit.module)}
@@ -272,8 +307,13 @@ class Call:
         self._cut_sides(run, sides, left, crossing)
         return outputs
 
+    def gives_way(self, run: Pass) -> None:
+        """The micro-batch goes on to another layer, or waits, or the layer's weights go."""
+        assert self.keeper is not None
+        self.keeper.gives_way(self, run)
+
     def drop_graph(self, run: Pass) -> None:
-        """Recompute after all, although this was thought to be the last layer.
+        """Recompute after all, although the graph was kept.
 
         Raises:
             RuntimeError: the recompute gives something else than the first run.

@@ -18,7 +18,7 @@ from torch import nn
 from l2l_core.eps.blocks import SHELL, Unit
 from l2l_core.model import Ambient, call_of
 from l2l_core.step.micro_batch.attributes import Place
-from l2l_core.step.micro_batch.call import Call, Pass
+from l2l_core.step.micro_batch.call import RECOMPUTE, Call, Keeper, Pass
 from l2l_core.step.micro_batch.crossing import Crossing
 
 
@@ -47,7 +47,7 @@ class Forward:
         self.waiting: Call | None = None
         self.result: Any = None
         self.done = False
-        self.keep = False  # keep the graph of the layer that runs next: it is expected to be the last
+        self.keeper: Keeper = RECOMPUTE  # of the graph of the layer that runs next
         self._bring, self._task, self._ambient, self._run = bring, task, ambient, run
         self._greenlet = _Coroutine(self._body)
         self._greenlet.forward = self
@@ -103,7 +103,7 @@ class Forward:
         """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         for last in self.calls[-1:]:
             if last.kept is not None:
-                self._drop_graph(last)  # it was not the last one after all
+                self._goes_on_from(last)
         self._run.check_call()
         with torch._C.DisableTorchFunction():  # the crossing is for the model's own code
             self.waiting = call = Call.of(unit, real, self.k, args, kwargs, self.crossing)
@@ -116,10 +116,11 @@ class Forward:
         self._stop_shell = self._run.timed("shell", SHELL, self.k)
         return outputs
 
-    def _drop_graph(self, last: Call) -> None:
+    def _goes_on_from(self, last: Call) -> None:
+        """The layer was not the last one after all."""
         shell = Ambient.take()
         try:
-            last.drop_graph(self._run)
+            last.gives_way(self._run)
         finally:
             shell.put()
 
@@ -148,7 +149,7 @@ class Forward:
                 check()
                 if shell.recomputes:
                     raise RuntimeError(_checkpointed(f"layer {call.unit.name} was called within a checkpoint"))
-                outputs = call.first(self._run, self.keep, self.crossing)
+                outputs = call.first(self._run, self.keeper, self.crossing)
             finally:
                 after = Ambient.take()
             self._run.note(call, outputs)  # no mode is on: nobody sees it

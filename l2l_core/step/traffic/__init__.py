@@ -8,6 +8,7 @@ from l2l_core.step.traffic.clock import Clock as Clock
 from l2l_core.step.traffic.gradient import Gradient as Gradient
 from l2l_core.step.traffic.gradient import GradientSlots as GradientSlots
 from l2l_core.step.traffic.gradient import Takers as Takers
+from l2l_core.step.traffic.gradient import Ways as Ways
 from l2l_core.step.traffic.lanes import Lane as Lane
 from l2l_core.step.traffic.lanes import Link as Link
 from l2l_core.step.traffic.meter import Meter as Meter

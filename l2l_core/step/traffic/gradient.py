@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -124,14 +125,35 @@ class _Share:
         return GradientPiece(self.flat, self.trained, tuple(self.touched))
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How gradients get from autograd to the EPS.
+
+    Attributes:
+        device: whose memory they gather in.
+        clock: of compute, which may have to wait.
+        takers: who hands out gradients, and knows what is trained.
+        store: the EPS.
+        push: sends them there.
+        is_apart: whether a block's micro-batches are kept apart, as far as the pass knows by now.
+    """
+
+    device: Device
+    clock: Clock
+    takers: Takers
+    store: LayerStore
+    push: Link
+    is_apart: Callable[[Block], bool]
+
+
 class Gradient:
     """The gradient of one unit during one visit: of the parameters that are trained, and of no others.
 
     Parameters that no micro-batch touched get no update, as in plain training.
     """
 
-    def __init__(self, unit: Unit, buffer: _Buffer, takers: Takers, apart: Callable[[Block], bool]) -> None:
-        self.unit, self._buffer, self.apart = unit, buffer, apart
+    def __init__(self, unit: Unit, buffer: _Buffer, ways: Ways) -> None:
+        self.unit, self._buffer, self._ways, takers = unit, buffer, ways, ways.takers
         self._shares: list[_Share] = []
         self._ends: list[Callable[[], None]] = []
         start = 0
@@ -166,75 +188,75 @@ class Gradient:
             end()
         self._ends = []
 
-    def priors(self, store: LayerStore, push: Link, k: int, uses: Callable[[], Counter[torch.Tensor]]) -> list[Root]:
+    def priors(self, k: int, uses: Callable[[], Counter[torch.Tensor]]) -> list[Root]:
         """What micro-batch `k` has brought before to parameters that the next run reads more than once.
 
         As a root of that run it is the first summand, as in plain training; added afterwards, the sum would be another. A
         parameter that is read once makes no difference: there the EPS adds.
         """
-        shares = [share for share in self._shares if self.apart(share.block) and store.has_part(share.block, k)]
+        ways = self._ways
+        shares = [s for s in self._shares if ways.is_apart(s.block) and ways.store.has_part(s.block, k)]
         if not shares:
             return []
         counts, roots = uses(), []
         for block, trained in ((share.block, share.trained) for share in shares):
             several = [i for i in trained.indices if counts[block.params[i]] > 1]
             if several:
-                push.lane.flush()  # the EPS works in order: the layer before must have come whole
-                with self._buffer.clock.stalled():
-                    lent = store.lend_part(block, k, several)
+                ways.push.lane.flush()  # the EPS works in order: the layer before must have come whole
+                with ways.clock.stalled():
+                    lent = ways.store.lend_part(block, k, several)
                 pairs = [(block.params[i], host.to(self._buffer.flat.device)) for i, host in lent.items()]
                 roots += [(get_gradient_edge(param), grad) for param, grad in pairs]
         return roots
 
     def holds_part_of(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether there is a gradient, not pushed yet, of one of these parameters whose micro-batches are kept apart."""
-        apart = [share for share in self._shares if any(share.touched) and self.apart(share.block)]
+        apart = [share for share in self._shares if any(share.touched) and self._ways.is_apart(share.block)]
         held = {share.block.params[i] for share in apart for i in share.piece.views()}
         return bool(held) and any(param in held for param in params)
 
-    def flush(self, k: int, visit: int, store: LayerStore, push: Link) -> None:
+    def flush(self, k: int, visit: int) -> None:
         """Push what micro-batch `k` has just added, in `visit`, to blocks whose micro-batches are kept apart."""
+        ways = self._ways
         for share in self._shares:
-            if any(share.touched) and self.apart(share.block):
-                there = share.piece
-                here = replace(there, flat=store.buffer(there.trained.numel))
-                targets, sources = here.views(), there.views()
-                ticket = push(self.unit.key, [(targets[i], sources[i]) for i in sources], k, visit)
-                with self._buffer.clock.stalled():
-                    store.reduce_part(self.unit, share.block, k, here, ticket)
-                self._buffer.leaving.append(ticket)
+            if any(share.touched) and ways.is_apart(share.block):
+                with ways.clock.stalled():
+                    send = partial(ways.push, self.unit.key, k=k, visit=visit)
+                    self._buffer.leaving.append(ways.store.take(self.unit, share.block, share.piece, send, k))
                 share.touched[:] = [False] * len(share.touched)
 
-    def push(self, store: LayerStore, push: Link) -> None:
-        """[3] Push the summed gradient of every block, to be reduced and updated in the background."""
+    def push(self, at_once: bool = False) -> None:
+        """Push the summed gradient of every block, to be reduced and updated in the background.
+
+        Args:
+            at_once: let no piece of it wait for the turn of a micro-batch, as there will be none.
+        """
+        ways = self._ways
         self.stop()
-        push.lane.flush()
+        ways.push.lane.flush()
         for share in self._shares:
-            if any(share.touched) and not self.apart(share.block):
-                with self._buffer.clock.stalled():  # until there is room, and without overlap until all is done
-                    here = replace(share.piece, flat=store.buffer(share.trained.numel, bounded=True))
-                    ticket = push.trickle(self.unit.key, [(here.flat, share.flat)])
-                    self._buffer.leaving.append(ticket)
-                    store.reduce(self.unit, share.block, here, ticket)
+            if any(share.touched) and not ways.is_apart(share.block):
+                with ways.clock.stalled():  # until there is room, and without overlap until all is done
+                    send = partial(ways.push.trickle, self.unit.key)
+                    self._buffer.leaving.append(ways.store.take(self.unit, share.block, share.piece, send))
+        if at_once:
+            ways.push.lane.flush()
 
 
 class GradientSlots:
     """Device buffers for gradients: one fills while another is being pushed.
 
     Args:
-        device: whose memory they are in.
-        clock: of compute.
-        takers: who hands out gradients, and knows what is trained.
+        ways: how gradients come and go.
         units: those that use the buffers, which are as large as the largest gradient of them.
         count: of buffers.
         name: for the ledger.
     """
 
-    def __init__(
-        self, device: Device, clock: Clock, takers: Takers, units: Iterable[Unit], count: int, name: str
-    ) -> None:
-        numel = max((takers.numel(unit) for unit in units), default=0)
-        self._device, self._takers, self._owner, self._nbytes = device, takers, name, 4 * numel * count
+    def __init__(self, ways: Ways, units: Iterable[Unit], count: int, name: str) -> None:
+        numel = max((ways.takers.numel(unit) for unit in units), default=0)
+        device, clock = ways.device, ways.clock
+        self._ways, self._owner, self._nbytes = ways, name, 4 * numel * count
         device.ledger.book("gradients", name, self._nbytes)
         self._buffers = [_Buffer(device.empty(numel), clock) for _ in range(count)]
         self._none = _Buffer(device.empty(0), clock)  # for units of which nothing is trained
@@ -245,18 +267,17 @@ class GradientSlots:
     def flats(self) -> list[torch.Tensor]:
         return [buffer.flat for buffer in self._buffers]
 
-    def take(self, unit: Unit, apart: Callable[[Block], bool]) -> Gradient:
+    def take(self, unit: Unit) -> Gradient:
         """A gradient for a visit of `unit`, in the buffer that was pushed longest ago.
 
         Raises:
             RuntimeError: a parameter was frozen, or let go, since the step began.
         """
-        self._takers.check(unit.blocks if self._live else self._takers.trained)  # all of them before any is updated
-        buffer = self._next_buffer() if self._takers.numel(unit) else self._none
+        takers = self._ways.takers
+        takers.check(unit.blocks if self._live else takers.trained)  # all of them before any is updated
+        buffer = self._next_buffer() if takers.numel(unit) else self._none
         buffer.settle()
-        self._live = [gradient for gradient in self._live if gradient.is_open] + [
-            Gradient(unit, buffer, self._takers, apart)
-        ]
+        self._live = [gradient for gradient in self._live if gradient.is_open] + [Gradient(unit, buffer, self._ways)]
         return self._live[-1]
 
     def _next_buffer(self) -> _Buffer:
@@ -268,9 +289,10 @@ class GradientSlots:
         """Stop every gradient and give the bytes back."""
         for gradient in self._live:
             gradient.stop()
-        self._device.ledger.release("gradients", self._owner, self._nbytes)
+        device = self._ways.device
+        device.ledger.release("gradients", self._owner, self._nbytes)
         for buffer in self._buffers:
             for ticket in buffer.leaving:
                 ticket.abandon()
-            self._device.recycle(buffer.flat)
+            device.recycle(buffer.flat)
         self._buffers.clear()

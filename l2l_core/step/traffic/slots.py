@@ -7,14 +7,15 @@ farthest away, so at the turn the last layers of forward are still there when ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from l2l_core.devices import Copy, Device, Ticket
+from l2l_core.eps import Place
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.rules import weight_slots
 from l2l_core.step.traffic.clock import Clock
@@ -24,16 +25,18 @@ from l2l_core.step.traffic.clock import Clock
 class Slot:
     """A device buffer that holds one layer's weights.
 
-    Invariant: `unit` is the layer whose weights are in `flat`, or on their way there until `ticket` is done.
+    Invariant: `unit` is the layer whose weights are in `flat`, or on their way there until `ticket` is done; `lent` is what
+    that load still reads.
     """
 
     flat: torch.Tensor  # (numel of the largest layer,)
     unit: Unit | None = None
     ticket: Ticket | None = None
+    lent: list[Block] = field(default_factory=list)
 
 
 class Prefetch:
-    """`ahead + 1` slots for the layers of one step.
+    """`ahead + 1` slots for the layers of one step, and one more for each that is resident.
 
     Args:
         device: where the slots are.
@@ -41,10 +44,11 @@ class Prefetch:
         ahead: how many layers are loaded ahead of the one that computes.
         load: issues the copies of one layer and returns their ticket.
         clock: of compute, which may have to wait for a load.
-        resident: parameters that stay on the device (the shell's) and where; a layer may share one.
+        shell: parameters of the shell, and where they are on the device; a layer may share one.
+        place: lends what a load copies from.
         dtype: of the weights on the device; a load casts.
-        source: where a load of a block copies from.
         visiting: entered for the length of a visit, when the weights are there; brings the layer's buffers.
+        resident: layers that keep their slots once they are loaded.
     """
 
     def __init__(
@@ -54,16 +58,19 @@ class Prefetch:
         ahead: int,
         load: Callable[[str, list[Copy]], Ticket],
         clock: Clock,
-        resident: Mapping[nn.Parameter, torch.Tensor],
+        shell: Mapping[nn.Parameter, torch.Tensor],
+        place: Place,
         dtype: torch.dtype = torch.float32,
-        source: Callable[[Block], torch.Tensor] = lambda block: block.master,
         visiting: Callable[[Unit], AbstractContextManager[object]] = lambda unit: nullcontext(),
+        resident: Collection[Unit] = (),
     ) -> None:
-        self._source, self._visiting = source, visiting
-        self._device, self._ahead, self._load, self._clock, self._resident = device, ahead, load, clock, resident
-        self._nbytes = dtype.itemsize * numel * weight_slots(ahead)
+        self._place, self._visiting = place, visiting
+        self._device, self._ahead, self._load, self._clock, self._shell = device, ahead, load, clock, shell
+        self._resident = resident
+        count = weight_slots(ahead) + len(resident)
+        self._nbytes = dtype.itemsize * numel * count
         device.ledger.book("weights", "slots", self._nbytes)
-        self.slots = [Slot(device.empty(numel, dtype)) for _ in range(weight_slots(ahead))]
+        self.slots = [Slot(device.empty(numel, dtype)) for _ in range(count)]
         self._plan: list[Unit] = []
         self._position = 0
 
@@ -89,21 +96,21 @@ class Prefetch:
         assert slot is not None and slot.ticket is not None, f"{unit.key} is in no slot"
         with self._clock.stalled():
             slot.ticket.wait()
+        self._take_back(slot)
         views = unit.views(slot.flat[: unit.numel])  # what the shell has too is read there: its code may keep a view
-        unit.point([self._resident.get(param, view) for param, view in zip(unit.params, views, strict=True)])
+        unit.point([self._shell.get(param, view) for param, view in zip(unit.params, views, strict=True)])
         try:
             with self._visiting(unit):
                 yield
         finally:
             homes = [view for block in unit.blocks for view in block.views]
-            unit.point([self._resident.get(param, home) for param, home in zip(unit.params, homes, strict=True)])
+            unit.point([self._shell.get(param, home) for param, home in zip(unit.params, homes, strict=True)])
             self._position += 1
 
     def drain(self) -> None:
         """Wait for loads that are still on their way."""
         for slot in self.slots:
-            if slot.ticket is not None:
-                slot.ticket.abandon()
+            self._give_up(slot)
             slot.unit = slot.ticket = None
 
     def close(self) -> None:
@@ -125,13 +132,24 @@ class Prefetch:
         return next((slot for slot in self.slots if slot.unit is unit), None)
 
     def _issue(self, unit: Unit, keep: Sequence[Unit]) -> None:
-        free = [slot for slot in self.slots if slot.unit is None or slot.unit not in keep]
+        free = [slot for slot in self.slots if slot.unit is None or slot.unit not in (*keep, *self._resident)]
         slot = max(free, key=self._next_use)
+        self._give_up(slot)  # perhaps a load that nobody came for
+        slot.unit, copies = unit, []
+        for target, block in zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True):
+            copies.append((target, self._place.lend(block)))
+            slot.lent.append(block)
+        slot.ticket = self._load(unit.key, copies)
+
+    def _give_up(self, slot: Slot) -> None:
         if slot.ticket is not None:
-            slot.ticket.abandon()  # perhaps a load that nobody came for
-        slot.unit = unit
-        pairs = zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True)
-        slot.ticket = self._load(unit.key, [(target, self._source(block)) for target, block in pairs])
+            slot.ticket.abandon()
+        self._take_back(slot)
+
+    def _take_back(self, slot: Slot) -> None:
+        for block in slot.lent:
+            self._place.take_back(block)
+        slot.lent = []
 
     def _next_use(self, slot: Slot) -> int:
         rest = self._plan[self._position :]

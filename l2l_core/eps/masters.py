@@ -1,0 +1,258 @@
+"""The optimizer's side of every block: its parameters over the masters, the groups that they are in, what it knows of them.
+
+A model's parameter and the optimizer's are two objects over one memory: the model's one points to the device while its
+layer computes, and the optimizer must be able to update the weights meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from l2l_core.devices import Ledger
+from l2l_core.eps.blocks import Block, Unit, shared_key
+from l2l_core.eps.optimizers import Findings, clone_state, copy_over, over, replace_params, slice_of, state_bytes
+from l2l_core.model import keep
+
+
+@dataclass(eq=False)
+class Side:
+    """What the optimizer holds of a block: its masters, the group of each (-1: in none), and their state."""
+
+    masters: list[nn.Parameter]
+    groups: list[int]
+    state: dict[nn.Parameter, dict[str, Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return sum(map(state_bytes, self.state.values()))
+
+
+@dataclass(slots=True)
+class _Mine:
+    params: list[nn.Parameter]  # over the same memory as the block's master
+    part: Optimizer  # the optimizer restricted to them
+
+
+class Masters:
+    """The blocks of all units, and the optimizer over them.
+
+    Invariant: the optimizer's groups hold the parameters over the masters of `blocks`, each at most once; the host's ledger
+    has the bytes of masters and of the optimizer's state.
+
+    Args:
+        units: the shell and the layers.
+        optimizer: over the model's parameters; from now on over the masters.
+        order: gives the model's parameters in the model's own order.
+        host: gets the bytes booked.
+        findings: about the optimizer.
+
+    Attributes:
+        blocks: all of them, each once.
+        owner: the unit of every block that is not shared.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        optimizer: Optimizer,
+        order: Callable[[], Iterable[nn.Parameter]],
+        host: Ledger,
+        findings: Findings = Findings(),  # noqa: B008 - frozen
+    ) -> None:
+        self.units, self.optimizer, self.findings = list(units), optimizer, findings
+        self._order_of_model, self._host = order, host
+        self.blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
+        self.owner = {block: unit for unit in units for block in unit.blocks if not block.shared}
+        masters = {
+            p: nn.Parameter(v, p.requires_grad) for b in self.blocks for p, v in zip(b.params, b.views, strict=True)
+        }
+        self._model_params = {master: param for param, master in masters.items()}
+        replace_params(optimizer, masters)
+        self._mine = {
+            block: _Mine(own := [masters[p] for p in block.params], slice_of(optimizer, own)) for block in self.blocks
+        }
+        self._order: dict[nn.Parameter, int] = {}  # made when it is needed
+        self._state_bytes = 0
+        for block in self.blocks:
+            host.book("weights", block.key, block.nbytes)
+        self.book_state()
+
+    # -- of a block ----------------------------------------------------------------------------------------------------
+
+    def params_of(self, block: Block) -> list[nn.Parameter]:
+        """The optimizer's parameters of a block that is here, in the order of its own."""
+        return self._mine[block].params
+
+    def part_of(self, block: Block) -> Optimizer:
+        """The optimizer restricted to a block; its state is the whole one's."""
+        return self._mine[block].part
+
+    def all_params(self) -> dict[Block, list[nn.Parameter]]:
+        """The same as `params_of`, of all blocks."""
+        return {block: mine.params for block, mine in self._mine.items()}
+
+    def side_of(self, block: Block) -> Side:
+        """What the optimizer holds of a block that is here."""
+        masters = self.params_of(block)
+        group_of = {p: i for i, group in enumerate(self.part_of(block).param_groups) for p in group["params"]}
+        state = {p: self.optimizer.state[p] for p in masters if p in self.optimizer.state}
+        return Side(masters, [group_of.get(p, -1) for p in masters], state)
+
+    def by_param(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
+        """The optimizer's parameter for each of a unit's."""
+        pairs = (zip(block.params, self.params_of(block), strict=True) for block in unit.blocks)
+        return {param: master for pair in pairs for param, master in pair}
+
+    @property
+    def model_params(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The model's parameter for each of the optimizer's."""
+        return self._model_params
+
+    def in_order(self) -> list[nn.Parameter]:
+        """All of the optimizer's parameters in the model's order, in which a norm over all of them adds up."""
+        self._order = self._order or {param: index for index, param in enumerate(self._order_of_model())}
+        return sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
+
+    def states(self) -> dict[nn.Parameter, Mapping[str, Any]]:
+        """What the optimizer knows of each of the model's parameters."""
+        return {self._model_params[p]: known for p, known in self.optimizer.state.items() if p in self._model_params}
+
+    # -- layers come and go --------------------------------------------------------------------------------------------
+
+    def admit(self, unit: Unit, sides: Mapping[Block, Side]) -> None:
+        """Take a layer in, between two steps; `arrange` puts its parameters where they belong."""
+        self.units.append(unit)
+        self._order = {}
+        for block, side in sides.items():
+            self.blocks.append(block)
+            self.owner[block] = unit
+            self._model_params.update(zip(side.masters, block.params, strict=True))
+            part = []
+            for index, group in enumerate(self.optimizer.param_groups):
+                own = [master for master, its in zip(side.masters, side.groups, strict=True) if its == index]
+                group["params"].extend(own)
+                part.append({**group, "params": own})
+            self.optimizer.state.update(side.state)
+            self._mine[block] = _Mine(side.masters, over(self.optimizer, part, self.optimizer.state))
+            self._host.book("weights", block.key, block.nbytes)
+            self._book_state(side.nbytes)
+
+    def dismiss(self, units: Collection[Unit]) -> dict[Unit, dict[Block, Side]]:
+        """Let layers go, between two steps; the result is what `admit` needs to take them in again.
+
+        Blocks that they share with others stay.
+        """
+        self._order = {}
+        kept = {unit: {block: self.side_of(block) for block in unit.blocks if not block.shared} for unit in units}
+        sides = {block: side for one in kept.values() for block, side in one.items()}
+        masters = {master for side in sides.values() for master in side.masters}
+        for group in self.optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param not in masters]
+        for master in masters:
+            del self._model_params[master]
+            self.optimizer.state.pop(master, None)
+        for block, side in sides.items():
+            del self._mine[block], self.owner[block]
+            self._host.release("weights", block.key, block.nbytes)
+            self._book_state(-side.nbytes)
+        self.blocks = [block for block in self.blocks if block not in sides]
+        self.units = [unit for unit in self.units if unit not in kept]
+        return kept
+
+    def rename(self, block: Block, names: list[str]) -> None:
+        """Say what a block's parameters are called now; the key of a shared one follows."""
+        key = shared_key(names[0]) if block.shared else block.key
+        self._host.release("weights", block.key, block.nbytes)
+        self._host.book("weights", key, block.nbytes)
+        block.key, block.names = key, names
+
+    @property
+    def groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters in every group of the optimizer."""
+        return [[self._model_params[master] for master in group["params"]] for group in self.optimizer.param_groups]
+
+    def arrange(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Let the optimizer's groups hold what they hold in another order, which is given by the model's parameters."""
+        masters = {param: master for master, param in self._model_params.items()}
+        names: dict[nn.Parameter, str] = {}
+        for group, params in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = [masters[param] for param in params]
+            if "param_names" in group:
+                names = names or self._names()
+                group["param_names"] = [names[master] for master in group["params"]]
+        self._order = {}
+
+    def regroup(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Let the optimizer's groups hold other parameters, between two steps: one list of the model's for each."""
+        self.arrange(groups)
+        for mine in self._mine.values():
+            mine.part = slice_of(self.optimizer, mine.params)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {p: name for b in self.blocks for p, name in zip(self.params_of(b), b.names, strict=True)}
+
+    # -- all of it -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy all weights, versions and all that the optimizer keeps; the result puts them back bit by bit."""
+        masters = [(block, block.master.clone(), block.version) for block in self.blocks]
+        put_optimizer_back = keep(vars(self.optimizer))
+
+        def undo() -> None:
+            for block, master, version in masters:
+                block.master.copy_(master)
+                block.version = version
+            put_optimizer_back()
+            self.book_state()
+
+        return undo
+
+    def plain_optimizer(self, twin: nn.Module, model: nn.Module) -> Optimizer:
+        """A copy of the optimizer over the parameters of `twin`, a copy of `model`; the two optimizers share nothing."""
+        counterpart = dict(zip(model.parameters(), twin.parameters(), strict=True))
+        stands_for = {
+            master: counterpart[param] for master, param in self._model_params.items() if param in counterpart
+        }
+        warmth = {p: warmth_of(block) for block in self.blocks if block.warmup for p in self.params_of(block)}
+        groups = []
+        for group in self.optimizer.param_groups:
+            for factor in sorted({1.0, *(warmth.get(p, 1.0) for p in group["params"])}):
+                alike = [stands_for[p] for p in group["params"] if warmth.get(p, 1.0) == factor]
+                groups.append({**group, "params": alike, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
+        state = {stands_for[p]: clone_state(known) for p, known in self.optimizer.state.items() if p in stands_for}
+        return copy_over(self.optimizer, groups, defaultdict(dict, state), {**stands_for, **counterpart, model: twin})
+
+    def give_back(self) -> None:
+        """Give the optimizer the model's own parameters back, and the ledger its bytes."""
+        replace_params(self.optimizer, self._model_params)
+        for block in self.blocks:
+            self._host.release("weights", block.key, block.nbytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state, as of the last step or edit."""
+        return self._state_bytes
+
+    def book_state(self) -> None:
+        """Count the bytes of the optimizer's state anew."""
+        self._book_state(sum(map(state_bytes, self.optimizer.state.values())) - self._state_bytes)
+
+    def _book_state(self, nbytes: int) -> None:
+        """So many bytes of the optimizer's state more."""
+        if nbytes > 0:
+            self._host.book("optimizer", "state", nbytes)
+        elif nbytes < 0:
+            self._host.release("optimizer", "state", -nbytes)
+        self._state_bytes += nbytes
+
+
+def warmth_of(block: Block) -> float:
+    """By what the block's next update multiplies the learning rate: rises to 1 over its warm-up."""
+    return min(1.0, (block.version + 1) / block.warmup) if block.warmup else 1.0

@@ -1,0 +1,106 @@
+"""Where a block's weights are while no layer computes with them, and how a load gets at them.
+
+Masters lie in host memory. A GPU's copy engine moves bytes: to load bfloat16 weights at 2 bytes per parameter, the cast
+happens on the host, once per pass, on a thread of its own, in the order of the layers and ahead of their loads. The price
+is 2 bytes of pinned host memory per parameter, and reading 4 and writing 2 per pass. Casting anew in every pass, and not
+after every update, means that weights which somebody has changed between two steps are never missed; and backward, when
+the EPS is at work, finds the casts done.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from l2l_core.devices import Device, Ledger, serial_thread
+from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.reducer import Alone, Reducer
+
+
+class Place(Protocol):
+    """Where weights are. Between `begin` and `end` lies one pass, in which a block is lent before every load of it."""
+
+    def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
+        """A pass begins that will load weights of these units, in about this order, as `dtype`."""
+
+    def lend(self, block: Block) -> torch.Tensor:
+        """What a load of the block copies from, shape (numel,), on the host: its values as they were at `begin`."""
+
+    def take_back(self, block: Block) -> None:
+        """A load of the block is over, or given up: nobody reads what was lent any more."""
+
+    def end(self) -> None:
+        """The pass is over, whatever happened in it."""
+
+    def close(self) -> None:
+        """Give up threads and files."""
+
+
+class InHostMemory:
+    """Masters in memory, lent as they are, or as casts of them to devices whose copies cannot cast on the way.
+
+    Args:
+        device: where the loads go, and what pins host memory.
+        host: gets the bytes of the casts booked.
+        reducer: makes masters whole.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        host: Ledger,
+        reducer: Reducer = Alone(),  # noqa: B008 - without state
+    ) -> None:
+        self._device, self._host, self._reducer = device, host, reducer
+        self._thread: ThreadPoolExecutor | None = None
+        self._casts: dict[Block, Future[torch.Tensor]] = {}
+
+    def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
+        self.end()
+        if self._device.in_host_memory or dtype == torch.float32:
+            return
+        if self._thread is None:
+            self._thread = serial_thread("wire", max(1, torch.get_num_threads() // 2))
+        for block in dict.fromkeys(block for unit in units for block in unit.blocks):
+            if block.cast is None or block.cast.dtype != dtype:
+                block.cast = self._new_cast(block.master.numel(), dtype)
+            self._casts[block] = self._thread.submit(self._cast, block)
+
+    def _cast(self, block: Block) -> torch.Tensor:
+        assert block.cast is not None
+        self._reducer.gather(block)
+        return block.cast.copy_(block.master)
+
+    def lend(self, block: Block) -> torch.Tensor:
+        cast = self._casts.get(block)
+        if cast is not None:
+            return cast.result()
+        self._reducer.gather(block)
+        return block.master
+
+    def take_back(self, block: Block) -> None:
+        pass
+
+    def end(self) -> None:
+        casts, self._casts = self._casts, {}
+        for cast in casts.values():
+            cast.cancel()
+        for cast in casts.values():
+            if not cast.cancelled():
+                cast.exception()
+
+    def close(self) -> None:
+        self.end()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
+
+    def _new_cast(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        cast = self._device.host_empty(numel, dtype)
+        self._host.book("weights", "wire", cast.nbytes)
+        weakref.finalize(cast, self._host.release, "weights", "wire", cast.nbytes)
+        return cast

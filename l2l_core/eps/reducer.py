@@ -1,0 +1,27 @@
+"""What happens to a gradient before its update where several workers have one, and to weights before they are lent."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from l2l_core.eps.blocks import Block, GradientPiece
+
+
+class Reducer(Protocol):
+    """Makes one gradient of those of all workers. Called on the EPS's thread, block by block, in one order everywhere."""
+
+    def reduce(self, block: Block, piece: GradientPiece) -> GradientPiece:
+        """The gradient to update a block with, given this worker's own; in the same buffer."""
+
+    def gather(self, block: Block) -> None:
+        """Make a block's master whole before it is lent, where this worker holds a part of it."""
+
+
+class Alone:
+    """One worker: its gradient is the gradient, and its masters are whole."""
+
+    def reduce(self, block: Block, piece: GradientPiece) -> GradientPiece:
+        return piece
+
+    def gather(self, block: Block) -> None:
+        pass

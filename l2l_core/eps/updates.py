@@ -1,0 +1,229 @@
+"""How a block's weights and the optimizer's state follow from a gradient, and how that is undone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from l2l_core.eps.blocks import SHELL, Block, GradientPiece, Trained
+from l2l_core.eps.masters import Masters, warmth_of
+from l2l_core.eps.optimizers import (
+    Changes,
+    StepHooks,
+    check_mode,
+    clone_state,
+    merge,
+    settle,
+    slice_of,
+    spares_others,
+    update_part,
+)
+from l2l_core.model import keep_without
+
+_SAMPLED = 4096
+
+Whole = dict[Block, GradientPiece]
+
+
+class Update(Protocol):
+    """What an EPS does with whole gradients. Between `begin` and `finish` or `undo` lies one step.
+
+    Attributes:
+        updated: blocks that may hold new weights in this step.
+    """
+
+    updated: list[Block]
+
+    def begin(self, logged: bool, deferred: bool) -> None:
+        """Open a step.
+
+        Args:
+            logged: whether its updates can be undone.
+            deferred: whether they come when all gradients are there.
+
+        Raises:
+            ValueError: this step could not be made, as far as that can be known before it.
+        """
+
+    def gathered(self, whole: Whole) -> None:
+        """All gradients of a deferred step are there; what hooks make of them is in `whole` afterwards."""
+
+    def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
+        """Update a block; returns statistics of it."""
+
+    def finish(self, whole: Whole) -> None:
+        """The step's last update is done; `whole` is what the updates used, where they were deferred."""
+
+    def undo(self) -> None:
+        """Undo the step's updates if they were logged; else `updated` says what they were."""
+
+    def state_bytes_of(self, block: Block) -> int:
+        """Bytes that the optimizer keeps of a block."""
+
+
+class ByOptimizer:
+    """The user's own optimizer updates the masters, block by block.
+
+    Invariant: what its parts make of settings counts once per step, when the step is over; a step that is undone leaves
+    weights, versions, state and settings as they were.
+
+    Args:
+        masters: the optimizer over them.
+
+    Attributes:
+        before_write: called before a block's master changes.
+    """
+
+    def __init__(self, masters: Masters) -> None:
+        self._masters, self._optimizer = masters, masters.optimizer
+        self._spares_others = spares_others(self._optimizer)
+        self._hooks = StepHooks(self._optimizer, masters.all_params, self._before_hook_writes)
+        self.before_write: Callable[[Block], None] = lambda block: None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.updated: list[Block] = []
+        self._log: list[Callable[[], None]] = []
+        self._settings: Changes = {}  # what parts of the optimizer have made of settings in this step
+        self._settings_back: Callable[[], None] = lambda: None  # to what they were before hooks
+        self._is_logged = self._is_deferred = False
+
+    def begin(self, logged: bool, deferred: bool) -> None:
+        self._clear()
+        self._is_logged, self._is_deferred = logged, deferred
+        self._check_ready()
+        if not deferred:
+            self._fire_before(self._hooks.fire_before_gradients)
+
+    def _check_ready(self) -> None:
+        state, findings = self._optimizer.state, self._masters.findings
+        if findings.newcomers and state:
+            for block, unit in self._masters.owner.items():
+                groups = self._masters.part_of(block).param_groups
+                params = [p for group in groups for p in group["params"] if p.requires_grad]
+                if unit.key != SHELL and params and not any(param in state for param in params):
+                    findings.refuse_newcomer(f"layer {unit.key} ({unit.name})", self._optimizer)
+        check_rates(self._masters, self._optimizer)
+
+    def _fire_before(self, fire: Callable[[], None]) -> None:
+        """Fire pre-hooks; what they make of the settings is taken back with the step."""
+        if self._hooks.has_pre:
+            self._settings_back = keep_without(vars(self._optimizer), {"state"})
+            try:
+                fire()
+            except BaseException:
+                self._settings_back()
+                raise
+
+    def gathered(self, whole: Whole) -> None:
+        self._fire_before(lambda: self._hooks.fire_with_gradients(whole))
+
+    def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
+        if self._is_logged:
+            self._log.append(self._snapshot(block, piece))
+        let_have(self._masters.params_of(block), piece)
+        before = _sample(block, piece.trained)
+        self.before_write(block)
+        try:
+            self.updated.append(block)  # from here on the block may hold new weights
+            merge(self._settings, update_part(self._masters.part_of(block), self._optimizer, warmth_of(block)))
+        finally:
+            for param in self._masters.params_of(block):
+                param.grad = None
+        size = float(torch.linalg.vector_norm(before))
+        moved = float(torch.linalg.vector_norm(_sample(block, piece.trained) - before))
+        block.version += 1
+        return {"update_ratio": moved / size if size else math.inf if moved else 0.0}
+
+    def finish(self, whole: Whole) -> None:
+        if self._log:  # a hook may still fail
+            self._log.append(keep_without(vars(self._optimizer), {"state"}))
+        settle(self._optimizer, self._settings)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
+        self._hooks.fire_after(whole, self._is_deferred)
+        self._log.clear()
+        self._masters.book_state()
+
+    def undo(self) -> None:
+        for undo in reversed(self._log):
+            undo()
+        if self._log:
+            self.updated.clear()
+        if self.updated:  # for them the step has counted
+            settle(self._optimizer, self._settings)
+        else:
+            self._settings_back()
+        updated = self.updated
+        self._clear()
+        self.updated = updated
+        self._masters.book_state()
+
+    def state_bytes_of(self, block: Block) -> int:
+        return self._masters.side_of(block).nbytes
+
+    def _before_hook_writes(self, block: Block) -> None:
+        """A step hook is about to change weights: branches and the way back need those that there are."""
+        if self._is_logged:
+            self._log.append(self._snapshot(block))
+        self.before_write(block)
+
+    def _snapshot(self, block: Block, piece: GradientPiece | None = None) -> Callable[[], None]:
+        """An undo for one block: of what an update with this gradient may change, 12 bytes per parameter with AdamW."""
+        params, version = self._masters.params_of(block), block.version
+        indices = list(piece.views()) if piece is not None and self._spares_others else range(len(params))
+        values = {params[i]: block.views[i].clone() for i in indices}
+        state = {p: clone_state(self._optimizer.state[p]) for p in values if p in self._optimizer.state}
+
+        def undo() -> None:
+            block.version = version
+            known = self._optimizer.state
+            with torch.no_grad():
+                for param, value in values.items():
+                    param.copy_(value)
+                    known.pop(param, None)
+            known.update(state)
+
+        return undo
+
+
+def check_rates(masters: Masters, optimizer: Optimizer) -> None:
+    """Whether the optimizer would take a step at the rates and in the mode that it has now.
+
+    Raises:
+        ValueError: it would not.
+    """
+    if masters.findings.follows_rate and (warm := [block for block in masters.blocks if warmth_of(block) < 1]):
+        masters.findings.refuse_warm_up(warm[0].key, optimizer)
+    if callable(getattr(optimizer, "train", None)):
+        check_mode(slice_of(optimizer, []))
+
+
+def let_have(params: list[nn.Parameter], piece: GradientPiece) -> None:
+    """Give the optimizer's parameters of a block their gradients, and none to those that have none."""
+    views = piece.views()
+    for index, param in enumerate(params):
+        param.grad = views.get(index)
+
+
+def clip(masters: Masters, whole: Mapping[Block, GradientPiece], max_norm: float) -> None:
+    """Scale all gradients by their norm together, as `torch.nn.utils.clip_grad_norm_` does in the model's order."""
+    for block, piece in whole.items():
+        let_have(masters.params_of(block), piece)
+    nn.utils.clip_grad_norm_(masters.in_order(), max_norm)
+
+
+def _sample(block: Block, trained: Trained) -> torch.Tensor:
+    """A copy of evenly spaced weights of those that are trained: what the size of an update is told by, (samples,).
+
+    About `_SAMPLED` of them, and at least one of every parameter.
+    """
+    if all(trained.flags):
+        return block.master[:: -(-len(block.master) // _SAMPLED) or 1].clone()
+    places = [(block.layout.pieces[i].offset, math.prod(block.layout.pieces[i].size)) for i in trained.indices]
+    stride = -(-trained.layout.used // _SAMPLED) or 1
+    return torch.cat([block.master[start : start + numel : stride] for start, numel in places])

@@ -1,0 +1,134 @@
+"""Which layer is visited next, which micro-batches run in a visit, and how visits are numbered.
+
+The order is not given, it is found: every micro-batch waits at the layer that its own forward has come to. As long as all
+take the same way, a visit serves all of them, in ascending k. Where their ways part, the least advanced go first, so that
+the others are caught up with and gather again.
+
+Visits are numbered 0 .. V-1 in forward; backward goes on counting: the last layer's is V, the first one's 2V-1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from l2l_core.eps.blocks import Unit
+from l2l_core.step.micro_batch import Call, Forward
+from l2l_core.step.traffic import Gradient
+
+
+@dataclass(eq=False, slots=True)
+class Visit:
+    """One stay of a layer on the device during forward.
+
+    Attributes:
+        calls: those made there that are not back-propagated yet.
+        gradient: what backward has brought so far.
+    """
+
+    unit: Unit
+    index: int
+    calls: list[Call] = field(default_factory=list)
+    gradient: Gradient | None = None
+
+
+class Order:
+    """The way of one pass through the layers.
+
+    Args:
+        forwards: one paused forward per micro-batch.
+        layers: the stack.
+        expected: the order of visits that the pass will probably take.
+
+    Attributes:
+        visits: so far.
+        visits_of: how often each layer, by key, was visited so far.
+    """
+
+    def __init__(self, forwards: Sequence[Forward], layers: Sequence[Unit], expected: Sequence[Unit]) -> None:
+        self.forwards, self._expected = list(forwards), list(expected)
+        self.visits: list[Visit] = []
+        self.visits_of: Counter[str] = Counter()
+        self._rank = {unit: position for position, unit in enumerate(layers)}
+        self._cursors = [0] * len(self.forwards)  # how far each micro-batch has come in the expected order
+
+    @property
+    def way(self) -> list[Unit]:
+        """The layers in the order in which they were visited."""
+        return [visit.unit for visit in self.visits]
+
+    def next_unit(self, besides: Forward | None = None) -> Unit | None:
+        """The layer that the least advanced micro-batches wait for; None if none waits."""
+        waiting: dict[Unit, tuple[int, int]] = {}
+        for forward in self.forwards:
+            if forward.waiting is not None and forward is not besides:
+                unit = forward.waiting.unit
+                waiting[unit] = min(waiting.get(unit, (1 << 60, 0)), self._progress(forward, unit))
+        return min(waiting, key=waiting.__getitem__, default=None)
+
+    def _progress(self, forward: Forward, unit: Unit) -> tuple[int, int]:
+        cursor = self._cursors[forward.k]
+        if unit in self._expected[cursor:]:
+            return self._expected.index(unit, cursor), self._rank[unit]
+        return cursor, self._rank[unit]
+
+    def open(self, unit: Unit) -> Visit:
+        """Begin a visit of the layer."""
+        for forward in self._waiting_for(unit):
+            self._cursors[forward.k] = self._progress(forward, unit)[0] + 1
+        self.visits_of[unit.key] += 1
+        self.visits.append(Visit(unit, len(self.visits)))
+        return self.visits[-1]
+
+    def in_turn(self, visit: Visit) -> Iterator[tuple[Forward, Call | None]]:
+        """The micro-batches that wait for the visit's layer, each with the call whose input may arrive while it runs."""
+        waiting = self._waiting_for(visit.unit)
+        for forward, following in zip_longest(waiting, waiting[1:]):
+            if following is None:
+                yield forward, self._after(visit, forward)
+            else:
+                assert following.waiting is not None
+                following.waiting.visit = visit.index
+                yield forward, following.waiting
+
+    def _after(self, visit: Visit, last: Forward) -> Call | None:
+        """The first call of the next visit, as far as is known before `last` has had its turn in this one.
+
+        With one micro-batch nothing is known; at the turn the first call of backward is.
+        """
+        if (unit := self.next_unit(besides=last)) is not None:
+            call = next(forward.waiting for forward in self._waiting_for(unit) if forward is not last)
+            assert call is not None
+            call.visit = visit.index + 1
+            return call
+        for turned in reversed(self.visits) if self.is_last(visit) else ():
+            if turned.calls:
+                turned.calls[0].visit = self.number_of_backward(turned)
+                return turned.calls[0]
+        return None
+
+    def is_last(self, visit: Visit) -> bool:
+        """Whether no visit is expected after this one."""
+        return visit.index == len(self._expected) - 1
+
+    def turn(self) -> list[Visit]:
+        """Forward is over: the visits that backward makes, the last one first."""
+        rest = [visit for visit in reversed(self.visits) if visit.calls]
+        for visit in rest:
+            for call in visit.calls:
+                call.visit = self.number_of_backward(visit)
+        return rest
+
+    def number_of_backward(self, visit: Visit) -> int:
+        """The number of the visit that back-propagates what this one has run."""
+        return 2 * len(self.visits) - 1 - visit.index
+
+    def is_irregular(self) -> bool:
+        """Whether micro-batches take different ways, so that their gradients reach the shell out of order."""
+        ways = [[c.unit for c in f.calls] + ([f.waiting.unit] if f.waiting else []) for f in self.forwards]
+        return any(way != ways[0] for way in ways)
+
+    def _waiting_for(self, unit: Unit) -> list[Forward]:
+        return [f for f in self.forwards if f.waiting is not None and f.waiting.unit is unit]

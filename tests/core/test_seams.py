@@ -1,0 +1,263 @@
+"""The seams of a step, each with a kind of its own: the loop does not care, and the bits do not either.
+
+What a plan decides, where weights are, how blocks are updated and what becomes of gradients are values and protocols;
+these doubles stand where a disk, a quantized optimizer or other workers would.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal, both
+from torch import nn
+from zoo import BY_NAME, Kind
+
+from l2l_core import Relay, RelayConfig
+from l2l_core.eps import InHostMemory, Place, Reducer, Update
+from l2l_core.eps.blocks import Block, GradientPiece, Unit
+from l2l_core.step import Plan
+from l2l_core.step.micro_batch import RECOMPUTE, Call, Keeper, Pass
+
+KINDS = ["chain", "gpt2", "bert"]
+CONFIG = RelayConfig(micro_batches=3, stash="host", ahead=1)
+
+
+def events(relay: Relay, kind: str) -> list[str]:
+    assert relay.trace is not None
+    return [event.layer for event in relay.trace.events if event.kind == kind]
+
+
+def train(
+    kind: Kind, prepare: Callable[[Relay], None], config: RelayConfig = CONFIG, steps: int = 3, **made: Any
+) -> Relay:
+    """Three steps beside plain training, with the relay prepared; equal to the bit."""
+    with both(kind, config, **made) as pair:
+        prepare(pair.relay)
+        assert_equal([pair.step(kind.make_batch(7, seed)) for seed in range(steps)])
+        return pair.relay
+
+
+# --- a plan: what becomes of weights and graphs ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Lets relays make plans with other attributes."""
+
+    def let(**attributes: Any) -> None:
+        monkeypatch.setattr("l2l_core.relay.Plan", lambda way: Plan(way, **{n: v(way) for n, v in attributes.items()}))
+
+    yield let
+
+
+class Watching:
+    """Keeps a graph as long as its micro-batch is at work, like the last layer's, and notes who had to give way."""
+
+    keeps = True
+
+    def __init__(self) -> None:
+        self.gave_way: Counter[str] = Counter()
+
+    def gives_way(self, call: Call, run: Pass) -> None:
+        self.gave_way[call.unit.key] += call.kept is not None
+        call.drop_graph(run)
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_layer_recomputed(name: str, stash: Any, planned: Callable[..., None]) -> None:
+    """The last layer's graph goes too: it runs forward once more, and the bits are the same."""
+    planned(keeper_of=lambda way: lambda visit: RECOMPUTE)
+    relay = train(BY_NAME[name], lambda relay: None, replace(CONFIG, stash=stash))
+    turn = len(relay.stack) - 1
+    visits = [e.visit for e in relay.trace.events if e.kind == "backward" and e.layer == relay.stack[turn].key]
+    assert visits == [turn + 1] * CONFIG.micro_batches  # after the turn, and not at once
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_keeper_is_asked_at_every_turn(name: str, planned: Callable[..., None]) -> None:
+    keeper: Keeper = Watching()
+    planned(keeper_of=lambda way: lambda visit: keeper)
+    relay = train(BY_NAME[name], lambda relay: None, steps=2)
+    assert set(keeper.gave_way) >= {unit.key for unit in relay.stack[:-1]}  # the last one was back-propagated at once
+    assert not keeper.gave_way[relay.stack[-1].key]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("name", KINDS)
+def test_resident_layers_are_loaded_once(name: str, ahead: int, planned: Callable[..., None]) -> None:
+    planned(resident=lambda way: frozenset(way[:2]))
+    config = replace(CONFIG, ahead=ahead)
+    relay = train(BY_NAME[name], lambda relay: None, config)
+    loads = Counter(events(relay, "load"))
+    pieces = CONFIG.micro_batches if ahead else 1
+    assert [loads[unit.key] <= pieces for unit in relay.stack[:2]] == [True, True], loads
+    assert ahead or [loads[unit.key] for unit in relay.stack[:-1]] == [1, 1, *[2] * (len(relay.stack) - 3)], loads
+
+
+# --- a place: where weights are -------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """Lends copies, as a disk would, and spoils them as soon as they are taken back."""
+
+    def __init__(self, inner: Place) -> None:
+        self._inner, self._lent = inner, dict[Block, list[torch.Tensor]]()
+        self.most, self.count = 0, 0
+
+    def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
+        self._inner.begin(units, dtype)
+
+    def lend(self, block: Block) -> torch.Tensor:
+        copy = self._inner.lend(block).clone()
+        self._lent.setdefault(block, []).append(copy)
+        self.count += 1
+        self.most = max(self.most, sum(map(len, self._lent.values())))
+        return copy
+
+    def take_back(self, block: Block) -> None:
+        self._lent[block].pop(0).fill_(torch.nan)
+        self._inner.take_back(block)
+
+    def end(self) -> None:
+        assert not any(self._lent.values()), "somebody has not given back what was lent"
+        self._inner.end()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_from_elsewhere(name: str, ahead: int) -> None:
+    place: Elsewhere
+
+    def prepare(relay: Relay) -> None:
+        nonlocal place
+        place = Elsewhere(InHostMemory(relay.device, relay.host))
+        relay._parts = replace(relay._parts, place=place)
+
+    relay = train(BY_NAME[name], prepare, replace(CONFIG, ahead=ahead))
+    blocks = max(len(unit.blocks) for unit in relay.stack)
+    assert place.count >= 3 * (2 * len(relay.stack) - 1 - ahead)
+    assert place.most <= (ahead + 1) * blocks + len(relay.shell.blocks)
+
+
+def test_a_failed_step_gives_back_what_was_lent() -> None:
+    kind = BY_NAME["chain"]
+    with both(kind, CONFIG) as pair:
+        place = Elsewhere(InHostMemory(pair.relay.device, pair.relay.host))
+        pair.relay._parts = replace(pair.relay._parts, place=place)
+        batch = kind.make_batch(7, 0)
+        pair.relay.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.relay.step(batch)  # `end` has looked
+
+
+# --- an update: how weights follow from gradients -------------------------------------------------------------------
+
+
+class Descent:
+    """Gradient descent written by hand, with an undo log."""
+
+    def __init__(self, lr: float) -> None:
+        self._lr, self._log, self._logged = lr, list[tuple[Block, torch.Tensor]](), False
+        self.updated: list[Block] = []
+
+    def begin(self, logged: bool, deferred: bool) -> None:
+        self.updated, self._log, self._logged = [], [], logged
+
+    def gathered(self, whole: dict[Block, GradientPiece]) -> None:
+        pass
+
+    def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
+        if self._logged:
+            self._log.append((block, block.master.clone()))
+        self.updated.append(block)
+        for index, gradient in piece.views().items():
+            block.views[index].add_(gradient, alpha=-self._lr)
+        block.version += 1
+        return {"update_ratio": 0.5}
+
+    def finish(self, whole: dict[Block, GradientPiece]) -> None:
+        self._log = []
+
+    def undo(self) -> None:
+        for block, master in reversed(self._log):
+            block.master.copy_(master)
+            block.version -= 1
+        self.updated = [] if self._logged else self.updated
+
+    def state_bytes_of(self, block: Block) -> int:
+        return 0
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def let_descend(relay: Relay) -> None:
+    update: Update = Descent(0.01)
+    relay.store.update = update
+
+
+@pytest.mark.parametrize("update", ["eager", "deferred"])
+@pytest.mark.parametrize("name", KINDS)
+def test_another_update(name: str, update: Any) -> None:
+    relay = train(BY_NAME[name], let_descend, replace(CONFIG, update=update), optimizer=sgd)
+    assert {unit.stats["update_ratio"] for unit in relay.stack} == {0.5}
+
+
+def test_another_update_is_rolled_back() -> None:
+    kind = BY_NAME["chain"]
+    with both(kind, replace(CONFIG, rollback=True), sgd) as pair:
+        let_descend(pair.relay)
+        assert_equal([pair.step(kind.make_batch(7, 0))])
+        before = [param.detach().clone() for param in pair.relay.model.parameters()]
+        handle = pair.relay.model.layers[0].register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.relay.step(kind.make_batch(7, 1))
+        handle.remove()
+        assert all(map(torch.equal, before, pair.relay.model.parameters()))
+        assert_equal([pair.step(kind.make_batch(7, 1))])
+
+
+# --- a reducer: other workers ---------------------------------------------------------------------------------------
+
+
+class TwoAlike:
+    """Two workers with the same rows: the mean of their gradients is either's. Weights are whole only when gathered."""
+
+    def __init__(self) -> None:
+        self.reduced: list[str] = []
+        self.gathered: list[str] = []
+
+    def reduce(self, block: Block, piece: GradientPiece) -> GradientPiece:
+        self.reduced.append(block.key)
+        other = piece.flat.clone()
+        for view in piece.views().values():
+            view.zero_()
+        for half in (0.5 * other, 0.5 * other):  # exact: halves of floats
+            for view, given in zip(piece.views().values(), replace(piece, flat=half).views().values(), strict=True):
+                view.add_(given)
+        return piece
+
+    def gather(self, block: Block) -> None:
+        self.gathered.append(block.key)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_of_two_workers(name: str) -> None:
+    reducer: Reducer = TwoAlike()
+
+    def prepare(relay: Relay) -> None:
+        relay.store.reducer = reducer
+        relay._parts = replace(relay._parts, place=InHostMemory(relay.device, relay.host, reducer))
+
+    relay = train(BY_NAME[name], prepare, steps=1)
+    trained = {block.key for unit in (relay.shell, *relay.stack) for block in unit.blocks}
+    assert Counter(reducer.reduced) == dict.fromkeys(trained, 1)
+    assert set(reducer.gathered) == trained
