@@ -472,7 +472,7 @@ class Relay:
                     resumption.restack(relay._editor, back)
                 edited.restore_into(relay._editor, relay._history)
                 present = relay._saved_state()
-                saved.check(present)
+                saves.check(saved, present)
                 past = Restorer(relay._editor, relay._history, relay._branches, resumption, relay.device.host_empty)
                 fill = past.restore(parts)
                 saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail

@@ -1,7 +1,7 @@
 """What a save holds beside the present state: the way back from edits, layers that wait for it, and other branches.
 
 All of it is plain data with tensors in it, in parts: one for each parked layer, for each block's values of another
-branch, and for each branch. `folder.py` writes every part to a file of its own.
+branch, and for each branch. The tensors of every part go to a file of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.edits import Barred, Branches, Change, Editor, Entry, History, Parked, State, Turn, Values, change
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import RandomState
-from l2l_core.saves.folder import usable
+from l2l_core.saves.manifest import usable
 from l2l_core.saves.resume import Resumption
 from l2l_core.surgery import kind_of, per_layer
 

@@ -20,7 +20,8 @@ from l2l_core.edits import Editor
 from l2l_core.eps.blocks import Unit, shared_key
 from l2l_core.eps.optimizers import GroupOrder, Places
 from l2l_core.model import deep_copy, find_stacks
-from l2l_core.saves.folder import Saved
+from l2l_core.saves.agreement import compare_layers
+from l2l_core.saves.manifest import Saved
 from l2l_core.saves.stacks import Edited
 from l2l_core.surgery import kind_of, rearrange
 
@@ -87,7 +88,7 @@ class Resumption:
             editor.group_order = self._order
         edited, units = self.edited, {unit.key: unit for unit in editor.layers}
         here = [[unit.key, unit.name] for unit in editor.layers if unit.key != self._holder]
-        self.saved.compare_layers([["", ""], *self.built.layers.items()], [["", ""], *here])
+        compare_layers(self.saved, [["", ""], *self.built.layers.items()], [["", ""], *here])
         if edited.first is not None:
             editor.began_as(edited.first, self.built.containers)
         editor.group_order.recall(edited.orders, editor.first_names)

@@ -1,0 +1,160 @@
+"""A relay's state as a manifest and files of tensors, and back.
+
+A generation of `folder.py` has these files::
+
+    manifest.json                config, step, layers, versions, optimizer settings
+    shell.safetensors            weights, buffers and optimizer state of the shell ...
+    L000.safetensors             ... and of every layer, by its key; shared weights are in the first that holds them
+    relay.safetensors            random generators, and settings that are tensors
+
+and one for each part of the past that has tensors (`history.py`).
+
+What it is not: nothing of the model's structure is saved, nor Python attributes of modules, their training mode,
+NumPy's generator, or learning-rate schedulers. Save ``scheduler.state_dict()`` yourself. To resume with one, make the
+optimizer and the scheduler first, pass that optimizer to `Relay.load`, then load the scheduler's state: a scheduler
+made afterwards sets the learning rate back to its first value.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from l2l_core.eps.optimizers import put, to_save
+from l2l_core.model import RandomState, Tensors, decode, encode
+from l2l_core.saves.folder import Generation, read, write
+from l2l_core.saves.state import State
+
+logger = logging.getLogger("l2l_core")
+
+
+def save(folder: Path, state: State) -> Path:
+    """Save `state` to `folder` and return the folder; whatever goes wrong, the folder keeps its last good save.
+
+    Raises:
+        ValueError: the optimizer keeps something that is neither tensor nor plain data.
+        OSError: disk full (says how much is needed, and free), no permission, and so on.
+    """
+    write(folder, state.steps, *_describe(state))
+    return folder
+
+
+def load(folder: Path) -> Saved:
+    """Read what `save` wrote, and check every file of it.
+
+    Raises:
+        ValueError: there is no save, it is damaged or incomplete, or of another schema; names the file.
+    """
+    return Saved(read(folder))
+
+
+def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
+    """The manifest, without the list of files, and what tensors each file is to hold."""
+    optimizer, masters, contents = state.store.optimizer, state.masters, state.tensors_by_unit()
+    optimizer_state = {}
+    for tensors in contents.values():
+        for name in [name.removeprefix("weights/") for name in tensors if name.startswith("weights/")]:
+            if masters[name] in optimizer.state:
+                optimizer_state[name] = encode(optimizer.state[masters[name]], f"optimizer/{name}", tensors)
+    own_settings, settings = to_save(optimizer)
+    common: Tensors = {}
+    parts: dict[str, Tensors] = {name: {} for name in state.past}
+    manifest = {
+        "torch": torch.__version__,
+        "steps": state.steps,
+        "config": state.config,
+        "units": state.keys_and_names,
+        "versions": state.versions,
+        "ties": state.ties,
+        "warmups": {block.key: block.warmup for block in state.blocks if block.warmup},
+        "edits": state.edits,
+        "past": {name: encode(part, f"past/{name}", parts[name]) for name, part in state.past.items()},
+        "trainable": state.trainable,
+        "optimizer": state.optimizer_class,
+        "groups": state.groups(),
+        "settings": encode(settings, "settings", common),
+        "own_settings": encode(own_settings, "own_settings", common),  # attributes and defaults
+        "optimizer_state": optimizer_state,
+        "random": encode({n: getattr(state.random_state, n) for n in RandomState.__slots__}, "random", common),
+    }
+    contents |= {name: tensors for name, tensors in parts.items() if tensors}
+    return manifest, {**contents, "relay": common}
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A save whose files are complete and undamaged."""
+
+    generation: Generation
+
+    @property
+    def path(self) -> Path:
+        """Of the manifest."""
+        return self.generation.path
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return self.generation.manifest
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.manifest["config"]
+
+    @property
+    def steps(self) -> int:
+        return self.manifest["steps"]
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """Dotted names of the layers by key, in order."""
+        return dict(self.manifest["units"][1:])
+
+    @property
+    def past(self) -> dict[str, dict[str, Any]]:
+        """What `State.past` was, in memory of its own."""
+        return {name: decode(part, self.generation.tensors, {}) for name, part in self.manifest.get("past", {}).items()}
+
+    def restore_into(self, state: State) -> None:
+        """Give the relay that `state` was taken from the saved weights, buffers, optimizer and random state.
+
+        The relay must have passed `check` of `agreement.py`.
+        """
+        manifest, tensors = self.generation.manifest, self.generation.tensors
+        known: Tensors = {}
+        masters, optimizer = state.masters, state.store.optimizer
+        settings = decode(manifest["settings"], tensors, known)
+        own_settings = decode(manifest.get("own_settings", []), tensors, known)
+        encoded = manifest["optimizer_state"]
+        optimizer_state = {masters[name]: decode(values, tensors, known) for name, values in encoded.items()}
+        random_state = RandomState(**decode(manifest["random"], tensors, known))
+        # All memory is taken and nothing can fail from here on, where the relay begins to change.
+        with torch.no_grad():
+            for name, tensor in state.tensors.items():
+                _copy(tensor, tensors[name])
+        only = bool(optimizer.state)  # it has trained before: what it has counted goes
+        optimizer.state.clear()
+        optimizer.state.update(optimizer_state)
+        put(optimizer, [*own_settings, *settings], only)
+        state.store.book_optimizer()
+        for block in state.blocks:
+            block.version = manifest["versions"][block.key]
+            block.warmup = manifest.get("warmups", {}).get(block.key, 0)
+        usable(random_state).put()
+
+
+def _copy(target: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copy into `target`, which may be an expanded buffer: each element once."""
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
+    target[once].copy_(saved[once])
+
+
+def usable(random_state: RandomState) -> RandomState:
+    """As much of a saved random state as this machine has generators for."""
+    if random_state.torch_cuda is not None and not torch.cuda.is_available():
+        logger.warning("the save has a random state of CUDA, and there is no CUDA here: it is left out")
+        return RandomState(random_state.torch_cpu, None, random_state.python)
+    return random_state
