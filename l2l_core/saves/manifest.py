@@ -17,7 +17,6 @@ made afterwards sets the learning rate back to its first value.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from typing import Any
 import torch
 
 from l2l_core.eps.optimizers import put, to_save
-from l2l_core.model import RandomState, Tensors, decode, encode
+from l2l_core.model import Tensors, decode, encode
+from l2l_core.saves.codec import plain_random, read_random
 from l2l_core.saves.folder import Generation, read, write
 from l2l_core.saves.state import State
-
-logger = logging.getLogger("l2l_core")
 
 
 def save(folder: Path, state: State) -> Path:
@@ -79,7 +77,7 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
         "settings": encode(settings, "settings", common),
         "own_settings": encode(own_settings, "own_settings", common),  # attributes and defaults
         "optimizer_state": optimizer_state,
-        "random": encode({n: getattr(state.random_state, n) for n in RandomState.__slots__}, "random", common),
+        "random": encode(plain_random(state.random_state), "random", common),
     }
     contents |= {name: tensors for name, tensors in parts.items() if tensors}
     return manifest, {**contents, "relay": common}
@@ -130,7 +128,7 @@ class Saved:
         own_settings = decode(manifest.get("own_settings", []), tensors, known)
         encoded = manifest["optimizer_state"]
         optimizer_state = {masters[name]: decode(values, tensors, known) for name, values in encoded.items()}
-        random_state = RandomState(**decode(manifest["random"], tensors, known))
+        random_state = read_random(decode(manifest["random"], tensors, known))
         # All memory is taken and nothing can fail from here on, where the relay begins to change.
         with torch.no_grad():
             for name, tensor in state.tensors.items():
@@ -143,18 +141,10 @@ class Saved:
         for block in state.blocks:
             block.version = manifest["versions"][block.key]
             block.warmup = manifest.get("warmups", {}).get(block.key, 0)
-        usable(random_state).put()
+        random_state.put()
 
 
 def _copy(target: torch.Tensor, saved: torch.Tensor) -> None:
     """Copy into `target`, which may be an expanded buffer: each element once."""
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
     target[once].copy_(saved[once])
-
-
-def usable(random_state: RandomState) -> RandomState:
-    """As much of a saved random state as this machine has generators for."""
-    if random_state.torch_cuda is not None and not torch.cuda.is_available():
-        logger.warning("the save has a random state of CUDA, and there is no CUDA here: it is left out")
-        return RandomState(random_state.torch_cpu, None, random_state.python)
-    return random_state

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from l2l_core.eps.blocks import Unit, shared_key
 from l2l_core.eps.optimizers import GroupOrder, Places
 from l2l_core.model import deep_copy, find_stacks
 from l2l_core.saves.agreement import compare_layers
+from l2l_core.saves.codec import Part, of_kind
 from l2l_core.saves.manifest import Saved
 from l2l_core.saves.stacks import Edited
 from l2l_core.surgery import kind_of, rearrange
@@ -41,11 +41,11 @@ class Resumption:
 
     saved: Saved
     edited: Edited
-    parts: Mapping[str, Mapping[str, Any]]
+    parts: Mapping[str, Part]
     modules: Mapping[str, nn.Module]
 
     def __post_init__(self) -> None:
-        self._parked = {part["key"]: part for name, part in self.parts.items() if name.startswith("parked-")}
+        self._parked = {part["key"]: part for part in of_kind("parked", self.parts).values()}
         self._order: GroupOrder | None = None  # of an optimizer that was made without the holder
         self._kinds = {**self.edited.kinds, **{key: part["kind"] for key, part in self._parked.items()}}
         self._holder = next(key for i in count() if (key := f"holder-{i}") not in self._kinds)
