@@ -459,8 +459,8 @@ class Relay:
             ValueError: the folder is damaged, incomplete or of another model; names the file.
         """
         saved = saves.load(Path(folder))
-        options.setdefault("config", RelayConfig(**saved.config))
-        edited, parts = Edited.of(saved.manifest.get("edits", {})), saved.past
+        options.setdefault("config", saved.config)
+        edited, parts = saved.edited, saved.past()
         resumption = Resumption(saved, edited, parts, modules)
         with ExitStack() as back:  # what fails leaves the caller's model and optimizer as they were
             keep(model, optimizer, back)
@@ -728,14 +728,13 @@ class Relay:
         return next(branch for branch in self.branches if branch.active)
 
     def _saved_state(self) -> saves.State:
-        return saves.State.of(
+        return saves.State(
             self.config,
             self._steps,
-            self._parts.shell,
-            self._parts.layers,
+            tuple(self._parts.units),
             self._store,
             RandomState.take(),
-            Edited.from_(self._editor, self._history).to_plain(),
+            Edited.from_(self._editor, self._history),
             parts_of(self._editor, self._history, self._branches),
         )
 

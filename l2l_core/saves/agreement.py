@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,26 +22,21 @@ def check(saved: Saved, state: State) -> None:
     Raises:
         ValueError: it is of another model or optimizer.
     """
-    told, path = saved.manifest, saved.path
-    compare_layers(saved, told["units"], state.keys_and_names)
-    _compare(path, "parameters and buffers", _shapes(saved.generation.tensors), _shapes(state.tensors))
-    if "ties" in told:
-        _compare(path, "shared weights", _tied(told["ties"]), _tied(state.ties))
-    _compare(path, "blocks of weights", _together(told["versions"]), _together(state.versions))
-    _compare(path, "frozen parameters", _trained(told["trainable"]), _trained(state.trainable))
-    _compare(path, "the optimizer", {"class": told["optimizer"]}, {"class": state.optimizer_class})
-    _compare(path, "parameter groups", _members(told["groups"]), _members(state.groups()))
+    live = {**state.outline(), "tensors": state.tensors()}
+    told = {"ties": live["ties"], **saved.manifest, "tensors": saved.tensors}  # older saves do not tell of ties
+    for entry, (what, listed) in _ENTRIES.items():
+        _compare(saved.path, what, listed(told[entry]), listed(live[entry]))
     if told["torch"] != torch.__version__:
-        logger.warning("%s is by torch %s, here is %s: bits may differ", path, told["torch"], torch.__version__)
+        logger.warning("%s is by torch %s, here is %s: bits may differ", saved.path, told["torch"], torch.__version__)
 
 
-def compare_layers(save: Saved, saved: Iterable[Sequence[str]], live: Iterable[Sequence[str]]) -> None:
-    """Compare keys and names of units.
+def compare_layers(path: Path, saved: Iterable[Sequence[str]], live: Iterable[Sequence[str]]) -> None:
+    """Compare keys and names of units; `path` is that of the save.
 
     Raises:
         ValueError: they differ.
     """
-    _compare(save.path, "layers", _listed(saved), _listed(live))
+    _compare(path, "layers", _numbered(saved), _numbered(live))
 
 
 def _compare(path: Path, what: str, saved: Mapping[str, str], live: Mapping[str, str]) -> None:
@@ -53,14 +49,17 @@ def _compare(path: Path, what: str, saved: Mapping[str, str], live: Mapping[str,
         )
 
 
+def _numbered(units: Iterable[Sequence[str]]) -> dict[str, str]:
+    return {f"[{index}]": f"{key} {name}" for index, (key, name) in enumerate(units)}
+
+
 def _shapes(tensors: Tensors) -> dict[str, str]:
-    """What a model's tensors must agree in."""
     own = {name: t for name, t in tensors.items() if name.startswith(("weights/", "buffers/"))}
     return {name: f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in own.items()}
 
 
-def _listed(units: Iterable[Sequence[str]]) -> dict[str, str]:
-    return {f"[{index}]": f"{key} {name}" for index, (key, name) in enumerate(units)}
+def _tied(ties: Iterable[Sequence[str]]) -> dict[str, str]:
+    return {name: f"one with {', '.join(sorted({*names} - {name}))}" for names in ties for name in names}
 
 
 def _members(groups: Sequence[Sequence[str]]) -> dict[str, str]:
@@ -68,13 +67,13 @@ def _members(groups: Sequence[Sequence[str]]) -> dict[str, str]:
     return members | {"number of groups": str(len(groups))}
 
 
-def _tied(ties: Iterable[Sequence[str]]) -> dict[str, str]:
-    return {name: f"one with {', '.join(sorted({*names} - {name}))}" for names in ties for name in names}
-
-
-def _together(versions: Iterable[str]) -> dict[str, str]:
-    return dict.fromkeys(versions, "present")
-
-
-def _trained(names: Iterable[str]) -> dict[str, str]:
-    return dict.fromkeys(names, "trained")
+# What is compared, in this order: what it is called, and how it is listed, item by item, for the message.
+_ENTRIES: dict[str, tuple[str, Callable[[Any], dict[str, str]]]] = {
+    "units": ("layers", _numbered),
+    "tensors": ("parameters and buffers", _shapes),
+    "ties": ("shared weights", _tied),
+    "versions": ("blocks of weights", lambda versions: dict.fromkeys(versions, "present")),
+    "trainable": ("frozen parameters", lambda names: dict.fromkeys(names, "trained")),
+    "optimizer": ("the optimizer", lambda name: {"class": name}),
+    "groups": ("parameter groups", _members),
+}

@@ -17,16 +17,18 @@ made afterwards sets the learning rate back to its first value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from l2l_core.config import RelayConfig
 from l2l_core.eps.optimizers import put, to_save
 from l2l_core.model import Tensors, decode, encode
-from l2l_core.saves.codec import plain_random, read_random
-from l2l_core.saves.folder import Generation, read, write
+from l2l_core.saves.codec import Part, plain_random, read_random
+from l2l_core.saves.folder import read, write
+from l2l_core.saves.stacks import Edited
 from l2l_core.saves.state import State
 
 
@@ -47,11 +49,11 @@ def load(folder: Path) -> Saved:
     Raises:
         ValueError: there is no save, it is damaged or incomplete, or of another schema; names the file.
     """
-    return Saved(read(folder))
+    return Saved(*read(folder))
 
 
 def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
-    """The manifest, without the list of files, and what tensors each file is to hold."""
+    """The manifest, and what tensors each file is to hold: those that `encode` meets join the file that it is given."""
     optimizer, masters, contents = state.store.optimizer, state.masters, state.tensors_by_unit()
     optimizer_state = {}
     for tensors in contents.values():
@@ -64,16 +66,11 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
     manifest = {
         "torch": torch.__version__,
         "steps": state.steps,
-        "config": state.config,
-        "units": state.keys_and_names,
-        "versions": state.versions,
-        "ties": state.ties,
+        "config": asdict(state.config),
+        **state.outline(),
         "warmups": {block.key: block.warmup for block in state.blocks if block.warmup},
-        "edits": state.edits,
+        "edits": asdict(state.edited),
         "past": {name: encode(part, f"past/{name}", parts[name]) for name, part in state.past.items()},
-        "trainable": state.trainable,
-        "optimizer": state.optimizer_class,
-        "groups": state.groups(),
         "settings": encode(settings, "settings", common),
         "own_settings": encode(own_settings, "own_settings", common),  # attributes and defaults
         "optimizer_state": optimizer_state,
@@ -85,22 +82,21 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A save whose files are complete and undamaged."""
+    """A save whose files are complete and undamaged.
 
-    generation: Generation
+    Attributes:
+        path: of the manifest.
+        manifest: what `save` wrote, without tensors.
+        tensors: of all files, mapped from them.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    tensors: Tensors
 
     @property
-    def path(self) -> Path:
-        """Of the manifest."""
-        return self.generation.path
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        return self.generation.manifest
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.manifest["config"]
+    def config(self) -> RelayConfig:
+        return RelayConfig(**self.manifest["config"])
 
     @property
     def steps(self) -> int:
@@ -112,17 +108,21 @@ class Saved:
         return dict(self.manifest["units"][1:])
 
     @property
-    def past(self) -> dict[str, dict[str, Any]]:
-        """What `State.past` was, in memory of its own."""
-        return {name: decode(part, self.generation.tensors, {}) for name, part in self.manifest.get("past", {}).items()}
+    def edited(self) -> Edited:
+        """What was edited; nothing, in a save that knows nothing of edits."""
+        return Edited.of(self.manifest.get("edits", {}))
+
+    def past(self) -> dict[str, Part]:
+        """What `State.past` was, in memory of its own; every call takes that memory anew."""
+        return {name: decode(part, self.tensors, {}) for name, part in self.manifest.get("past", {}).items()}
 
     def restore_into(self, state: State) -> None:
         """Give the relay that `state` was taken from the saved weights, buffers, optimizer and random state.
 
         The relay must have passed `check` of `agreement.py`.
         """
-        manifest, tensors = self.generation.manifest, self.generation.tensors
-        known: Tensors = {}
+        manifest, tensors = self.manifest, self.tensors
+        known: Tensors = {}  # for all of it, so that a tensor that several settings share stays one
         masters, optimizer = state.masters, state.store.optimizer
         settings = decode(manifest["settings"], tensors, known)
         own_settings = decode(manifest.get("own_settings", []), tensors, known)
@@ -131,7 +131,7 @@ class Saved:
         random_state = read_random(decode(manifest["random"], tensors, known))
         # All memory is taken and nothing can fail from here on, where the relay begins to change.
         with torch.no_grad():
-            for name, tensor in state.tensors.items():
+            for name, tensor in state.tensors().items():
                 _copy(tensor, tensors[name])
         only = bool(optimizer.state)  # it has trained before: what it has counted goes
         optimizer.state.clear()

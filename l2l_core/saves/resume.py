@@ -23,6 +23,7 @@ from l2l_core.saves.agreement import compare_layers
 from l2l_core.saves.codec import Part, of_kind
 from l2l_core.saves.manifest import Saved
 from l2l_core.saves.stacks import Edited
+from l2l_core.saves.state import named_params
 from l2l_core.surgery import kind_of, rearrange
 
 SHARED = shared_key("")  # what keys of blocks that several units use begin with
@@ -88,7 +89,8 @@ class Resumption:
             editor.group_order = self._order
         edited, units = self.edited, {unit.key: unit for unit in editor.layers}
         here = [[unit.key, unit.name] for unit in editor.layers if unit.key != self._holder]
-        compare_layers(self.saved, [["", ""], *self.built.layers.items()], [["", ""], *here])
+        # In messages layers are counted as in the manifest, where the shell comes first.
+        compare_layers(self.saved.path, [["", ""], *self.built.layers.items()], [["", ""], *here])
         if edited.first is not None:
             editor.began_as(edited.first, self.built.containers)
         editor.group_order.recall(edited.orders, editor.first_names)
@@ -147,9 +149,7 @@ class Resumption:
 
     def _regroup(self, editor: Editor) -> None:
         """A group may hold other parameters than those that the optimizer was made with for this model."""
-        groups = self.saved.manifest["groups"]
-        units = (editor.shell, *editor.layers)
-        params = {n: p for unit in units for b in unit.blocks for n, p in zip(b.names, b.params, strict=True)}
+        groups, params = self.saved.manifest["groups"], named_params((editor.shell, *editor.layers))
         if len(groups) == len(editor.store.groups) and all(name in params for names in groups for name in names):
             editor.store.regroup([[params[name] for name in names] for names in groups])
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,49 +12,49 @@ from l2l_core.config import RelayConfig
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import RandomState, Tensors
+from l2l_core.saves.codec import Part
+from l2l_core.saves.stacks import Edited
 from l2l_core.surgery import ties_of
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What there is to save of a relay, or to restore into one: its own tensors, not copies of them.
+    """What there is to save of a relay between two steps, or to restore into one.
 
     Attributes:
-        config: fields of the relay's configuration.
+        config: of the relay.
         steps: completed steps.
         units: the shell, then the layers in order.
         store: the EPS of these units.
         random_state: the thread's generators.
-        edits: what was edited, as plain data.
+        edited: what was edited.
         past: parts of what is beside the present state, by name; plain data and tensors (see `history.py`).
     """
 
-    config: dict[str, Any]
+    config: RelayConfig
     steps: int
     units: tuple[Unit, ...]
     store: LayerStore
     random_state: RandomState
-    edits: dict[str, Any]
-    past: dict[str, dict[str, Any]]
+    edited: Edited
+    past: dict[str, Part]
 
-    @staticmethod
-    def of(
-        config: RelayConfig,
-        steps: int,
-        shell: Unit,
-        layers: Sequence[Unit],
-        store: LayerStore,
-        random_state: RandomState,
-        edits: dict[str, Any],
-        past: dict[str, dict[str, Any]],
-    ) -> State:
-        """The state of a relay between two steps."""
-        return State(asdict(config), steps, (shell, *layers), store, random_state, edits, past)
+    def outline(self) -> dict[str, Any]:
+        """What a relay must agree in with a save that it takes over, as plain data; versions only in their keys.
 
-    @property
-    def keys_and_names(self) -> list[list[str]]:
-        """Permanent key and dotted name of every unit."""
-        return [[unit.key, unit.name] for unit in self.units]
+        Keys and names of units, versions of blocks by key, names that stand for one tensor, names of parameters that are
+        trained, class of the optimizer, names of the parameters in each of its groups.
+        """
+        params = named_params(self.units)
+        names = {param: name for name, param in params.items()}
+        return {
+            "units": [[unit.key, unit.name] for unit in self.units],
+            "versions": {block.key: block.version for block in self.blocks},
+            "ties": ties_of(self.units[0].module),
+            "trainable": sorted(name for name, param in params.items() if param.requires_grad),
+            "optimizer": type(self.store.optimizer).__name__,
+            "groups": [[names[param] for param in group] for group in self.store.groups],
+        }
 
     @property
     def blocks(self) -> dict[Block, Unit]:
@@ -66,33 +66,10 @@ class State:
         return held
 
     @property
-    def versions(self) -> dict[str, int]:
-        return {block.key: block.version for block in self.blocks}
-
-    @property
-    def trainable(self) -> list[str]:
-        """Names of the parameters that are not frozen."""
-        return sorted(n for b in self.blocks for n, p in zip(b.names, b.params, strict=True) if p.requires_grad)
-
-    @property
     def masters(self) -> dict[str, nn.Parameter]:
         """The optimizer's parameters, by the names of the model's."""
-        names = {p: name for b in self.blocks for name, p in zip(b.names, b.params, strict=True)}
-        return {names[param]: master for master, param in self.store._model_params.items()}
-
-    @property
-    def ties(self) -> list[list[str]]:
-        """Names that stand for one tensor."""
-        return ties_of(self.units[0].module)
-
-    @property
-    def optimizer_class(self) -> str:
-        return type(self.store.optimizer).__name__
-
-    def groups(self) -> list[list[str]]:
-        """Names of the parameters in every group of the optimizer."""
-        names = {master: name for name, master in self.masters.items()}
-        return [[names[param] for param in group["params"]] for group in self.store.optimizer.param_groups]
+        masters = {param: twin for unit in self.units for param, twin in self.store.masters_of(unit).items()}
+        return {name: masters[param] for name, param in named_params(self.units).items()}
 
     def tensors_by_unit(self) -> dict[str, Tensors]:
         """Weights and buffers (non-persistent ones too) as they are now, by name, for each unit's key."""
@@ -105,7 +82,12 @@ class State:
             held[unit.key][f"buffers/{name}"] = buffer
         return held
 
-    @property
     def tensors(self) -> Tensors:
         """Weights and buffers of all units, by name."""
         return {name: tensor for tensors in self.tensors_by_unit().values() for name, tensor in tensors.items()}
+
+
+def named_params(units: Iterable[Unit]) -> dict[str, nn.Parameter]:
+    """The model's parameters by the names that their blocks have for them."""
+    blocks = dict.fromkeys(block for unit in units for block in unit.blocks)
+    return {name: param for b in blocks for name, param in zip(b.names, b.params, strict=True)}
