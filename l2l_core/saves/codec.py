@@ -165,7 +165,7 @@ class Reader:
             why = f"this was before the relay was loaded: {self.missing[error.args[0]]}"
             logger.warning("an edit cannot be undone: %s", why)
             return (Barred(why),)
-        for one in found:
+        for one in found:  # now that all of them are found: what is barred keeps nothing
             if isinstance(one, change.Rewrite):
                 self.editor.book_kept(one, one.values.values())
         return found
@@ -179,7 +179,8 @@ class Reader:
         units = self.units
         match kind, *form:
             case "Restack", stack, before, after, pairs:
-                # One of a pair may be gone: what comes back has its entries then (`per_layer.py`), and is like none.
+                # One of a pair may be gone: what comes back has its entries then (`per_layer.py`), and is like none. It
+                # stood so in the relay that was saved, so nothing has to be proven.
                 like = {units[new]: units[old] for new, old in pairs if new in units and old in units}
                 return change.Restack(stack, self._layers(before), self._layers(after), like, proven=True)
             case "Rewrite", key, values:

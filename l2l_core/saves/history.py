@@ -127,7 +127,7 @@ class Restorer:
             module = self.resumption.find(key, part["kind"], there)
             if module is None:
                 return None
-            for inner, name in part["shared"]:
+            for inner, name in part["shared"]:  # the copy has weights of its own where the layer had the model's
                 path, _, attribute = inner.rpartition(".")
                 module.get_submodule(path).register_parameter(attribute, self.editor.model.get_parameter(name))
             unit = self.editor.make_room(key, module)

@@ -77,7 +77,7 @@ class State:
         for block, unit in self.blocks.items():
             held[unit.key] |= {f"weights/{n}": view for n, view in zip(block.names, block.views, strict=True)}
         shell, *layers = self.units
-        for name, buffer in shell.module.named_buffers():
+        for name, buffer in shell.module.named_buffers():  # the shell's module is the whole model
             unit = next((unit for unit in layers if name.startswith(f"{unit.name}.")), shell)
             held[unit.key][f"buffers/{name}"] = buffer
         return held
