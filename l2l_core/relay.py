@@ -450,8 +450,8 @@ class Relay:
             ValueError: the folder is damaged, incomplete or of another model; names the file.
         """
         saved = saves.load(Path(folder))
-        options.setdefault("config", RelayConfig(**saved.config))
-        edited, parts = Edited.of(saved.manifest.get("edits", {})), saved.past
+        options.setdefault("config", saved.config)
+        edited, parts = saved.edited, saved.past()
         resumption = Resumption(saved, edited, parts, modules)
         with ExitStack() as back:  # what fails leaves the caller's model and optimizer as they were
             keep(model, optimizer, back)
@@ -463,7 +463,7 @@ class Relay:
                     resumption.restack(relay._editor, back)
                 edited.restore_into(relay._editor, relay._history)
                 present = relay._saved_state()
-                saved.check(present)
+                saves.check(saved, present)
                 past = Restorer(relay._editor, relay._history, relay._branches, resumption, relay.device.host_empty)
                 fill = past.restore(parts)
                 saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail
@@ -685,14 +685,13 @@ class Relay:
         return next(branch for branch in self.branches if branch.active)
 
     def _saved_state(self) -> saves.State:
-        return saves.State.of(
+        return saves.State(
             self.config,
             self._steps,
-            self._parts.shell,
-            self._parts.layers,
+            tuple(self._parts.units),
             self._store,
             RandomState.take(),
-            Edited.from_(self._editor, self._history).to_plain(),
+            Edited.from_(self._editor, self._history),
             parts_of(self._editor, self._history, self._branches),
         )
 

@@ -67,19 +67,6 @@ class Change(ABC):
         """Layers that must stay available for as long as it may be done."""
         return ()
 
-    @abstractmethod
-    def to_plain(self) -> list[Any]:
-        """As plain data and tensors; layers by key, parameters by their number in the layer."""
-
-    @classmethod
-    @abstractmethod
-    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Change:
-        """From what `to_plain` gave.
-
-        Raises:
-            KeyError: of a layer that is not among `units`.
-        """
-
 
 @dataclass(frozen=True, eq=False)
 class Restack(Change):
@@ -107,16 +94,6 @@ class Restack(Change):
     def units(self) -> Sequence[Unit]:
         return (*self.before, *self.after)
 
-    def to_plain(self) -> list[Any]:
-        like = [[new.key, old.key] for new, old in self.like.items()]
-        return [self.stack, _keys(self.before), _keys(self.after), like]
-
-    @classmethod
-    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Restack:
-        stack, before, after, like = plain
-        known = {units[new]: units[old] for new, old in like if new in units and old in units}
-        return cls(stack, _units(before, units), _units(after, units), known, proven=True)
-
 
 @dataclass(frozen=True, eq=False)
 class Rewrite(Change):
@@ -138,15 +115,6 @@ class Rewrite(Change):
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
 
-    def to_plain(self) -> list[Any]:
-        number = {param: i for i, param in enumerate(self.unit.params)}
-        return [self.unit.key, [[number[param], *held] for param, held in self.values.items()]]
-
-    @classmethod
-    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Rewrite:
-        unit, values = units[plain[0]], plain[1]
-        return cls(unit, {unit.params[i]: (value, state) for i, value, state in values})
-
 
 @dataclass(frozen=True, eq=False)
 class Retrain(Change):
@@ -166,26 +134,10 @@ class Retrain(Change):
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
 
-    def to_plain(self) -> list[Any]:
-        number = {param: i for i, param in enumerate(self.unit.params)}
-        return [self.unit.key, [[number[param], trained] for param, trained in self.trained.items()]]
-
-    @classmethod
-    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Retrain:
-        unit = units[plain[0]]
-        return cls(unit, {unit.params[i]: trained for i, trained in plain[1]})
-
 
 @dataclass(frozen=True, eq=False)
 class _OfParked(Change):
     parked: tuple[Unit, ...]
-
-    def to_plain(self) -> list[Any]:
-        return _keys(self.parked)
-
-    @classmethod
-    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Change:
-        return cls(_units(plain, units))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,18 +184,3 @@ class Barred(Change):
 
     def do(self, editor: Hands) -> Change:
         raise ValueError(self.why)
-
-    def to_plain(self) -> list[Any]:
-        return [self.why]
-
-    @classmethod
-    def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Barred:
-        return cls(plain[0])
-
-
-def _keys(units: Sequence[Unit]) -> list[str]:
-    return [unit.key for unit in units]
-
-
-def _units(keys: Sequence[str], units: Mapping[str, Unit]) -> tuple[Unit, ...]:
-    return tuple(units[key] for key in keys)

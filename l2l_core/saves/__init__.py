@@ -1,14 +1,15 @@
 """A whole relay as files, and back.
 
 May import `edits`, `eps`, `surgery`, `devices`, `model`.
-Begin reading at `folder.py`.
+Begin reading at `state.py`, `manifest.py`; `folder.py` is the files.
 """
 
-from l2l_core.saves.folder import State as State
-from l2l_core.saves.folder import load as load
-from l2l_core.saves.folder import save as save
+from l2l_core.saves.agreement import check as check
 from l2l_core.saves.history import Restorer as Restorer
 from l2l_core.saves.history import parts_of as parts_of
+from l2l_core.saves.manifest import load as load
+from l2l_core.saves.manifest import save as save
 from l2l_core.saves.resume import Resumption as Resumption
 from l2l_core.saves.resume import keep as keep
 from l2l_core.saves.stacks import Edited as Edited
+from l2l_core.saves.state import State as State

@@ -1,42 +1,21 @@
 """What a save holds beside the present state: the way back from edits, layers that wait for it, and other branches.
 
 All of it is plain data with tensors in it, in parts: one for each parked layer, for each block's values of another
-branch, and for each branch. `folder.py` writes every part to a file of its own.
+branch, and for each branch. The tensors of every part go to a file of their own.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from l2l_core.config import RelayConfig
-from l2l_core.edits import Barred, Branches, Change, Editor, Entry, History, Parked, State, Turn, Values, change
-from l2l_core.eps.blocks import Block, Unit
-from l2l_core.model import RandomState
-from l2l_core.saves.folder import usable
+from l2l_core.edits import Branches, Editor, History, Parked, Values
+from l2l_core.eps.blocks import Unit
+from l2l_core.saves.codec import Part, Reader, of_kind, plain_branch, plain_history
 from l2l_core.saves.resume import Resumption
 from l2l_core.surgery import kind_of, per_layer
-
-logger = logging.getLogger("l2l_core")
-
-Part = dict[str, Any]
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        change.Restack,
-        change.Rewrite,
-        change.Retrain,
-        change.Spill,
-        change.Fetch,
-        change.Lose,
-        Barred,
-    )
-}
-
 
 # -- to plain data -----------------------------------------------------------------------------------------------------
 
@@ -44,13 +23,14 @@ _KINDS = {
 def parts_of(editor: Editor, history: History, branches: Branches) -> dict[str, Part]:
     """The past of a relay, by name of the part."""
     parts = {f"parked-{parked.unit.key}": _plain_layer(parked) for parked in editor.parking}
+    present = editor.present
     held = dict.fromkeys(v for state in branches.others.values() for v in state.values.values() if v is not None)
     names = {values: f"values-{i}" for i, values in enumerate(held)}
     for values, name in names.items():
         parts[name] = {"master": values.master, "version": values.version, "states": values.states}
     for i, (name, state) in enumerate(branches.others.items()):
-        parts[f"branch-{i}"] = _plain_branch(name, state, names, editor)
-    parts["history"] = {"branch": branches.active, "loss": history.loss, **_plain_turns(history, editor)}
+        parts[f"branch-{i}"] = plain_branch(name, state, names, present)
+    parts["history"] = {"branch": branches.active, **plain_history(history, present)}
     return parts
 
 
@@ -84,42 +64,6 @@ def _plain_layer(parked: Parked) -> Part:
     }
 
 
-def _plain_branch(name: str, state: State, values: Mapping[Values, str], editor: Editor) -> Part:
-    return {
-        "name": name,
-        "config": asdict(state.config),
-        "steps": state.steps,
-        "stacks": {stack: [unit.key for unit in units] for stack, units in state.stacks.items()},
-        "values": {block.key: values[held] if held is not None else None for block, held in state.values.items()},
-        "trained": {block.key: list(flags) for block, flags in state.trained.items()},
-        "buffers": {unit.key: buffers for unit, buffers in state.buffers.items()},
-        "settings": state.settings,
-        "random": {slot: getattr(state.random, slot) for slot in RandomState.__slots__},
-        "units": [unit.key for unit in state.units],
-        "stats": {unit.key: stats for unit, stats in state.stats.items()},
-        "journal": [asdict(entry) for entry in state.history.journal],
-        "loss": state.history.loss,
-        **_plain_turns(state.history, editor),
-    }
-
-
-def _plain_turns(history: History, editor: Editor) -> Part:
-    present = editor.present
-    return {
-        "done": [_plain_turn(turn, present) for turn in history.done],
-        "undone": [_plain_turn(turn, present) for turn in history.undone],
-    }
-
-
-def _plain_turn(turn: Turn, present: set[Unit]) -> list[Any]:
-    number, changes = turn
-    if gone := [unit.key for one in changes for unit in one.units() if unit not in present]:
-        changes = (
-            Barred(f"{', '.join(dict.fromkeys(gone))} was dropped for good: its bytes are gone, it cannot come back"),
-        )
-    return [number, [[type(one).__name__, *one.to_plain()] for one in changes]]
-
-
 # -- and back ----------------------------------------------------------------------------------------------------------
 
 
@@ -151,24 +95,21 @@ class Restorer:
         if not parts:
             return lambda: None
         units = {unit.key: unit for unit in (self.editor.shell, *self.editor.layers)}
-        self._missing: dict[str, str] = {}  # why, by key
+        missing: dict[str, str] = {}  # why, by key
         waiting: list[tuple[Part, Unit]] = []
         parked = {each.unit.key: each.unit for each in self.editor.parking}
-        for name, part in parts.items():
-            if name.startswith("parked-") and (unit := self._layer(part, units, parked)) is not None:
+        for part in of_kind("parked", parts).values():
+            unit = self._layer(part, units, parked)
+            if unit is None:
+                missing[part["key"]] = self.resumption.missing(part["key"], part["class"])
+            else:
                 units[unit.key] = unit
                 waiting.append((part, unit))
-        blocks = {block.key: block for unit in units.values() for block in unit.blocks}
-        held = {name: self._values(part) for name, part in parts.items() if name.startswith("values-")}
-        others = {}
-        for name, part in parts.items():
-            if name.startswith("branch-"):
-                self._check_complete(part, units)
-                others[part["name"]] = self._branch(part, units, blocks, held)
+        reader = Reader(self.editor, units, missing)
+        held = {name: self._values(part) for name, part in of_kind("values", parts).items()}
+        others = {part["name"]: reader.branch(part, held) for part in of_kind("branch", parts).values()}
         self.branches.adopt(parts["history"]["branch"], others)
-        self.history.loss = parts["history"]["loss"]
-        done, undone = (self._turns(parts["history"][which], units) for which in ("done", "undone"))
-        self.history.continue_from(self.history.journal, done, undone)
+        reader.restore(self.history, parts["history"], self.history.journal)
 
         def fill() -> None:
             for part, unit in waiting:
@@ -185,9 +126,8 @@ class Restorer:
             there = {k: each.module for k, each in {**units, **parked}.items() if each is not shell}
             module = self.resumption.find(key, part["kind"], there)
             if module is None:
-                self._missing[key] = self.resumption.missing(key, part["class"])
                 return None
-            for inner, name in part["shared"]:
+            for inner, name in part["shared"]:  # the copy has weights of its own where the layer had the model's
                 path, _, attribute = inner.rpartition(".")
                 module.get_submodule(path).register_parameter(attribute, self.editor.model.get_parameter(name))
             unit = self.editor.make_room(key, module)
@@ -214,44 +154,3 @@ class Restorer:
     def _values(self, part: Part) -> Values:
         master = self.empty(part["master"].numel()).copy_(part["master"])
         return self.branches.keep(master, part["version"], part["states"])
-
-    def _branch(
-        self, part: Part, units: Mapping[str, Unit], blocks: Mapping[str, Block], held: Mapping[str, Values]
-    ) -> State:
-        history = History(self.editor)
-        journal = [Entry(**row) for row in part["journal"]]
-        history.continue_from(journal, self._turns(part["done"], units), self._turns(part["undone"], units))
-        history.loss = part["loss"]
-        return State(
-            config=RelayConfig(**part["config"]),
-            steps=part["steps"],
-            history=history,
-            stacks={stack: tuple(units[key] for key in keys) for stack, keys in part["stacks"].items()},
-            values={blocks[key]: held[name] if name else None for key, name in part["values"].items() if key in blocks},
-            trained={blocks[key]: tuple(flags) for key, flags in part["trained"].items() if key in blocks},
-            buffers={units[key]: buffers for key, buffers in part["buffers"].items() if key in units},
-            settings=part["settings"],
-            random=usable(RandomState(**part["random"])),
-            stats={units[key]: stats for key, stats in part["stats"].items() if key in units},
-            units=tuple(units[key] for key in part["units"] if key in units),
-        )
-
-    def _check_complete(self, part: Part, units: Mapping[str, Unit]) -> None:
-        missing = [key for keys in part["stacks"].values() for key in keys if key not in units]
-        if missing:
-            raise ValueError(f"the branch {part['name']!r} cannot be restored: {self._missing[missing[0]]}")
-
-    def _turns(self, turns: Sequence[Any], units: Mapping[str, Unit]) -> list[Turn]:
-        return [(number, self._changes(changes, units)) for number, changes in turns]
-
-    def _changes(self, changes: Sequence[Any], units: Mapping[str, Unit]) -> tuple[Change, ...]:
-        try:
-            found = tuple(_KINDS[kind].from_plain(plain, units) for kind, *plain in changes)
-        except KeyError as error:
-            why = f"this was before the relay was loaded: {self._missing[error.args[0]]}"
-            logger.warning("an edit cannot be undone: %s", why)
-            return (Barred(why),)
-        for one in found:
-            if isinstance(one, change.Rewrite):
-                self.editor.book_kept(one, one.values.values())
-        return found

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,8 +19,11 @@ from l2l_core.edits import Editor
 from l2l_core.eps.blocks import Unit, shared_key
 from l2l_core.eps.optimizers import GroupOrder, Places
 from l2l_core.model import deep_copy, find_stacks
-from l2l_core.saves.folder import Saved
+from l2l_core.saves.agreement import compare_layers
+from l2l_core.saves.codec import Part, of_kind
+from l2l_core.saves.manifest import Saved
 from l2l_core.saves.stacks import Edited
+from l2l_core.saves.state import named_params
 from l2l_core.surgery import kind_of, rearrange
 
 SHARED = shared_key("")  # what keys of blocks that several units use begin with
@@ -40,11 +42,11 @@ class Resumption:
 
     saved: Saved
     edited: Edited
-    parts: Mapping[str, Mapping[str, Any]]
+    parts: Mapping[str, Part]
     modules: Mapping[str, nn.Module]
 
     def __post_init__(self) -> None:
-        self._parked = {part["key"]: part for name, part in self.parts.items() if name.startswith("parked-")}
+        self._parked = {part["key"]: part for part in of_kind("parked", self.parts).values()}
         self._order: GroupOrder | None = None  # of an optimizer that was made without the holder
         self._kinds = {**self.edited.kinds, **{key: part["kind"] for key, part in self._parked.items()}}
         self._holder = next(key for i in count() if (key := f"holder-{i}") not in self._kinds)
@@ -87,7 +89,8 @@ class Resumption:
             editor.group_order = self._order
         edited, units = self.edited, {unit.key: unit for unit in editor.layers}
         here = [[unit.key, unit.name] for unit in editor.layers if unit.key != self._holder]
-        self.saved.compare_layers([["", ""], *self.built.layers.items()], [["", ""], *here])
+        # In messages layers are counted as in the manifest, where the shell comes first.
+        compare_layers(self.saved.path, [["", ""], *self.built.layers.items()], [["", ""], *here])
         if edited.first is not None:
             editor.began_as(edited.first, self.built.containers)
         editor.group_order.recall(edited.orders, editor.first_names)
@@ -146,9 +149,7 @@ class Resumption:
 
     def _regroup(self, editor: Editor) -> None:
         """A group may hold other parameters than those that the optimizer was made with for this model."""
-        groups = self.saved.manifest["groups"]
-        units = (editor.shell, *editor.layers)
-        params = {n: p for unit in units for b in unit.blocks for n, p in zip(b.names, b.params, strict=True)}
+        groups, params = self.saved.manifest["groups"], named_params((editor.shell, *editor.layers))
         if len(groups) == len(editor.store.masters.groups) and all(
             name in params for names in groups for name in names
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -54,14 +54,10 @@ class Edited:
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Edited:
-        """From what `to_plain` gave; empty for a save that knows nothing of edits."""
+        """From `asdict` of one, which JSON has made lists of."""
         builts = {name: Built(**plain[name]) for name in ("first", "now") if plain.get(name)}
         journal = tuple(Entry(**row) for row in plain.get("journal", ()))
         return Edited(**{**plain, "journal": journal, **builts})
-
-    def to_plain(self) -> dict[str, Any]:
-        """As plain data."""
-        return {**asdict(self), "journal": [asdict(entry) for entry in self.journal]}
 
     @property
     def is_edited(self) -> bool:

@@ -32,9 +32,9 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from zoo import BY_NAME, Chain, ResidualMlp, sequences
 
-from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap, saves
 from l2l_core.devices import disk
-from l2l_core.model.plain_data import encode
+from l2l_core.model import Tensors, encode
 from l2l_core.saves import folder as files
 from l2l_core.saves.history import parts_of
 
@@ -345,7 +345,7 @@ def test_a_random_state_of_cuda_is_left_out_where_there_is_none(
 ) -> None:
     state = relay._saved_state()
     other = replace(state.random_state, torch_cuda=torch.arange(16, dtype=torch.uint8))
-    files.save(tmp_path, replace(state, random_state=other))
+    saves.save(tmp_path, replace(state, random_state=other))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING), load(tmp_path, chain()):
         assert "no CUDA here" in caplog.text
@@ -422,7 +422,7 @@ def test_failures_of_every_call_keep_a_good_save(error: BaseException, relay: Re
                 relay.save(tmp_path)
         except BaseException as raised:
             assert raised is error or (isinstance(raised, OSError) and raised.__cause__ is error), f"call {at}"
-        steps = files.load(tmp_path).steps
+        steps = saves.load(tmp_path).steps
         assert steps == (relay.steps if failing.switched else old_steps), f"call {at}: {failing.calls[at - 1]}"
         shift = 1 if failing.switched else 0
         assert all(torch.equal(a, b + shift) for a, b in zip(weights_of(tmp_path), old, strict=True)), f"call {at}"
@@ -436,7 +436,7 @@ def test_failures_of_every_call_keep_a_good_save(error: BaseException, relay: Re
 
 
 def weights_of(folder: Path) -> list[torch.Tensor]:
-    tensors = files.load(folder).tensors
+    tensors = files.read(folder).tensors
     return [tensors[f"weights/{name}"] for name, _ in chain().named_parameters()]
 
 
@@ -452,9 +452,9 @@ def test_failures_of_the_first_save(error: BaseException, relay: Relay, tmp_path
             pass
         if not failing.switched:
             with pytest.raises(ValueError, match="latest.json is missing"):
-                files.load(folder)
+                saves.load(folder)
         relay.save(folder)
-        assert files.load(folder).steps == relay.steps and len(generations(folder)) == 1
+        assert saves.load(folder).steps == relay.steps and len(generations(folder)) == 1
         if len(failing.calls) < at:
             break
     assert at > 20
@@ -489,7 +489,7 @@ def test_leftovers_go_before_anything_is_written(relay: Relay, tmp_path: Path, m
     with pytest.raises(FileNotFoundError):
         relay.save(tmp_path)
     assert all(good in there and len(there) == 2 for there in seen), "more than the last save and the new one"
-    assert generations(tmp_path) == [good] and files.load(tmp_path).steps == relay.steps
+    assert generations(tmp_path) == [good] and saves.load(tmp_path).steps == relay.steps
 
 
 def edit_before_step(relay: Relay) -> None:
@@ -512,7 +512,7 @@ def past_of(relay: Relay) -> str:
     """A hash over what a save holds beside the present state."""
     content = hashlib.sha256(repr(relay.journal).encode())
     for name, part in sorted(parts_of(relay._editor, relay._history, relay._branches).items()):
-        tensors: files.Tensors = {}
+        tensors: Tensors = {}
         content.update(repr(encode(part, name, tensors)).encode())
         for tensor in tensors.values():
             content.update(tensor.detach().contiguous().numpy().tobytes())
@@ -600,7 +600,7 @@ def test_a_run_with_edits_goes_on_alike_from_any_of_its_saves(tmp_path: Path) ->
 @pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.slow)])
 def test_kill_9_at_random_moments(kills: int, edits: str, tmp_path: Path) -> None:
     steps, content = in_new_process("t.hammer(*sys.argv[1:])", tmp_path / "save", kills, edits).split()
-    assert int(steps) > 0 and files.load(tmp_path / "save").steps == int(steps)
+    assert int(steps) > 0 and saves.load(tmp_path / "save").steps == int(steps)
 
 
 def test_loading_while_another_saves(relay: Relay, tmp_path: Path) -> None:
@@ -610,7 +610,7 @@ def test_loading_while_another_saves(relay: Relay, tmp_path: Path) -> None:
     def read() -> None:
         while not stop.is_set():
             try:
-                loads.append(files.load(tmp_path).steps)
+                loads.append(saves.load(tmp_path).steps)
             except Exception as error:
                 errors.append(error)
 
@@ -675,20 +675,20 @@ def test_every_bit_of_the_small_files_counts(relay: Relay, tmp_path: Path) -> No
             changed[bit // 8] ^= 1 << bit % 8
             path.write_bytes(changed)
             with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
-                files.load(tmp_path)
+                saves.load(tmp_path)
         path.write_bytes(content)
 
 
 def test_no_such_folder_and_another_schema(relay: Relay, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no such folder"):
-        files.load(tmp_path / "elsewhere")
+        saves.load(tmp_path / "elsewhere")
     relay.save(tmp_path)
     [path] = tmp_path.glob("*/manifest.json")
     content = path.read_bytes().replace(b'"schema": 1', b'"schema": 2')
     path.write_bytes(content)
     files._point(tmp_path, path.parent.name, content)
     with pytest.raises(ValueError, match=r"manifest.json has schema 2.*reads 1"):
-        files.load(tmp_path)
+        saves.load(tmp_path)
 
 
 def wider() -> nn.Module:
@@ -774,4 +774,4 @@ def test_what_is_not_plain_data_is_refused_and_named(relay: Relay, tmp_path: Pat
     relay.optimizer.param_groups[0]["hook"] = print
     with pytest.raises(ValueError, match="settings/0/hook is a builtin_function_or_method"):
         relay.save(tmp_path)
-    assert files.load(tmp_path).steps == relay.steps and len(generations(tmp_path)) == 1
+    assert saves.load(tmp_path).steps == relay.steps and len(generations(tmp_path)) == 1

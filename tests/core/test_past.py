@@ -28,6 +28,8 @@ from l2l_core import (
     Replace,
     Swap,
 )
+from l2l_core.edits import change
+from l2l_core.saves.codec import Reader, plain_change
 from tests.core.small import assert_same, keys, make_batch, make_gpt, make_relay, whole
 
 
@@ -434,3 +436,26 @@ def test_stem_layers_and_head_in_one_sequential(edits: list[Any], as_it_is: bool
                 pass
             assert [unit.name for unit in again.stack] == ["1", "2", "3", "4.0", "4.1"]
             assert relay.step(batch).loss == again.step(batch).loss
+
+
+def test_every_kind_of_change_is_written_and_read_alike(relay: Relay) -> None:
+    one, other, *_ = relay.stack
+    param = one.params[1]
+    changes = [
+        change.Restack("transformer.h", (one, other), (other,), {other: one}, proven=True),
+        change.Rewrite(one, {param: (param.detach(), {"step": 3})}),
+        change.Retrain(one, {param: False}),
+        *(kind((one, other)) for kind in (change.Spill, change.Fetch, change.Lose)),
+        change.Barred("it is gone"),
+    ]
+    assert {type(each) for each in changes} == kinds(change.Change)
+    reader = Reader(relay._editor, {unit.key: unit for unit in relay.stack}, {})
+    for each in changes:
+        again = reader.read_change(*plain_change(each))
+        assert type(again) is type(each) and vars(again) == vars(each)
+
+
+def kinds(base: type) -> set[type]:
+    """The kinds that have none below them."""
+    below = base.__subclasses__()
+    return set().union(*map(kinds, below)) if below else {base}
