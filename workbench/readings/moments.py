@@ -7,6 +7,7 @@ counts as computing, and a lane shows what it did last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,13 @@ from workbench.readings.moment import Moment, Phase, Slot, Work
 from workbench.readings.residency import Held, Residency
 from workbench.readings.stashed import Stashed
 from workbench.readings.visits import Computing, Visits
+
+
+class Peaks(NamedTuple):
+    """The most bytes that are known of: on the device, and of stash at either place."""
+
+    device: int = 0
+    stash: int = 0
 
 
 class Moments:
@@ -120,15 +128,15 @@ class Moments:
         best = candidates[busy == busy.max()]
         return int(best[len(best) // 2])
 
-    def _find_peaks(self) -> tuple[int, int]:
+    def _find_peaks(self) -> Peaks:
         totals, stashes = [0], [0]
         for place, rows in self._samples.items():
             sampled = self._columns.sample_bytes[rows]
             stashes.append(int(sampled[:, CATEGORIES.index("stash")].max(initial=0)))
             if place == "device":
                 totals.append(int(sampled.sum(axis=1).max(initial=0)))
-        earlier = self._earlier._peaks if self._earlier else (0, 0)
-        return max(max(totals), earlier[0]), max(max(stashes), earlier[1])
+        earlier = self._earlier._peaks if self._earlier else Peaks()
+        return Peaks(max(*totals, earlier.device), max(*stashes, earlier.stash))
 
     # -- one moment ----------------------------------------------------------------------------------------------------
 
@@ -166,8 +174,8 @@ class Moments:
             stash=self.stash,
             device=self._bytes("device", t_s),
             host=self._bytes("host", t_s),
-            device_peak_bytes=self._peaks[0],
-            stash_peak_bytes=self._peaks[1],
+            device_peak_bytes=self._peaks.device,
+            stash_peak_bytes=self._peaks.stash,
             line=line,
             beside=tuple(sorted((number, lane) for number, lane in beside.items() if number != line)),
         )

@@ -3,9 +3,9 @@
 A session owns a relay while it is open: steps, edits and new settings happen on its thread, one after another, in the
 order in which they were asked for. Nobody waits for them: commands return at once, and so does `snapshot`.
 
-    commands ──► queue ──► thread: one command, or else one step of the run, at a time
+    commands ──► queue ──► thread: one command, or else one step of the run, at a time    worker.py, trainer.py
                              │
-                             └──► state, rows, traces ──► snapshot ──► whoever looks
+                             └──► state, rows, traces ──► snapshot ──► whoever looks      standing.py
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Session:
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ValueError(f"steps={steps!r}: must be a positive integer, or None to go on")
-        with self._changed:
+        with self._changed:  # what the call means depends on what is under way and waits now
             stops = "stop" in [command.what for command in self._worker.queue]
             goes_on = steps is None and self._run.state == "running" and not stops
             self._worker.submit(Command("run", lambda: self._run.begin(steps, goes_on=goes_on)))

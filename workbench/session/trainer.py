@@ -62,7 +62,7 @@ class Trainer:
         except StopIteration:
             self._standing.run.end()
             return
-        self._batches.tried()
+        self._batches.tried()  # from here on it may be skipped: the schedule too may fail on it
         self._follow_schedule(batch)
         self._standing.during = "step"
         with self._standing.watch_step():
@@ -103,7 +103,7 @@ class Trainer:
         """A step has succeeded: show it, and see whether the run goes on."""
         row, layers = step_row(self._relay.steps, result, self._relay.branch), layer_rows(self._relay)
         needed = self._need_in_core(result, layers)
-        with self._changed:
+        with self._changed:  # all at once: no snapshot counts a step that it has no row of
             self._standing.mirror.note_step(row, layers)
             self._standing.last, self._standing.in_core_bytes = result.trace, needed
             self._standing.plan.note_use()
