@@ -222,7 +222,8 @@ torch.set_num_threads(1)
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from workbench import Session, Workbench
 from workbench.lessons.corpus import load_corpus
-from workbench.lessons.demo import FULL, draw_batch, make_model, make_optimizer
+from workbench.lessons.demo import draw_batch, make_model, make_optimizer
+from workbench.lessons.demo_values import FULL
 model = make_model(FULL)
 device = EmulatedDevice(FULL.budget_bytes, {LINK_BYTES_PER_S}, {LINK_BYTES_PER_S})
 config = RelayConfig(**{asdict(CONFIG)!r})

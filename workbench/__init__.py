@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Workbench": "workbench.app",
-    "Session": "workbench.session.session.session",
-    "Snapshot": "workbench.session.session.snapshot",
-    "Recorder": "workbench.runs.recorder",
-    "load_run": "workbench.runs.recorded",
+    "Session": "workbench.session",
+    "Snapshot": "workbench.session",
+    "Recorder": "workbench.runs",
+    "load_run": "workbench.runs",
     "replay": "workbench.replayed",
     "compare": "workbench.replayed",
 }

@@ -17,7 +17,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="run the demonstration without a browser and print what it measured")
     if command == "demo":
-        from workbench.lessons.demo import add_arguments
+        from workbench.lessons.demo_options import add_arguments
 
         add_arguments(demo)
     lab = commands.add_parser("lab", help="open JupyterLab on 127.0.0.1 at the first notebook")

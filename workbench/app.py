@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
-from l2l_core import Edit, Relay, Schedule
-from l2l_core.edits import Branch, Entry
+from l2l_core import Relay, Schedule
 from workbench.panels.board import Board
 from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
@@ -19,7 +18,21 @@ from workbench.panels.memory import MemoryPanel
 from workbench.panels.relay import RelayPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.panels.what_if import WhatIfPanel
-from workbench.session import BatchSource, Logger, Scheduler, Session, Snapshot
+from workbench.session import BatchSource, Logger, Scheduler, Session
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _steer(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Workbench, P], T]:
+    """A verb of the session as one of the workbench, with its signature and docstring, which notebooks complete and show."""
+
+    @wraps(verb)
+    def steer(self: Workbench, *args: P.args, **kwargs: P.kwargs) -> T:
+        return verb(self.session, *args, **kwargs)
+
+    steer.__qualname__ = f"Workbench.{verb.__name__}"
+    return steer
 
 
 class Workbench(Board):
@@ -53,55 +66,18 @@ class Workbench(Board):
         )
         super().__init__(self.session, kinds)
 
-    # -- steering: see `Session` ---------------------------------------------------------------------------------------
-
-    def run(self, steps: int | None = None) -> None:
-        """Train for so many steps; see `Session.run`."""
-        self.session.run(steps)
-
-    def step(self) -> None:
-        """Train one step."""
-        self.session.step()
-
-    def pause(self) -> None:
-        """Pause when the step under way is over."""
-        self.session.pause()
-
-    def stop(self) -> None:
-        """End the run when the step under way is over."""
-        self.session.stop()
-
-    def reconfigure(self, **settings: Any) -> None:
-        """Give the next step other settings; see `Session.reconfigure`."""
-        self.session.reconfigure(**settings)
-
-    def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "", trust: bool = False) -> Future[Any]:
-        """Edit the stack of layers, or do something else with the relay, between two steps; see `Session.edit`."""
-        return self.session.edit(*changes, what=what, trust=trust)
-
-    def undo(self) -> Future[Entry]:
-        """Undo the last edit; see `Session.undo`."""
-        return self.session.undo()
-
-    def redo(self) -> Future[Entry]:
-        """Do again what was undone last."""
-        return self.session.redo()
-
-    def fork(self, name: str) -> Future[Branch]:
-        """Make a branch of the present state and go on there; see `Session.fork`."""
-        return self.session.fork(name)
-
-    def switch(self, name: str) -> Future[Branch]:
-        """Go on with another branch."""
-        return self.session.switch(name)
-
-    def discard(self, name: str) -> Future[None]:
-        """Free a branch that is not the present one."""
-        return self.session.discard(name)
-
-    def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
-        """Wait until nothing runs; see `Session.wait`."""
-        return self.session.wait(timeout_s, progress=progress)
+    run = _steer(Session.run)
+    step = _steer(Session.step)
+    pause = _steer(Session.pause)
+    stop = _steer(Session.stop)
+    reconfigure = _steer(Session.reconfigure)
+    edit = _steer(Session.edit)
+    undo = _steer(Session.undo)
+    redo = _steer(Session.redo)
+    fork = _steer(Session.fork)
+    switch = _steer(Session.switch)
+    discard = _steer(Session.discard)
+    wait = _steer(Session.wait)
 
     def close(self, wait: bool = True) -> None:
         """End the session when its step is over, and leave a still picture in the notebook. The relay stays open.

@@ -6,6 +6,7 @@ The page is IPython's own shell with a publisher that keeps what it is given; th
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -71,6 +72,30 @@ def header_of(bench: Workbench) -> str:
 
 def button(bench: Workbench, words: str) -> Any:
     return next(one for one in bench.panels[0].widget.children[1].children if one.description == words)
+
+
+def test_a_workbench_steers_as_its_session_does(relay: Relay) -> None:
+    """A notebook completes and explains its verbs like those of the session."""
+    for name in (
+        "run",
+        "step",
+        "pause",
+        "stop",
+        "reconfigure",
+        "edit",
+        "undo",
+        "redo",
+        "fork",
+        "switch",
+        "discard",
+        "wait",
+    ):
+        mine, its = getattr(Workbench, name), getattr(Session, name)
+        assert inspect.signature(mine) == inspect.signature(its) and mine.__doc__ == its.__doc__, name
+    with closing(Workbench(relay, make_batches())) as bench:
+        bench.run(2)
+        assert bench.edit(lambda relay: relay.steps, what="count").result(HANG_S) >= 1
+        assert bench.wait(HANG_S).done == 2 and bench.snapshot().changes[-1].what == "count"
 
 
 # Without a page -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+import workbench
 from workbench.__main__ import main
 from workbench.commands import doctor
 from workbench.commands.doctor import GIB, Facts, Row, Wanted, diagnose, format_rows, gather, read_pins, read_project
@@ -143,3 +144,8 @@ def test_outside_a_clone_the_installed_package_says_what_it_needs(
     python_range, requirements = read_project(tmp_path)
     assert python_range == SpecifierSet(">=3.11")
     assert [str(each) for each in requirements] == ["torch>=2.11"]
+
+
+def test_what_the_package_imports_on_first_use_is_there() -> None:
+    for name in workbench._WHERE:
+        assert name in dir(workbench) and getattr(workbench, name).__name__ == name

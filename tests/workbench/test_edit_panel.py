@@ -54,7 +54,7 @@ def find(panel: Panel, words: str) -> Any:
 
 def choose(panel: Panel, **answers: Any) -> None:
     for name, answer in answers.items():
-        panel._asked[name].value = answer  # type: ignore[attr-defined]
+        panel._questions.asked[name].value = answer  # type: ignore[attr-defined]
 
 
 def read(panel: Panel) -> str:
@@ -78,13 +78,13 @@ def test_only_questions_of_the_kind_are_asked(panel: EditsPanel) -> None:
     asked = {}
     for kind in find(panel, "edit").options:
         find(panel, "edit").value = kind
-        asked[kind] = {name for name, one in panel._asked.items() if one.layout.display != "none"}
+        asked[kind] = {name for name, one in panel._questions.asked.items() if one.layout.display != "none"}
     assert asked["Insert"] == {"at", "like", "init", "optimizer", "warmup"}
     assert asked["Drop"] == {"first", "last", "park"} and asked["Swap"] == {"layer", "other"}
     assert asked["Replace"] == set() and find(panel, "Apply").disabled and "YourLayer()" in read(panel)
     find(panel, "edit").value = "Duplicate"
     choose(panel, optimizer="scaled")
-    assert panel._asked["factor"].layout.display != "none" and not find(panel, "Apply").disabled
+    assert panel._questions.asked["factor"].layout.display != "none" and not find(panel, "Apply").disabled
 
 
 def test_what_is_chosen_is_said_and_then_done(panel: EditsPanel) -> None:
@@ -94,7 +94,7 @@ def test_what_is_chosen_is_said_and_then_done(panel: EditsPanel) -> None:
     find(panel, "Apply").click()
     assert keys(panel) == ["L000", "L001", "L004", "L002", "L003"]
     assert "+ before L002 (identity)" in read(panel)
-    assert [label for label, _ in panel._asked["first"].options][2] == "2 · 3 · L004"
+    assert [label for label, _ in panel._questions.asked["first"].options][2] == "2 · 3 · L004"
 
     find(panel, "edit").value = "Drop"
     choose(panel, first="L001", last="L004", park="disk")
@@ -182,7 +182,7 @@ def test_steps_send_nothing_that_has_not_changed(panel: EditsPanel) -> None:
     shown(panel)
     sent: list[Any] = []
     for one in widgets_of(panel):
-        if one is not panel._branches:  # it tells the loss
+        if one is not panel._branches.table:  # it tells the loss
             one.observe(sent.append)
     train(panel.session, 3)
     shown(panel)
@@ -194,19 +194,19 @@ def test_choices_stay_when_the_stack_changes(panel: EditsPanel) -> None:
     choose(panel, last="L003", first="L003")
     panel.session.edit(Drop("L000"))
     shown(panel)
-    assert (panel._asked["first"].value, panel._asked["last"].value) == ("L003", "L003")
+    assert (panel._questions.asked["first"].value, panel._questions.asked["last"].value) == ("L003", "L003")
     panel.session.edit(Drop("L003"))
     shown(panel)
-    assert panel._asked["first"].value == "L002", "what stands at its place, or before it"
-    assert panel._asked["at"].value == "", "behind the last layer, as before"
+    assert panel._questions.asked["first"].value == "L002", "what stands at its place, or before it"
+    assert panel._questions.asked["at"].value == "", "behind the last layer, as before"
 
 
 def test_a_span_stays_in_order(panel: EditsPanel) -> None:
     find(panel, "edit").value = "Freeze"
     choose(panel, first="L002")
-    assert panel._asked["last"].value == "L002"
+    assert panel._questions.asked["last"].value == "L002"
     choose(panel, last="L001")
-    assert panel._asked["first"].value == "L001"
+    assert panel._questions.asked["first"].value == "L001"
     find(panel, "Apply").click()
     assert [row.frozen for row in shown(panel).layers] == [False, True, False, False]
 
@@ -239,7 +239,7 @@ def test_with_several_stacks_one_is_chosen() -> None:
             stack = find(panel, "in")
             assert stack.layout.display != "none" and [words for words, _ in stack.options] == ["up", "down"]
             stack.value = "down"
-            assert [key for _, key in panel._asked["first"].options] == ["L002", "L003", "L004"]
+            assert [key for _, key in panel._questions.asked["first"].options] == ["L002", "L003", "L004"]
             choose(panel, init="copy", at="")
             find(panel, "Apply").click()
             assert [row.name for row in shown(panel).layers if row.key == "L006"] == ["down.3"]
@@ -287,12 +287,12 @@ def test_what_is_refused_on_evidence_can_be_trusted() -> None:
 
 def test_branches_are_forked_and_switched(panel: EditsPanel) -> None:
     assert find(panel, "Switch").disabled and find(panel, "Discard").disabled
-    panel._name.value = "wide"
+    panel._branches.name.value = "wide"
     find(panel, "Fork").click()
     panel.session.edit(Insert("L002"))
     now = shown(panel)
-    assert now.branch == "wide" and panel._name.value == ""
-    assert [name for _, name in panel._other.options] == ["main"]
+    assert now.branch == "wide" and panel._branches.name.value == ""
+    assert [name for _, name in panel._branches.other.options] == ["main"]
     assert "<td>● present</td><td>1</td><td>5</td>" in read(panel)
     find(panel, "Switch").click()
     now = shown(panel)
@@ -301,7 +301,7 @@ def test_branches_are_forked_and_switched(panel: EditsPanel) -> None:
     assert len(panel.still(now)) == 2
     find(panel, "Discard").click()
     assert [branch.name for branch in shown(panel).branches] == ["main"]
-    assert find(panel, "Discard").disabled and panel._other.value is None
+    assert find(panel, "Discard").disabled and panel._branches.other.value is None
 
 
 def test_a_branch_needs_a_name_of_its_own(panel: EditsPanel) -> None:

@@ -13,7 +13,8 @@ from l2l_core import EmulatedDevice, Event, Machine, Profile, Relay, RelayConfig
 from l2l_core.trace.events import MemorySample
 from workbench.readings.algorithm import LINES, line_of
 from workbench.readings.columns import Columns
-from workbench.readings.moments import Moment, Moments
+from workbench.readings.moment import Moment
+from workbench.readings.moments import Moments
 
 SETTINGS = [(ahead, stash) for ahead in (0, 1, 2) for stash in ("device", "host")]
 settings = pytest.mark.parametrize("ahead, stash", SETTINGS)

@@ -11,7 +11,8 @@ import pytest
 from l2l_core import EmulatedDevice, Event, Machine, Profile, RelayConfig, Shapes, Trace, simulate
 from workbench.pictures.relay import draw_relay, number_of, relay_table, show_relay
 from workbench.pictures.shelf import Grid
-from workbench.readings.moments import Moment, Moments, Slot, Travel, Work
+from workbench.readings.moment import Moment, Slot, Travel, Work
+from workbench.readings.moments import Moments
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

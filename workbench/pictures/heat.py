@@ -29,7 +29,7 @@ from workbench.pictures.steps import (
     place_changes,
     steps_scale,
 )
-from workbench.pictures.svg import document, hatch, image, path, rect, text
+from workbench.pictures.svg import PAGE, document, hatch, image, path, rect, seamed, text
 from workbench.pictures.theme import GREY, VERMILION
 from workbench.session import Change, Statistics, Track
 
@@ -40,7 +40,6 @@ GONE_ROW, MOST_GONE = 9.0, 6  # px; of more layers that were dropped, those that
 LABEL_ROWS = (57.0, 68.5)  # px, baselines of the names of changes
 MOST_CROSSES = 200
 _BAR = (716.0, 926.0)  # px
-_SEAM = "var(--jp-layout-color1,Canvas)"
 _GREY: Sequence[Colour] = ((0, 0, 0, 0), (*bytes.fromhex(GREY[1:]), 110))  # type: ignore[assignment]
 
 
@@ -81,7 +80,7 @@ def draw_heat(statistics: Statistics, figure: str, changes: Sequence[Change] = (
     ]
     if np.isnan(everything).all():
         words = f"no {kind.words} is known yet" if len(statistics.first) else "no step yet"
-        parts.append(_seamed(text((LEFT + RIGHT) / 2, (TOP + bottom) / 2 + 4, words, style="dim", anchor="middle")))
+        parts.append(seamed(text((LEFT + RIGHT) / 2, (TOP + bottom) / 2 + 4, words, style="dim", anchor="middle"), 4))
     name = f"{kind.words[0].upper()}{kind.words[1:]} of layers"
     return document(WIDTH, end + 48, title or name, _describe(statistics, rows, kind, changes), parts)
 
@@ -108,7 +107,7 @@ def _draw_rows(statistics: Statistics, rows: Rows, shades: Shades, x: Scale, top
     yield image(left, top, right - left, height, write_png(_spread(shades.pixels(rows.values), columns), palette()))
     if pitch >= 6 and len(rows.values) > 1:
         lines = "".join(f"M{left:.1f} {top + pitch * i:.1f}H{right:.1f}" for i in range(1, len(rows.values)))
-        yield path(lines, stroke=_SEAM, width=1)
+        yield path(lines, stroke=PAGE, width=1)
     if crosses := _crosses(statistics, rows, x, top, pitch):
         yield path(crosses, stroke="#fff", width=1.4)
 
@@ -203,7 +202,7 @@ def _draw_changes(places: Sequence[tuple[float, str]], bottom: float) -> Iterato
     """As on the loss, with a seam that keeps the lines off the colours."""
     if places:
         lines = change_lines(places, TOP - 5, bottom)
-        yield f'<g opacity=".6">{path(lines, stroke=_SEAM, width=3)}</g>'
+        yield f'<g opacity=".6">{path(lines, stroke=PAGE, width=3)}</g>'
         yield path(lines, style="axis", dash="3 4")
     yield from name_changes(places, LABEL_ROWS)
 
@@ -247,7 +246,3 @@ def _describe(statistics: Statistics, rows: Rows, kind: Kind, changes: Sequence[
     said += [f"Layers that were {_name_gone(statistics.gone)}."] if statistics.gone else []
     said += [f"After step {change.step}: {change.what}." for change in changes[:20]]
     return " ".join(said)
-
-
-def _seamed(words: str) -> str:
-    return f'<g style="paint-order:stroke;stroke:{_SEAM};stroke-width:4px;stroke-linejoin:round">{words}</g>'

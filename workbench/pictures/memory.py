@@ -19,18 +19,16 @@ from l2l_core import Trace
 from l2l_core.trace import CATEGORIES, format_bytes
 from workbench.pictures.layer_strip import HEIGHT as STRIP_HEIGHT
 from workbench.pictures.layer_strip import draw_strip, number_of
+from workbench.pictures.memory_areas import STACK, TEXTURES, stacked_areas
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
-from workbench.pictures.svg import document, group, path, rect, text
+from workbench.pictures.svg import document, group, path, rect, seamed, text
 from workbench.pictures.theme import category_colour
 from workbench.readings import Columns, Levels, Peak, find_peak
 
 WIDTH, HEIGHT, LEFT, RIGHT = 960, 388, 96, 944
-STACK = ("weights", "optimizer", "gradients", "stash", "activations", "other")  # from the bottom up
-TEXTURES = {"optimizer": (16, ""), "gradients": (8, ""), "stash": (8, "5 3"), "activations": (8, "2 6")}  # pitch, dash
 NEAR = 1.6  # what is needed in core is a line to scale up to so many times the axis
 FAR, FAR_AT_FIRST = 4.0, 20.0  # and the budget up to so many times the bytes in use; in a first step, which only begins
-MOST_POINTS = 3000  # of all areas together; beyond, columns are two or four pixels wide
 
 
 class Plot(NamedTuple):
@@ -174,65 +172,13 @@ def _finished(columns: Columns) -> _Step:
 def _ghost(columns: Columns, plot: Plot, scale: Scale, time: Scale) -> str:
     """The whole step before: it stays the same while the cursor moves over it, so it is drawn once."""
     end, levels = min(RIGHT, time(columns.end_s)), _finished(columns).levels[plot.place]
-    return group(_stacked(plot, scale, time, levels, LEFT, end, plain=True), style="ghost")
+    return group(stacked_areas(levels, scale, time, LEFT, end, plain=True), style="ghost")
 
 
 def _areas(plot: Plot, scale: Scale, time: Scale, step: _Step, cursor: float) -> Iterator[str]:
     """The step, up to the cursor."""
     end = cursor if cursor < RIGHT else min(RIGHT, max(time(step.columns.end_s), LEFT + 1))
-    yield group(_stacked(plot, scale, time, step.levels[plot.place], LEFT, end))
-
-
-def _stacked(
-    plot: Plot, scale: Scale, time: Scale, levels: Levels, left: float, right: float, plain: bool = False
-) -> Iterator[str]:
-    if not len(levels.totals) or right <= left:
-        return
-    for pixels in (1, 2, 4):
-        edges = np.append(np.arange(left, right, pixels), right)
-        ys = _heights(scale, time, levels, edges)
-        if np.count_nonzero(np.diff(ys, axis=0)) <= MOST_POINTS // 2 or pixels == 4:
-            break
-    for index in reversed(range(len(STACK))):  # the one at the top first, the others over it
-        below = ys[:, index - 1] if index else np.full(len(ys), plot.bottom)
-        if (ys[:, index] < below).any():
-            yield path(_outline(edges, ys[:, index], plot.bottom), fill=category_colour(STACK[index]))
-    if plain:
-        return
-    for index, category in enumerate(STACK):
-        if category in TEXTURES:
-            below = ys[:, index - 1] if index else np.full(len(ys), plot.bottom)
-            yield from _texture(edges, ys[:, index], below, *TEXTURES[category])
-
-
-def _heights(scale: Scale, time: Scale, levels: Levels, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(columns, categories): upper edges of the stacked areas in pixels, rounded to halves."""
-    per_px = (time.high - time.low) / (time.last - time.first)
-    edges_s = time.low + (edges - time.first) * per_px
-    edges_s[-1] = np.inf if edges[-1] > edges[0] else edges_s[-1]  # what comes after the last event counts, too
-    order = [CATEGORIES.index(category) for category in STACK]
-    stacked = np.cumsum(levels.at(edges_s)[:, order], axis=1)
-    ys = scale.first + (scale.last - scale.first) * stacked / scale.high
-    return np.maximum(np.round(2 * ys) / 2, scale.last - 2)  # beyond the axis, it is cut off just above
-
-
-def _outline(edges: NDArray[np.float64], ys: NDArray[np.float64], bottom: float) -> str:
-    turns = np.flatnonzero(np.diff(ys)) + 1
-    steps = "".join(f"H{x:g}V{y:g}" for x, y in zip(np.round(edges[turns], 1), ys[turns], strict=True))
-    return f"M{edges[0]:.4g} {bottom:g}V{ys[0]:g}{steps}H{edges[-1]:.4g}V{bottom:g}Z"
-
-
-def _texture(
-    edges: NDArray[np.float64], upper: NDArray[np.float64], lower: NDArray[np.float64], pitch: int, dash: str
-) -> Iterator[str]:
-    """Upright lines in one area, so that it is known without its hue; dashes lie on common heights."""
-    xs = np.arange(edges[0] - edges[0] % pitch + pitch, edges[-1], pitch)
-    at = np.searchsorted(edges, xs, "right") - 1
-    tops = np.ceil(upper[at] / 8) * 8 if dash else upper[at]
-    seen = lower[at] - tops > 2
-    d = "".join(f"M{x:g} {a:g}V{b:g}" for x, a, b in zip(xs[seen], tops[seen], lower[at][seen], strict=True))
-    if d:
-        yield path(d, style="hatch", dash=dash)
+    yield group(stacked_areas(step.levels[plot.place], scale, time, LEFT, end))
 
 
 # Around them ---------------------------------------------------------------------------------------------------------
@@ -294,27 +240,19 @@ def _lines(scale: Scale, step: _Step, is_last: bool, budget: int | None, in_core
         words = f"budget {format_bytes(budget)}"
         if budget <= scale.high:
             yield path(f"M{LEFT} {scale(budget):.1f}H{RIGHT}", style="axis", width=1.5)
-            yield _label(RIGHT - 6, scale(budget) - 4, words, "end")
+            yield seamed(text(RIGHT - 6, scale(budget) - 4, words, style="strong", anchor="end"))
         else:
             yield text(RIGHT - 6, DEVICE.top - 10, f"{words}, far above ▲", anchor="end")
     if in_core is not None:
         words = f"in core would need {format_bytes(in_core)}"
         if in_core <= scale.high:
             yield path(f"M{LEFT} {scale(in_core):.1f}H{RIGHT}", style="axis", width=1.5, dash="7 4")
-            yield _label(LEFT + 6, scale(in_core) - 4, words, "start")
+            yield seamed(text(LEFT + 6, scale(in_core) - 4, words, style="strong"))
         else:
             used, whose = step.peak_bytes("device"), "the last step's" if is_last else "this"
             times = f" = {in_core / used:.3g} × {whose} peak" if used else ""
             yield path(f"M{LEFT} {DEVICE.top - 5:g}H{RIGHT}", style="axis", width=1.5, dash="7 4")
             yield text(LEFT + 6, DEVICE.top - 10, f"▲ {words}{times}", style="strong")
-
-
-def _label(x: float, y: float, words: str, anchor: str) -> str:
-    """Words over areas, with a seam in the colour of the page."""
-    return (
-        '<g style="paint-order:stroke;stroke:var(--jp-layout-color1,Canvas);stroke-width:3px;stroke-linejoin:round">'
-        f"{text(x, y, words, style='strong', anchor=anchor)}</g>"
-    )
 
 
 def _time_axis(time: Scale) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from l2l_core.trace import format_bytes
-from workbench.pictures.memory import STACK, TEXTURES
+from workbench.pictures.memory_areas import STACK, TEXTURES
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, round_up, ticks
 from workbench.pictures.svg import document, path, rect, text

@@ -11,6 +11,8 @@ from html import escape
 
 from workbench.pictures.theme import STYLE
 
+PAGE = "var(--jp-layout-color1,Canvas)"  # the colour behind the picture
+
 
 def document(width: float, height: float, title: str, description: str, parts: Iterable[str]) -> str:
     """A whole picture, with a title and a description for those who do not see it."""
@@ -65,6 +67,11 @@ def group(parts: Iterable[str], *, style: str = "", transform: str = "") -> str:
     named = f' class="{style}"' if style else ""
     moved = f' transform="{transform}"' if transform else ""
     return f"<g{named}{moved}>{''.join(parts)}</g>"
+
+
+def seamed(words: str, width: float = 3) -> str:
+    """Words over lines or areas, with a seam in the colour of the page."""
+    return f'<g style="paint-order:stroke;stroke:{PAGE};stroke-width:{width:g}px;stroke-linejoin:round">{words}</g>'
 
 
 def hatch(x: float, y: float, width: float, height: float, pitch: float = 5) -> str:

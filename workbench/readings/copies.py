@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from workbench.readings.events import Events
 
 
 class Copies:
     """Copies of whole layers, which may travel in pieces: consecutive pieces of one layer are one copy.
 
     Args:
-        start_s, stop_s, layers, nbytes: of the pieces, in order of start.
-        earlier: copies of the step before, which say how many bytes to expect.
+        events: of the step.
+        kind: "load" or "push".
         live: whether pieces of the last copy may be still to come.
+        earlier: copies of the step before, which say how many bytes to expect.
+
+    Attributes:
+        layers: place in the stack, by copy.
+        start_s, stop_s: (copies,).
     """
 
-    def __init__(
-        self,
-        start_s: NDArray[np.float64],
-        stop_s: NDArray[np.float64],
-        layers: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        earlier: Copies | None,
-        live: bool,
-    ) -> None:
+    def __init__(self, events: Events, kind: str, live: bool, earlier: Copies | None) -> None:
+        rows = events.of_layers(kind)
+        start_s, stop_s, layers = events.start_s[rows], events.stop_s[rows], events.rank[rows]
         firsts = np.flatnonzero(np.append(True, np.diff(layers) != 0)[: len(layers)])
         self._first: list[int] = [*firsts.tolist(), len(layers)]
         self._piece_start, self._piece_stop, self._live = start_s, stop_s, live
-        self._sum = np.concatenate([[0], np.cumsum(nbytes)])
+        self._sum = np.concatenate([[0], np.cumsum(events.nbytes[rows])])
         self.layers: list[int] = layers[firsts].tolist()
         self.start_s = start_s[firsts]
         self.stop_s = np.maximum.reduceat(stop_s, firsts) if len(firsts) else stop_s
-        self.known: dict[int, int] = dict(earlier.known) if earlier else {}  # most bytes of a layer's copy
+        self._known: dict[int, int] = dict(earlier._known) if earlier else {}  # most bytes of a layer's copy
         for copy, layer in enumerate(self.layers):
-            self.known[layer] = max(self.known.get(layer, 0), self.total(copy))
+            self._known[layer] = max(self._known.get(layer, 0), self.total(copy))
 
     def total(self, copy: int) -> int:
         """Bytes of all its pieces."""
@@ -49,9 +49,9 @@ class Copies:
             done += float(share * (self._sum[over + 1] - self._sum[over]))
         return done
 
-    def share(self, copy: int, t_s: float) -> float:
-        """Share of the copy that is there."""
+    def share(self, copy: int, t_s: float, is_whole: bool = False) -> float:
+        """Share of the copy that is there; `is_whole` if it is known that no piece of it is still to come."""
         total = self.total(copy)
-        if self._live and copy == len(self.layers) - 1:
-            total = max(total, self.known.get(self.layers[copy], 0))
+        if self._live and copy == len(self.layers) - 1 and not is_whole:
+            total = max(total, self._known.get(self.layers[copy], 0))
         return min(1.0, self.done(copy, t_s) / total) if total else 1.0

@@ -10,6 +10,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from workbench.readings.copies import Copies
+from workbench.readings.visits import Visits
+
 
 class Held(NamedTuple):
     """What a slot holds: a layer and the number of the load that brought it, -1 if none was seen."""
@@ -24,28 +27,21 @@ class Residency:
     Invariant: `states[j]` holds from `times[j]` until `times[j + 1]`, and names no layer twice.
 
     Args:
-        loads: start in seconds and layer of every load, in order.
-        visits: start, stop and layer of every visit, in order.
-        expected: layers of the visits that are still to come.
+        loads, visits: of the step.
         slots: how many there are.
     """
 
-    def __init__(
-        self,
-        loads: Sequence[tuple[float, int]],
-        visits: Sequence[tuple[float, float, int]],
-        expected: Sequence[int],
-        slots: int,
-    ) -> None:
+    def __init__(self, loads: Copies, visits: Visits, slots: int) -> None:
         self._uses: dict[int, list[int]] = {}
-        for position, layer in enumerate([*(layer for _, _, layer in visits), *expected]):
+        for position, layer in enumerate([*visits.layers, *visits.expected]):
             self._uses.setdefault(layer, []).append(position)
-        stops = [stop for _, stop, _ in visits]
+        stops = visits.stop_s.tolist()
         held: list[Held | None] = [None] * slots
         self.times: list[float] = []
         self.states: list[tuple[Held | None, ...]] = []
-        happened = [(start, 0, layer, number) for number, (start, layer) in enumerate(loads)]
-        happened += [(start, 1, layer, -1) for start, _, layer in visits]
+        begun = zip(loads.start_s.tolist(), loads.layers, strict=True)
+        happened = [(start, 0, layer, number) for number, (start, layer) in enumerate(begun)]
+        happened += [(start, 1, layer, -1) for start, layer in zip(visits.start_s.tolist(), visits.layers, strict=True)]
         for t_s, is_visit, layer, load in sorted(happened):
             there = next((i for i, one in enumerate(held) if one is not None and one.layer == layer), None)
             if there is not None and is_visit:

@@ -18,13 +18,13 @@ from workbench.session.journal_state import turns_of as turns_of
 from workbench.session.loggers import Logger as Logger
 from workbench.session.rows import snapshot_of as snapshot_of
 from workbench.session.rows import step_row as step_row
-from workbench.session.session import Scheduler as Scheduler
 from workbench.session.session import Session as Session
 from workbench.session.snapshot import Snapshot as Snapshot
 from workbench.session.source import Source as Source
 from workbench.session.statistics import FIGURES as FIGURES
 from workbench.session.statistics import Statistics as Statistics
 from workbench.session.statistics import Track as Track
+from workbench.session.trainer import Scheduler as Scheduler
 from workbench.session.values import Change as Change
 from workbench.session.values import Failure as Failure
 from workbench.session.values import LayerRow as LayerRow

@@ -1,11 +1,17 @@
-"""What can be set between two steps, as one flat mapping: the fields of `RelayConfig`, and the figures of an emulated link."""
+"""What can be set between two steps, as one flat mapping: the fields of `RelayConfig`, and the figures of an emulated link.
+
+`Plan` knows what is set, what will be, and what was at the last step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
+from workbench.session.values import Change
 
 LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
 SETTINGS = (*(field.name for field in fields(RelayConfig)), *LINK)
@@ -46,3 +52,32 @@ def config_of(settings: Settings) -> RelayConfig:
 
 def _link_of(settings: Settings) -> list[Any]:
     return [settings.get(name, 0.0 if name == "latency_s" else None) for name in LINK]
+
+
+class Plan:
+    """What settings will be, and what they were when they were last used.
+
+    Invariant: `settings` is read and written under the session's lock, the rest by its thread alone.
+
+    Attributes:
+        settings: as they will be once everything queued is done.
+        used: those of the last step.
+        noted: on record as set since then; settings between two steps are one change, however often they are set.
+    """
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self.settings = self.used = settings_of(relay)
+        self.noted: Change | None = None
+
+    def note_use(self) -> None:
+        """A step is made with the relay's settings, or it has become another relay: from here on, changes count."""
+        self.used, self.noted = settings_of(self._relay), None
+
+    def follow(self, waiting: Iterable[Mapping[str, Any]]) -> None:
+        """The relay's settings may be others now; those that still wait to be made come on top, in order."""
+        self.settings = settings_of(self._relay)
+        for more in waiting:
+            with suppress(ValueError):  # no longer fits: its turn will tell
+                check_settings(planned := {**self.settings, **more})
+                self.settings = planned

@@ -1,0 +1,55 @@
+"""Branches: a table of them, and controls to fork, switch and discard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ipywidgets
+
+from workbench.panels.choices import make_dropdown, offer, sized
+from workbench.pictures import branches_table
+from workbench.session import Session, Snapshot
+
+
+class BranchControls:
+    """What `Session.fork`, `switch` and `discard` can do, by hand.
+
+    Args:
+        session: is steered.
+        button: makes one from its words, icon, tip and action.
+    """
+
+    def __init__(self, session: Session, button: Callable[..., ipywidgets.Button]) -> None:
+        self._session = session
+        self.table = ipywidgets.HTML()
+        self.name = ipywidgets.Text(description="new branch", placeholder="name", **sized("240px"))
+        fork = button("Fork", "code-fork", "Leave this state as it is, and go on in a new branch", self._fork)
+        self.other = make_dropdown("branch", [], "240px")
+        self._on_other = (
+            button("Switch", "exchange", "Go on with the chosen branch as it was left", self._switch),
+            button("Discard", "trash", "Free the chosen branch", self._discard),
+        )
+        rows = [ipywidgets.HBox([self.name, fork]), ipywidgets.HBox([self.other, *self._on_other])]
+        for row in rows:
+            row.add_class("l2l-buttons")
+        controls = ipywidgets.VBox(rows)
+        controls.add_class("l2l-fork")
+        self.widget = ipywidgets.HBox([controls, self.table])
+        self.widget.add_class("l2l-branches")
+
+    def draw(self, now: Snapshot) -> None:
+        """Show the branches that there are."""
+        offer(self.other, [(branch.name, branch.name) for branch in now.branches if not branch.active])
+        for button in self._on_other:
+            button.disabled = not self.other.options
+        self.table.value = branches_table(now.branches).to_html(folded=False)
+
+    def _fork(self) -> None:
+        self._session.fork(self.name.value.strip())
+        self.name.value = ""
+
+    def _switch(self) -> None:
+        self._session.switch(self.other.value)
+
+    def _discard(self) -> None:
+        self._session.discard(self.other.value)

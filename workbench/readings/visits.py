@@ -1,0 +1,74 @@
+"""Stays of layers on the device in which they compute, one after another; and which one computes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.readings.events import Events
+
+
+class Computing(NamedTuple):
+    """The layer that computes, the one that compute waits for, and whether its first event is still to come."""
+
+    layer: str | None
+    waits_for: str | None = None
+    is_first: bool = False
+
+
+class Visits:
+    """Runs of compute events of one layer. The last layer's forward and backward are one visit.
+
+    Args:
+        events: of the step.
+        live: whether the step is still under way, so that visits are still to come.
+        earlier: visits of the step before, which come in the same order.
+
+    Attributes:
+        rows: (visits,), the event with which each one begins.
+        start_s, stop_s: (visits,).
+        layers: place in the stack, by visit.
+        expected: likewise, of visits that are still to come.
+    """
+
+    def __init__(self, events: Events, live: bool, earlier: Visits | None) -> None:
+        self._keys, self._live, self._earlier = events.keys, live, earlier
+        rows = events.of_layers("forward", "backward")
+        rank, visit, kind = events.rank[rows], events.visit[rows], events.kind[rows]
+        new = np.ones(len(rows), bool)
+        new[1:] = (np.diff(rank) != 0) | ((np.diff(visit) != 0) & (np.diff(kind) == 0))
+        firsts = np.flatnonzero(new)
+        self.rows = rows[firsts]
+        self.start_s = events.start_s[self.rows]
+        self.stop_s = np.maximum.reduceat(events.stop_s[rows], firsts) if len(firsts) else events.stop_s[rows]
+        self.layers: list[int] = rank[firsts].tolist()
+        self.expected: list[int] = []
+        if live:  # as in the step before, or down the stack and back
+            depth = len(self._keys)
+            plan = earlier.layers if earlier else [*range(depth), *range(depth - 2, -1, -1)]
+            self.expected = plan[len(self.layers) :]
+
+    @cached_property
+    def typical_s(self) -> float:
+        """About how long a visit takes."""
+        if len(self.start_s) > 1:
+            return float(np.diff(self.start_s[-9:]).mean())
+        return self._earlier.typical_s if self._earlier else 0.1
+
+    def computing(self, t_s: float, shares: Mapping[str | None, float]) -> Computing:
+        """What computes at a time before compute is over; `shares` of their weights are there, by layer on the device."""
+        j = int(np.searchsorted(self.start_s, t_s, side="right")) - 1
+        over = j < 0 or t_s >= self.stop_s[j]
+        key = self._keys[self.layers[j]] if j >= 0 else None
+        if not over or (self._live and key in shares):
+            return Computing(key)
+        following = [*self.layers[j + 1 : j + 2], *self.expected[:1]]
+        if not following:
+            return Computing(key if key in shares else None)
+        coming = self._keys[following[0]]
+        if shares.get(coming, 0.0) >= 1.0 and j >= 0:
+            return Computing(coming, is_first=True)
+        return Computing(None, coming)

@@ -1,0 +1,86 @@
+"""A run: how many steps are asked for and done, whether the next one is due, and why it failed. It knows no relay."""
+
+from __future__ import annotations
+
+from threading import Condition
+
+from workbench.session.values import Failure, State
+
+
+class Run:
+    """The run of a session, from its beginning to its end; the next one begins where it has ended.
+
+    Invariant: read and written under the session's lock; `failure` says why the state is "failed", and goes with it.
+
+    Args:
+        changed: the session's lock.
+
+    Attributes:
+        state: see `Snapshot`.
+        done, left: steps made, and steps asked for and not made; None: no end.
+        pauses: whether it pauses after the step under way.
+        owes_step: whether commands wait until it has made a step, since it has just begun.
+        failure: why it stopped.
+    """
+
+    def __init__(self, changed: Condition) -> None:
+        self._changed = changed
+        self.state: State = "idle"
+        self.done = 0
+        self.left: int | None = 0
+        self.pauses = False
+        self.owes_step = False
+        self.failure: Failure | None = None
+
+    @property
+    def target(self) -> int | None:
+        """Steps of this run, made or not; None: no end."""
+        return None if self.left is None else self.done + self.left
+
+    def is_due(self, others_wait: bool) -> bool:
+        """Whether its next step comes before whatever else is asked for."""
+        return self.state == "running" and (self.owes_step or not others_wait)
+
+    def begin(self, steps: int | None, *, pauses: bool = False, goes_on: bool = False) -> None:
+        """Begin, or go on with the steps that are left (None); steps are added to those of a run under way.
+
+        `goes_on` was asked of a run under way: it means nothing if that has come to its end meanwhile.
+        """
+        with self._changed:
+            if goes_on and self.left == 0:
+                return
+            if self.left == 0 or (steps is not None and self.state != "running"):
+                self.left, self.done = steps, 0
+            elif steps is not None and self.left is not None:
+                self.left += steps
+            self.state, self.pauses, self.owes_step, self.failure = "running", pauses, True, None
+
+    def begin_one(self) -> None:
+        """Make one step of those that are left, or else one of its own, and pause."""
+        with self._changed:
+            self.begin(None if self.left != 0 else 1, pauses=True)
+
+    def count(self) -> None:
+        """A step is made."""
+        with self._changed:
+            self.done += 1
+            if self.left is not None:
+                self.left -= 1
+            if self.left == 0 or self.pauses:
+                self.halt()
+
+    def halt(self) -> None:
+        """Pause; what does not run, and what has failed, stays as it is."""
+        with self._changed:
+            if self.state == "running":
+                self.state = "idle" if self.left == 0 else "paused"
+
+    def end(self) -> None:
+        """Drop the steps that are left, and what has failed with them."""
+        with self._changed:
+            self.left, self.failure, self.state = 0, None, "idle"
+
+    def fail(self, failure: Failure) -> None:
+        """Stop, with the steps that are left."""
+        with self._changed:
+            self.state, self.owes_step, self.failure = "failed", False, failure
