@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from l2l_core.model import Stack
+from l2l_core.surgery.assignments import Assignments
 from l2l_core.surgery.config_depth import LayerList
 from l2l_core.surgery.likeness import anatomy, attributes_at
-from l2l_core.surgery.surroundings import Edits
 
 # What a layer's entries were when it left, by name of the list: it may come back.
 _entries_of_left: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
@@ -88,11 +88,11 @@ def _positions(stack: Stack) -> dict[tuple[str, str], int]:
     }
 
 
-def renumber(edits: Edits, stack: Stack, new: tuple[nn.Module, ...]) -> None:
+def renumber(assignments: Assignments, stack: Stack, new: tuple[nn.Module, ...]) -> None:
     known = _positions(stack)
     names = {name: offset for (_, name), offset in known.items()}
     for i, layer in enumerate(new):
         for path, name in anatomy(layer).positions:
             offset = known.get((path, name), names.get(name))
             if offset is not None:
-                edits.set(attributes_at(layer, path), name, i + offset)
+                assignments.set(attributes_at(layer, path), name, i + offset)
