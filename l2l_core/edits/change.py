@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from l2l_core.edits.parking import Parking
+from l2l_core.edits.parked import Parking
 from l2l_core.eps.blocks import Unit
 
 Held = tuple[torch.Tensor, dict[str, Any] | None]  # a parameter's values and what the optimizer knows of it

@@ -18,8 +18,7 @@ from torch import nn
 from l2l_core.devices import Ledger
 from l2l_core.edits.change import Change, Held
 from l2l_core.edits.new_layers import check_new, initialise
-from l2l_core.edits.parked import Parked
-from l2l_core.edits.parking import Parking
+from l2l_core.edits.parked import Parked, Parking
 from l2l_core.eps import LayerStore, Side
 from l2l_core.eps.blocks import Block, Unit, build_layer
 from l2l_core.eps.optimizers import GroupOrder, Places, clone_state, state_bytes
