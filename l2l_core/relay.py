@@ -151,7 +151,8 @@ class Relay:
     @property
     def stacks(self) -> dict[str, tuple[Unit, ...]]:
         """The layers in order by the dotted name of their container; a layer that is in none is not among them."""
-        return {stack.name: tuple(self._editor.units_of(stack)) for stack in self._editor.stacks}
+        lineup = self._editor.lineup
+        return {stack.name: lineup.units_of(stack) for stack in lineup.stacks}
 
     @property
     def shell(self) -> Unit:
@@ -308,7 +309,7 @@ class Relay:
     def expect(self, batch: Batch) -> None:
         """Say what the next batch is like, so that an edit that runs layers (``init="identity"``) needs no step before it."""
         with self._exclusive():
-            self._editor.call = self._first_call(self._split(batch)[0])
+            self._editor.new_layers.call = self._first_call(self._split(batch)[0])
 
     def forecast(
         self,
@@ -511,7 +512,7 @@ class Relay:
             raise
         self._steps += 1
         self._store.updated.clear()  # it would keep layers that are dropped next
-        self._editor.call = first_call
+        self._editor.new_layers.call = first_call
         self._history.note_loss(float(sum(losses)))
         way, expected = [visit.unit for visit in loop.visits], self._predicted
         self._stepped = None
@@ -622,7 +623,7 @@ class Relay:
             yield
         finally:
             self._editor.trust = False
-            self._parts = replace(self._parts, layers=list(self._editor.layers))
+            self._parts = replace(self._parts, layers=list(self._editor.lineup.layers))
             self._predicted, self._known = self._parts.layers, Known()
             self._known_in_part = KnownInPart(self._known)
             self._inferred.clear()
@@ -630,12 +631,12 @@ class Relay:
     @contextmanager
     def _sitting_out(self, skip: Iterable[Where], trust: bool) -> Iterator[None]:
         """Run a step without some layers; what is known of steps with all of them stays known."""
-        if not (units := self._editor.units_at(skip)):
+        if not (units := self._editor.lineup.units_at(skip)):
             yield
             return
         parts, predicted, known = self._parts, self._predicted, self._known
         with self._editor.without(units, trust):
-            self._parts = replace(parts, layers=list(self._editor.layers))
+            self._parts = replace(parts, layers=list(self._editor.lineup.layers))
             self._predicted = [unit for unit in predicted if unit not in units]
             self._known = self._known_in_part
             try:
@@ -710,14 +711,14 @@ class Relay:
         names = ("_steps", "_trace", "_stepped", "_predicted", "_known", "_known_in_part")
         kept = {name: getattr(self, name) for name in names}
         stats = {unit: dict(unit.stats) for unit in self._parts.units}
-        put_knowledge_back, call = self._known.snapshot(), self._editor.call
+        put_knowledge_back, call = self._known.snapshot(), self._editor.new_layers.call
 
         def put_back() -> None:
             vars(self).update(kept)
             for unit, old in stats.items():
                 unit.stats = old
             put_knowledge_back()
-            self._editor.call = call
+            self._editor.new_layers.call = call
 
         return put_back
 

@@ -21,13 +21,13 @@ from l2l_core.edits.edit import Move as Move
 from l2l_core.edits.edit import Replace as Replace
 from l2l_core.edits.edit import Swap as Swap
 from l2l_core.edits.edit import Unfreeze as Unfreeze
-from l2l_core.edits.editor import Built as Built
 from l2l_core.edits.editor import Editor as Editor
 from l2l_core.edits.history import Entry as Entry
 from l2l_core.edits.history import History as History
 from l2l_core.edits.history import Inverse as Inverse
 from l2l_core.edits.history import Turn as Turn
 from l2l_core.edits.layer_drop import LayerDrop as LayerDrop
+from l2l_core.edits.lineup import Built as Built
 from l2l_core.edits.parked import Parked as Parked
 from l2l_core.edits.schedules import Depth as Depth
 from l2l_core.edits.schedules import Freezing as Freezing

@@ -8,42 +8,27 @@ back exactly what was changed, and nothing else: other layers keep what they hav
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from l2l_core.edits.parked import Parking
+from l2l_core.edits.editor import Editor
+from l2l_core.edits.optimizer_state import Held
 from l2l_core.eps.blocks import Unit
 
-Held = tuple[torch.Tensor, dict[str, Any] | None]  # a parameter's values and what the optimizer knows of it
 
+class Done(NamedTuple):
+    """A change that has been carried out.
 
-class Hands(Protocol):
-    """What a change asks of whoever carries it out: the editor."""
+    Attributes:
+        inverse: the change that takes it back, now or later.
+        put_back: takes it back more exactly, as long as nothing else has changed since; None: the inverse is exact.
+    """
 
-    parking: Parking
-    put_back: dict[Change, Callable[[], None]]
-
-    def restack(
-        self,
-        name: str,
-        before: Sequence[Unit],
-        after: Sequence[Unit],
-        like: Mapping[Unit, Unit],
-        trust: bool,
-        passing: bool = False,
-    ) -> Callable[[], None]: ...
-
-    def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]: ...
-
-    def book_kept(self, change: Change, values: Iterable[Held]) -> None: ...
-
-    def set_trained(self, unit: Unit, flags: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, bool]: ...
-
-    def lose(self, unit: Unit) -> None: ...
+    inverse: Change
+    put_back: Callable[[], None] | None = None
 
 
 class Change(ABC):
@@ -53,14 +38,14 @@ class Change(ABC):
     """
 
     @abstractmethod
-    def do(self, editor: Hands) -> Change:
-        """Carry it out; the change that takes it back.
+    def do(self, editor: Editor) -> Done:
+        """Carry it out; what takes it back.
 
         Raises:
             ValueError: it cannot be done as things are now; nothing is changed then.
         """
 
-    def settle(self, editor: Hands) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
+    def settle(self, editor: Editor) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
         """The group of edits that it belongs to is done."""
 
     def units(self) -> Sequence[Unit]:
@@ -98,11 +83,9 @@ class Restack(Change):
     like: Mapping[Unit, Unit] = field(default_factory=dict)
     proven: bool = False
 
-    def do(self, editor: Hands) -> Restack:
+    def do(self, editor: Editor) -> Done:
         put_back = editor.restack(self.stack, self.before, self.after, self.like, self.proven)
-        inverse = Restack(self.stack, self.after, self.before, self.like, proven=True)
-        editor.put_back[inverse] = put_back
-        return inverse
+        return Done(Restack(self.stack, self.after, self.before, self.like, proven=True), put_back)
 
     def units(self) -> Sequence[Unit]:
         return (*self.before, *self.after)
@@ -130,10 +113,10 @@ class Rewrite(Change):
     unit: Unit
     values: Mapping[nn.Parameter, Held]
 
-    def do(self, editor: Hands) -> Rewrite:
+    def do(self, editor: Editor) -> Done:
         inverse = Rewrite(self.unit, editor.exchange(self.unit, self.values))
         editor.book_kept(inverse, inverse.values.values())
-        return inverse
+        return Done(inverse)
 
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
@@ -145,7 +128,7 @@ class Rewrite(Change):
     @classmethod
     def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Rewrite:
         unit, values = units[plain[0]], plain[1]
-        return cls(unit, {unit.params[i]: (value, state) for i, value, state in values})
+        return cls(unit, {unit.params[i]: Held(value, state) for i, value, state in values})
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +143,8 @@ class Retrain(Change):
     unit: Unit
     trained: Mapping[nn.Parameter, bool]
 
-    def do(self, editor: Hands) -> Retrain:
-        return Retrain(self.unit, editor.set_trained(self.unit, self.trained))
+    def do(self, editor: Editor) -> Done:
+        return Done(Retrain(self.unit, editor.set_trained(self.unit, self.trained)))
 
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
@@ -192,30 +175,30 @@ class _OfParked(Change):
 class Spill(_OfParked):
     """Parked layers that wait on disk; whatever brings them back fetches them."""
 
-    def do(self, editor: Hands) -> Fetch:
+    def do(self, editor: Editor) -> Done:
         for unit in self.parked:
             editor.parking.spill(unit)
-        return Fetch(self.parked)
+        return Done(Fetch(self.parked))
 
 
 @dataclass(frozen=True, eq=False)
 class Fetch(_OfParked):
     """Parked layers that come back to memory."""
 
-    def do(self, editor: Hands) -> Spill:
+    def do(self, editor: Editor) -> Done:
         for unit in self.parked:
             editor.parking.fetch(unit)
-        return Spill(self.parked)
+        return Done(Spill(self.parked))
 
 
 @dataclass(frozen=True, eq=False)
 class Lose(_OfParked):
     """Parked layers that are freed once the whole group of edits is done: from then on there is no way back."""
 
-    def do(self, editor: Hands) -> Lose:
-        return self
+    def do(self, editor: Editor) -> Done:
+        return Done(self)
 
-    def settle(self, editor: Hands) -> None:
+    def settle(self, editor: Editor) -> None:
         for unit in self.parked:
             editor.lose(unit)
 
@@ -230,7 +213,7 @@ class Barred(Change):
 
     why: str
 
-    def do(self, editor: Hands) -> Change:
+    def do(self, editor: Editor) -> Done:
         raise ValueError(self.why)
 
     def to_plain(self) -> list[Any]:

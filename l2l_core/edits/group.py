@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from l2l_core.edits.change import Change
 from l2l_core.edits.editor import Editor
@@ -15,16 +16,20 @@ class Group:
     """Changes that have been done, and what takes them back.
 
     Attributes:
+        ways_back: gets what takes each change back while nothing else changes; the inverse may be less exact.
         changes: in order.
     """
 
     editor: Editor
+    ways_back: ExitStack
     changes: list[Change] = field(default_factory=list)
     _backwards: list[Change] = field(default_factory=list)
 
     def do(self, change: Change) -> None:
         """Carry out one more."""
-        self._backwards.append(change.do(self.editor))
+        done = change.do(self.editor)
+        self.ways_back.callback(done.put_back or partial(done.inverse.do, self.editor))
+        self._backwards.append(done.inverse)
         self.changes.append(change)
 
     @property
@@ -36,13 +41,7 @@ class Group:
 @contextmanager
 def all_or_nothing(editor: Editor) -> Iterator[Group]:
     """A group to which the block adds changes; if the block fails, or they let shared weights go, they are taken back."""
-    group = Group(editor)
-    try:
-        yield group
+    with ExitStack() as ways_back:
+        yield Group(editor, ways_back)
         editor.check_shared()
-    except BaseException:
-        for change in group.inverse:
-            editor.take_back(change)
-        raise
-    finally:
-        editor.put_back.clear()  # it knows layers that are gone
+        ways_back.pop_all()  # not kept: they know layers that the group may have freed

@@ -132,9 +132,9 @@ class History:
             with all_or_nothing(self._editor) as group:
                 for edit in edits:
                     edit.carry_out(self._editor, group.do)
-                self._editor.try_modules()
+                self._editor.new_layers.try_out()
         except BaseException:
-            self._editor.untried.clear()
+            self._editor.new_layers.untried.clear()
             self.forget()  # layers that were made in vain
             raise
         for change in group.changes:
@@ -198,14 +198,14 @@ class History:
         self, kind: Any, what: str, of: int, preserves: bool, policy: str, before: tuple[int, int], step: int
     ) -> Entry:
         params, nbytes = (now - old for now, old in zip(self._sizes(), before, strict=True))
-        layers = len(self._editor.layers)
+        layers = len(self._editor.lineup.layers)
         entry = Entry(len(self._entries), step, kind, what, of, preserves, policy, layers, params, nbytes, self.loss)
         self._entries.append(entry)
         return entry
 
     def _sizes(self) -> tuple[int, int]:
         """Weights of all layers, and their bytes with the optimizer's state."""
-        layers = self._editor.layers
+        layers = self._editor.lineup.layers
         return sum(u.num_params for u in layers), sum(u.nbytes for u in layers) + self._editor.store.optimizer_bytes
 
     def forget(self) -> None:
