@@ -99,6 +99,7 @@ class Insert(Edit):
         if self.module is not None:
             editor.new_layers.untried.append(unit)
         if plan is not None:
+            # Before the layer stands there: `preceding` still has the values that it hands over.
             preceding = before[at - 1] if at else editor.lineup.shell
             if left := editor.new_layers.make_identity(unit, plan, preceding):
                 do(Rewrite(preceding, left))
@@ -193,7 +194,7 @@ class Drop(Edit):
             raise ValueError(
                 f"{stack.title} has {len(before)} layer(s), and one must stay: drop fewer, or put another in its place (Replace)"
             )
-        do(_restack(editor, stack, tuple(unit for unit in before if unit not in gone)))
+        do(_restack(editor, stack, [unit for unit in before if unit not in gone]))
         if self.park != "memory":
             do((Spill if self.park == "disk" else Lose)(tuple(unit for unit in before if unit in gone)))
 
@@ -211,7 +212,7 @@ class Swap(Edit):
         before = editor.lineup.units_of(stack)
         after = list(before)
         after[i], after[j] = before[j], before[i]
-        do(_restack(editor, stack, tuple(after)))
+        do(_restack(editor, stack, after))
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class Move(Edit):
         before = editor.lineup.units_of(stack)
         after = [unit for unit in before if unit is not before[i]]
         after.insert(j, before[i])
-        do(_restack(editor, stack, tuple(after)))
+        do(_restack(editor, stack, after))
 
 
 @dataclass(frozen=True)

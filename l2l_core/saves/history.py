@@ -242,7 +242,7 @@ class Restorer:
             raise ValueError(f"the branch {part['name']!r} cannot be restored: {self._missing[missing[0]]}")
 
     def _turns(self, turns: Sequence[Any], units: Mapping[str, Unit]) -> list[Turn]:
-        return [(number, self._changes(changes, units)) for number, changes in turns]
+        return [Turn(number, self._changes(changes, units)) for number, changes in turns]
 
     def _changes(self, changes: Sequence[Any], units: Mapping[str, Unit]) -> tuple[Change, ...]:
         try:

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from torch import nn
-
-from l2l_core.model import Stack
-
 _MISSING = object()
 
 
@@ -20,12 +16,19 @@ class Assignments:
         self._fills: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def set(self, target: MutableMapping[Any, Any], name: Any, value: Any) -> None:
+        """Let a dict have `value` under `name`; the last one counts."""
         self._sets[id(target), name] = (target, name, value)
 
     def fill(self, target: dict[str, Any], content: dict[str, Any]) -> None:
+        """Let a dict have `content` and nothing else, in its order."""
         self._fills.append((target, content))
 
-    def apply(self, stack: Stack, new: tuple[nn.Module, ...]) -> Callable[[], None]:
+    def apply(self, title: str) -> Callable[[], None]:
+        """Make them; the result undoes them, and raises RuntimeError if a dict that was filled has been changed since.
+
+        Args:
+            title: of the stack, for the message.
+        """
         before = [(target, name, target.get(name, _MISSING)) for target, name, _ in self._sets.values()]
         filled = [(target, dict(target)) for target, _ in self._fills]
         ours = [content for _, content in self._fills]
@@ -35,11 +38,10 @@ class Assignments:
             _refill(target, content)
 
         def undo() -> None:
-            if any(
-                list(target.items()) != list(content.items()) for (target, _), content in zip(filled, ours, strict=True)
-            ):
+            now = [target for target, _ in filled]  # in the same order, too: two layers may have changed places
+            if any(list(a.items()) != list(b.items()) for a, b in zip(now, ours, strict=True)):
                 raise RuntimeError(
-                    f"{stack.title} does not hold the layers that this edit put there: undo later edits first, each once"
+                    f"{title} does not hold the layers that this edit put there: undo later edits first, each once"
                 )
             for target, content in filled:
                 _refill(target, content)

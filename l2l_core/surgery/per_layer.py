@@ -56,6 +56,7 @@ def _entry(
 
 
 def remember(stack: Stack, new: tuple[nn.Module, ...], lists: list[LayerList]) -> None:
+    """Keep the entries of layers that leave."""
     staying = set(new)
     for i, layer in enumerate(stack.layers):
         if lists and layer not in staying:
@@ -89,6 +90,7 @@ def _positions(stack: Stack) -> dict[tuple[str, str], int]:
 
 
 def renumber(assignments: Assignments, stack: Stack, new: tuple[nn.Module, ...]) -> None:
+    """Let layers say the positions where they will stand, counted as the stack has counted so far."""
     known = _positions(stack)
     names = {name: offset for (_, name), offset in known.items()}
     for i, layer in enumerate(new):
