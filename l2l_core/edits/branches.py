@@ -19,9 +19,8 @@ import torch
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Ledger
-from l2l_core.edits.change import Restack
+from l2l_core.edits.change import Restack, all_or_nothing
 from l2l_core.edits.editor import Editor
-from l2l_core.edits.group import all_or_nothing
 from l2l_core.edits.history import History
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.eps.optimizers import Settings, clone_state, put, settings_of, state_bytes

@@ -2,14 +2,17 @@
 
 Whatever an edit is called, it puts layers into another order (`Restack`), gives parameters other values (`Rewrite`), or
 says what is trained (`Retrain`); layers that left may wait on disk (`Spill`) or be given up (`Lose`). To undo is to put
-back exactly what was changed, and nothing else: other layers keep what they have learned since.
+back exactly what was changed, and nothing else: other layers keep what they have learned since. The changes of a group are
+done together or not at all (`all_or_nothing`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -222,6 +225,48 @@ class Barred(Change):
     @classmethod
     def from_plain(cls, plain: Sequence[Any], units: Mapping[str, Unit]) -> Barred:
         return cls(plain[0])
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Group:
+    """Changes that have been done, and what takes them back.
+
+    Attributes:
+        ways_back: gets what takes each change back while nothing else changes; the inverse may be less exact.
+        changes: in order.
+    """
+
+    editor: Editor
+    ways_back: ExitStack
+    changes: list[Change] = field(default_factory=list)
+    _backwards: list[Change] = field(default_factory=list)
+
+    def do(self, change: Change) -> None:
+        """Carry out one more."""
+        done = change.do(self.editor)
+        self.ways_back.callback(done.put_back or partial(done.inverse.do, self.editor))
+        self._backwards.append(done.inverse)
+        self.changes.append(change)
+
+    @property
+    def inverse(self) -> tuple[Change, ...]:
+        """What takes the group back, in the order in which it has to be done."""
+        return tuple(reversed(self._backwards))
+
+
+@contextmanager
+def all_or_nothing(editor: Editor) -> Iterator[Group]:
+    """A group to which the block adds changes; if the block fails, or they let shared weights go, they are taken back."""
+    with ExitStack() as ways_back:
+        yield Group(editor, ways_back)
+        editor.check_shared()
+        ways_back.pop_all()  # not kept: they know layers that the group may have freed
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 def _keys(units: Sequence[Unit]) -> list[str]:

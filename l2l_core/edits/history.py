@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from l2l_core.edits.change import Change
+from l2l_core.edits.change import Change, all_or_nothing
 from l2l_core.edits.edit import Do, Edit
 from l2l_core.edits.editor import Editor
-from l2l_core.edits.group import all_or_nothing
 from l2l_core.eps.blocks import Unit
 
 
