@@ -143,7 +143,7 @@ class Relay:
     @property
     def stacks(self) -> dict[str, tuple[Unit, ...]]:
         """The layers in order by the dotted name of their container; a layer that is in none is not among them."""
-        return {stack.name: tuple(self._editor.units_of(stack)) for stack in self._editor.stacks}
+        return {stack.name: tuple(self._editor.lineup.units_of(stack)) for stack in self._editor.lineup.stacks}
 
     @property
     def shell(self) -> Unit:
@@ -300,7 +300,7 @@ class Relay:
     def expect(self, batch: Batch) -> None:
         """Say what the next batch is like, so that an edit that runs layers (``init="identity"``) needs no step before it."""
         with self._exclusive():
-            self._editor.call = self._first_call(self._split(batch)[0])
+            self._editor.new_layers.call = self._first_call(self._split(batch)[0])
 
     def forecast(
         self,
@@ -500,7 +500,7 @@ class Relay:
             raise
         self._steps += 1
         self._store.updated.clear()  # it would keep layers that are dropped next
-        self._editor.call = first_call
+        self._editor.new_layers.call = first_call
         self._history.note_loss(float(sum(losses)))
         self._learned.stepped(kind, ran.way, ran.metered)
         return StepResult(
@@ -597,18 +597,18 @@ class Relay:
             yield
         finally:
             self._editor.trust = False
-            self._parts = replace(self._parts, layers=list(self._editor.layers))
+            self._parts = replace(self._parts, layers=list(self._editor.lineup.layers))
             self._learned.forget(self._parts.layers)
 
     @contextmanager
     def _sitting_out(self, skip: Iterable[Where], trust: bool) -> Iterator[None]:
         """Run a step without some layers; what is known of steps with all of them stays known."""
-        if not (units := self._editor.units_at(skip)):
+        if not (units := self._editor.lineup.units_at(skip)):
             yield
             return
         parts = self._parts
         with self._editor.without(units, trust), self._learned.without(units):
-            self._parts = replace(parts, layers=list(self._editor.layers))
+            self._parts = replace(parts, layers=list(self._editor.lineup.layers))
             try:
                 yield
             finally:
@@ -667,14 +667,14 @@ class Relay:
         """Count of steps, trace, statistics of layers, and what steps have taught; the result puts them back."""
         steps, trace = self._steps, self._trace
         stats = {unit: dict(unit.stats) for unit in self._parts.units}
-        put_knowledge_back, call = self._learned.snapshot(), self._editor.call
+        put_knowledge_back, call = self._learned.snapshot(), self._editor.new_layers.call
 
         def put_back() -> None:
             self._steps, self._trace = steps, trace
             for unit, old in stats.items():
                 unit.stats = old
             put_knowledge_back()
-            self._editor.call = call
+            self._editor.new_layers.call = call
 
         return put_back
 

@@ -19,9 +19,8 @@ import torch
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Ledger
-from l2l_core.edits.change import Restack
+from l2l_core.edits.change import Restack, all_or_nothing
 from l2l_core.edits.editor import Editor
-from l2l_core.edits.group import all_or_nothing
 from l2l_core.edits.history import History
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.eps.optimizers import Settings, clone_state, put, settings_of, state_bytes
@@ -140,7 +139,7 @@ class Branches:
             Branch(name, False, state.steps, state.depth, state.history.loss, state.nbytes)
             for name, state in self.others.items()
         ]
-        active = Branch(self.active, True, steps, len(self._editor.layers), history.loss, 0)
+        active = Branch(self.active, True, steps, len(self._editor.lineup.layers), history.loss, 0)
         return tuple(sorted([active, *others], key=lambda branch: branch.name))
 
     def fork(self, name: str, now: State) -> None:
@@ -165,12 +164,12 @@ class Branches:
         if name == self.active:
             return now
         target = self._find(name)
-        editor = self._editor
+        editor, lineup = self._editor, self._editor.lineup
         with all_or_nothing(editor) as group:
-            for stack in editor.stacks:
-                before, after = editor.units_of(stack), target.stacks[editor.name_of(stack)]
+            for stack in lineup.stacks:
+                before, after = lineup.units_of(stack), target.stacks[lineup.name_of(stack)]
                 if before != after:
-                    group.do(Restack(editor.name_of(stack), before, after, proven=True))
+                    group.do(Restack(lineup.name_of(stack), before, after, proven=True))
             for unit in target.units:
                 if any(target.values[block] is not None for block in unit.blocks):
                     editor.parking.fetch(unit)
@@ -215,15 +214,15 @@ class Branches:
 
     def take(self, config: RelayConfig, steps: int, history: History) -> State:
         """The present state; nothing is copied but buffers."""
-        editor = self._editor
+        editor, lineup = self._editor, self._editor.lineup
         present = editor.present
-        units = tuple(u for u in dict.fromkeys([editor.shell, *editor.layers, *history.units]) if u in present)
+        units = tuple(u for u in dict.fromkeys([*lineup.units, *history.units]) if u in present)
         blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         return State(
             config=config,
             steps=steps,
             history=history,
-            stacks={editor.name_of(stack): editor.units_of(stack) for stack in editor.stacks},
+            stacks={lineup.name_of(stack): lineup.units_of(stack) for stack in lineup.stacks},
             values=dict.fromkeys(blocks),
             trained={block: tuple(param.requires_grad for param in block.params) for block in blocks},
             buffers={unit: unit.buffers.copy() for unit in units},

@@ -2,48 +2,36 @@
 
 Whatever an edit is called, it puts layers into another order (`Restack`), gives parameters other values (`Rewrite`), or
 says what is trained (`Retrain`); layers that left may wait on disk (`Spill`) or be given up (`Lose`). To undo is to put
-back exactly what was changed, and nothing else: other layers keep what they have learned since.
+back exactly what was changed, and nothing else: other layers keep what they have learned since. The changes of a group are
+done together or not at all (`all_or_nothing`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from l2l_core.edits.parking import Parking
+from l2l_core.edits.editor import Editor
+from l2l_core.edits.optimizer_state import Held
 from l2l_core.eps.blocks import Unit
 
-Held = tuple[torch.Tensor, dict[str, Any] | None]  # a parameter's values and what the optimizer knows of it
 
+class Done(NamedTuple):
+    """A change that has been carried out.
 
-class Hands(Protocol):
-    """What a change asks of whoever carries it out: the editor."""
+    Attributes:
+        inverse: the change that takes it back, now or later.
+        put_back: takes it back more exactly, as long as nothing else has changed since; None: the inverse is exact.
+    """
 
-    parking: Parking
-    put_back: dict[Change, Callable[[], None]]
-
-    def restack(
-        self,
-        name: str,
-        before: Sequence[Unit],
-        after: Sequence[Unit],
-        like: Mapping[Unit, Unit],
-        trust: bool,
-        passing: bool = False,
-    ) -> Callable[[], None]: ...
-
-    def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]: ...
-
-    def book_kept(self, change: Change, values: Iterable[Held]) -> None: ...
-
-    def set_trained(self, unit: Unit, flags: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, bool]: ...
-
-    def lose(self, unit: Unit) -> None: ...
+    inverse: Change
+    put_back: Callable[[], None] | None = None
 
 
 class Change(ABC):
@@ -53,14 +41,14 @@ class Change(ABC):
     """
 
     @abstractmethod
-    def do(self, editor: Hands) -> Change:
-        """Carry it out; the change that takes it back.
+    def do(self, editor: Editor) -> Done:
+        """Carry it out; what takes it back.
 
         Raises:
             ValueError: it cannot be done as things are now; nothing is changed then.
         """
 
-    def settle(self, editor: Hands) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
+    def settle(self, editor: Editor) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
         """The group of edits that it belongs to is done."""
 
     def units(self) -> Sequence[Unit]:
@@ -85,11 +73,9 @@ class Restack(Change):
     like: Mapping[Unit, Unit] = field(default_factory=dict)
     proven: bool = False
 
-    def do(self, editor: Hands) -> Restack:
+    def do(self, editor: Editor) -> Done:
         put_back = editor.restack(self.stack, self.before, self.after, self.like, self.proven)
-        inverse = Restack(self.stack, self.after, self.before, self.like, proven=True)
-        editor.put_back[inverse] = put_back
-        return inverse
+        return Done(Restack(self.stack, self.after, self.before, self.like, proven=True), put_back)
 
     def units(self) -> Sequence[Unit]:
         return (*self.before, *self.after)
@@ -107,10 +93,10 @@ class Rewrite(Change):
     unit: Unit
     values: Mapping[nn.Parameter, Held]
 
-    def do(self, editor: Hands) -> Rewrite:
+    def do(self, editor: Editor) -> Done:
         inverse = Rewrite(self.unit, editor.exchange(self.unit, self.values))
         editor.book_kept(inverse, inverse.values.values())
-        return inverse
+        return Done(inverse)
 
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
@@ -128,8 +114,8 @@ class Retrain(Change):
     unit: Unit
     trained: Mapping[nn.Parameter, bool]
 
-    def do(self, editor: Hands) -> Retrain:
-        return Retrain(self.unit, editor.set_trained(self.unit, self.trained))
+    def do(self, editor: Editor) -> Done:
+        return Done(Retrain(self.unit, editor.set_trained(self.unit, self.trained)))
 
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
@@ -144,30 +130,30 @@ class _OfParked(Change):
 class Spill(_OfParked):
     """Parked layers that wait on disk; whatever brings them back fetches them."""
 
-    def do(self, editor: Hands) -> Fetch:
+    def do(self, editor: Editor) -> Done:
         for unit in self.parked:
             editor.parking.spill(unit)
-        return Fetch(self.parked)
+        return Done(Fetch(self.parked))
 
 
 @dataclass(frozen=True, eq=False)
 class Fetch(_OfParked):
     """Parked layers that come back to memory."""
 
-    def do(self, editor: Hands) -> Spill:
+    def do(self, editor: Editor) -> Done:
         for unit in self.parked:
             editor.parking.fetch(unit)
-        return Spill(self.parked)
+        return Done(Spill(self.parked))
 
 
 @dataclass(frozen=True, eq=False)
 class Lose(_OfParked):
     """Parked layers that are freed once the whole group of edits is done: from then on there is no way back."""
 
-    def do(self, editor: Hands) -> Lose:
-        return self
+    def do(self, editor: Editor) -> Done:
+        return Done(self)
 
-    def settle(self, editor: Hands) -> None:
+    def settle(self, editor: Editor) -> None:
         for unit in self.parked:
             editor.lose(unit)
 
@@ -182,5 +168,44 @@ class Barred(Change):
 
     why: str
 
-    def do(self, editor: Hands) -> Change:
+    def do(self, editor: Editor) -> Done:
         raise ValueError(self.why)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Group:
+    """Changes that have been done, and what takes them back.
+
+    Attributes:
+        ways_back: gets what takes each change back while nothing else changes; the inverse may be less exact.
+        changes: in order.
+    """
+
+    editor: Editor
+    ways_back: ExitStack
+    changes: list[Change] = field(default_factory=list)
+    _backwards: list[Change] = field(default_factory=list)
+
+    def do(self, change: Change) -> None:
+        """Carry out one more."""
+        done = change.do(self.editor)
+        self.ways_back.callback(done.put_back or partial(done.inverse.do, self.editor))
+        self._backwards.append(done.inverse)
+        self.changes.append(change)
+
+    @property
+    def inverse(self) -> tuple[Change, ...]:
+        """What takes the group back, in the order in which it has to be done."""
+        return tuple(reversed(self._backwards))
+
+
+@contextmanager
+def all_or_nothing(editor: Editor) -> Iterator[Group]:
+    """A group to which the block adds changes; if the block fails, or they let shared weights go, they are taken back."""
+    with ExitStack() as ways_back:
+        yield Group(editor, ways_back)
+        editor.check_shared()
+        ways_back.pop_all()  # not kept: they know layers that the group may have freed

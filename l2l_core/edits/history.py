@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from l2l_core.edits.change import Change
+from l2l_core.edits.change import Change, all_or_nothing
 from l2l_core.edits.edit import Do, Edit
 from l2l_core.edits.editor import Editor
-from l2l_core.edits.group import all_or_nothing
 from l2l_core.eps.blocks import Unit
 
 
@@ -72,7 +71,16 @@ class Inverse(Edit):
             do(change)
 
 
-Turn = tuple[int, tuple[Change, ...]]  # number of an entry, and what undoes it or does it again
+class Turn(NamedTuple):
+    """An edit that can be undone or done again.
+
+    Attributes:
+        number: of its entry.
+        changes: what does that, in order.
+    """
+
+    number: int
+    changes: tuple[Change, ...]
 
 
 class History:
@@ -105,7 +113,7 @@ class History:
     def units(self) -> tuple[Unit, ...]:
         """Layers that an undo or a redo may bring back or change, each once."""
         turns = (*self.done, *self.undone)
-        return tuple(dict.fromkeys(unit for _, changes in turns for change in changes for unit in change.units()))
+        return tuple(dict.fromkeys(unit for turn in turns for change in turn.changes for unit in change.units()))
 
     def continue_from(self, journal: Sequence[Entry], done: Sequence[Turn], undone: Sequence[Turn]) -> None:
         """Take over the past of a saved relay."""
@@ -132,18 +140,18 @@ class History:
             with all_or_nothing(self._editor) as group:
                 for edit in edits:
                     edit.carry_out(self._editor, group.do)
-                self._editor.try_modules()
+                self._editor.new_layers.try_out()
         except BaseException:
-            self._editor.untried.clear()
+            self._editor.new_layers.untried.clear()
             self.forget()  # layers that were made in vain
             raise
-        for change in group.changes:
+        for change in group.changes:  # only now: a group that fails brings its layers back
             change.settle(self._editor)
         what = "; ".join(map(repr, edits))
         preserves = all(edit.preserves_function for edit in edits)
         policy = "; ".join(dict.fromkeys(edit.optimizer_policy for edit in edits))
         entry = self._enter("edit", what, -1, preserves, policy, before, step)
-        self.done.append((entry.number, group.inverse))
+        self.done.append(Turn(entry.number, group.inverse))
         self.undone.clear()
         self.forget()
         return Inverse(what, group.inverse, preserves)
@@ -190,7 +198,7 @@ class History:
             for change in changes:
                 group.do(change)
         source.pop()
-        target.append((number, group.inverse))
+        target.append(Turn(number, group.inverse))
         policy = "as it was before" if kind == "undo" else "as it was when undone"
         return self._enter(kind, f"{kind} {edited.what}", number, edited.preserves_function, policy, before, step)
 
@@ -198,14 +206,14 @@ class History:
         self, kind: Any, what: str, of: int, preserves: bool, policy: str, before: tuple[int, int], step: int
     ) -> Entry:
         params, nbytes = (now - old for now, old in zip(self._sizes(), before, strict=True))
-        layers = len(self._editor.layers)
+        layers = len(self._editor.lineup.layers)
         entry = Entry(len(self._entries), step, kind, what, of, preserves, policy, layers, params, nbytes, self.loss)
         self._entries.append(entry)
         return entry
 
     def _sizes(self) -> tuple[int, int]:
         """Weights of all layers, and their bytes with the optimizer's state."""
-        layers = self._editor.layers
+        layers = self._editor.lineup.layers
         return sum(u.num_params for u in layers), sum(u.nbytes for u in layers) + self._editor.store.masters.state_bytes
 
     def forget(self) -> None:

@@ -1,57 +1,283 @@
-"""Modules that are to become layers: whether they may, and what values a fresh one begins with."""
+"""Layers that edits bring in: what may become one, the values it begins with, what makes it the identity, whether it fits.
+
+A new layer has a key and blocks of its own and is parked; an edit then puts it into a stack.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks import refuse_scripted
-from l2l_core.model import RandomState
-from l2l_core.surgery import same_random_numbers
+from l2l_core.edits.lineup import Lineup
+from l2l_core.edits.optimizer_state import Held, Inherit, State, in_shape_of, states_of
+from l2l_core.edits.parked import Parked, Parking
+from l2l_core.eps import LayerStore, Side
+from l2l_core.eps.blocks import Block, Unit, build_layer, refuse_scripted
+from l2l_core.model import RandomState, Stack, deep_copy
+from l2l_core.surgery import anatomy, check_fit, rearrange, same_random_numbers
+from l2l_core.surgery.identity import IdentityPlan, Sample, apply_plan, capture_samples, plan_identity, sample_behind
 
 
-def check_new(model: nn.Module, params: Collection[nn.Parameter], module: object) -> nn.Module:
-    """A module that is to become a layer of `model`, which holds `params`.
+class NewLayers:
+    """Makes the new layers of one relay.
+
+    Args:
+        lineup: gives them keys, and knows what the model holds.
+        store: the EPS.
+        parking: takes them in.
+        empty: makes a float32 host buffer of so many elements.
+        seed: of what is initialised anew.
+
+    Attributes:
+        call: runs the model on a few rows of the last batch; None before the first step.
+        untried: layers of the user's own making that the group of edits under way has put in.
+    """
+
+    def __init__(
+        self,
+        lineup: Lineup,
+        store: LayerStore,
+        parking: Parking,
+        empty: Callable[[int], torch.Tensor],
+        seed: int,
+    ) -> None:
+        self._lineup, self._store, self._parking = lineup, store, parking
+        self._empty, self._seed = empty, seed
+        self.call: Callable[[], Any] | None = None
+        self.untried: list[Unit] = []
+        self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer: it is tried first
+
+    # -- modules -------------------------------------------------------------------------------------------------------
+
+    def checked(self, module: object) -> nn.Module:
+        """A module of the user's that is to become a layer.
+
+        Raises:
+            TypeError: no module.
+            ValueError: it is TorchScript; it, or a parameter of it, is part of the model already.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"module is a {type(module).__name__}: give a torch.nn.Module, or leave it out for one like another layer"
+            )
+        refuse_scripted(module)
+        params = {param for unit in self._lineup.units for param in unit.params}
+        if module in set(self._lineup.model.modules()) or not params.isdisjoint(module.parameters()):
+            raise ValueError(
+                f"this {type(module).__name__} is part of the model already: give a module of its own, as copy.deepcopy(...)"
+            )
+        return module
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give a module the values that it would have in a new model; the same ones for the same number of edits.
+
+        Raises:
+            ValueError: nobody says how to initialise some of its parameters.
+        """
+        with same_random_numbers():
+            RandomState.seeded(zlib.crc32(f"{self._seed}/layer/{self._lineup.made}".encode())).put()
+            before = {name: param.detach().clone() for name, param in module.named_parameters()}
+            init = getattr(self._lineup.model, "_init_weights", None)  # of transformers' models
+            for inner in module.modules():
+                if init is not None:
+                    init(inner)
+                elif callable(reset := getattr(inner, "reset_parameters", None)):
+                    reset()
+        constant = [
+            name for name, param in module.named_parameters() if param.dim() > 1 and torch.equal(param, before[name])
+        ]
+        if constant:
+            raise ValueError(
+                f"init='fresh': neither the model's _init_weights nor reset_parameters() sets {constant[0]}. Initialise a module "
+                "yourself and pass it as module="
+            )
+
+    # -- layers --------------------------------------------------------------------------------------------------------
+
+    def make(self, module: nn.Module, like: Unit, inherit: Inherit, warmup: int = 0) -> Unit:
+        """A new layer, parked for the time being.
+
+        Args:
+            module: has parameters of its own.
+            like: whose groups of the optimizer its parameters join, and whose state they may inherit. A parameter without a
+                counterpart (same name and shape) joins the group that most of the same kind are in: matrices, or the rest.
+            inherit: what of that state.
+            warmup: updates over which its learning rate rises.
+        """
+        key = self._lineup.new_key()
+        unit = build_layer(key, key, module, self._empty)
+        self._lineup.origin[key] = self._lineup.origin[like.key]
+        self._lineup.add(unit)
+        named = {(name, param.shape): param for name, param in like.module.named_parameters()}
+        known, sides = self._known_of(like), {}
+        for block in unit.blocks:
+            block.warmup = warmup
+            names = [name.removeprefix(f"{key}.") for name in block.names]
+            twins = [named.get((name, param.shape)) for name, param in zip(names, block.params, strict=True)]
+            theirs = [
+                known[twin] if twin is not None else _Known(_usual_group(param, known), {})
+                for twin, param in zip(twins, block.params, strict=True)
+            ]
+            masters = _masters_over(block)
+            states = {
+                master: state
+                for master, its in zip(masters, theirs, strict=True)
+                if (state := inherit(its.state)) is not None
+            }
+            sides[block] = Side(masters, [its.group for its in theirs], states)
+        self._parking.put(Parked(unit, sides))
+        return unit
+
+    def make_room(self, key: str, module: nn.Module) -> Unit:
+        """A parked layer of a save, still to get its values, its optimizer state and its groups; it may share weights."""
+        shared = {param: block for block in self._lineup.blocks if block.shared for param in block.params}
+        unit = build_layer(key, key, module, self._empty, shared)
+        self._lineup.add(unit)
+        own = [block for block in unit.blocks if not block.shared]
+        sides = {block: Side(_masters_over(block), [-1] * len(block.params), {}) for block in own}
+        self._parking.put(Parked(unit, sides))
+        return unit
+
+    def _known_of(self, unit: Unit) -> dict[nn.Parameter, _Known]:
+        """What the optimizer has of each parameter of a layer, in a stack or parked."""
+        sides = [(block, self._parking.side_of(block) or self._store.masters.side_of(block)) for block in unit.blocks]
+        return {
+            param: _Known(group, side.state.get(master, {}))
+            for block, side in sides
+            for param, master, group in zip(block.params, side.masters, side.groups, strict=True)
+        }
+
+    # -- the identity --------------------------------------------------------------------------------------------------
+
+    def plan_identity(self, module: nn.Module, stack: Stack, at: int) -> IdentityPlan:
+        """How a layer becomes the identity at a place of a stack.
+
+        Raises:
+            ValueError: it cannot, or no step has been made yet from which a batch could be taken.
+        """
+        if self.call is None:
+            raise ValueError("init='identity' is found by running layers: make a step first, or use init='copy'")
+        layers = stack.layers
+        wanted = list(dict.fromkeys(layers[max(0, at - 1) : at + 1]))
+        try:
+            plan = self._plan_from(self._capture_nearby(stack, wanted), module, layers, at)
+        except Exception:  # of the model's own code too, which may need what is left out
+            plan = None
+        if plan is None or plan.handed_over:  # how exact it is depends on what the layers before make
+            plan = self._plan_from(capture_samples(self._lineup.model, self.call, wanted), module, layers, at)
+        return plan
+
+    def _capture_nearby(self, stack: Stack, wanted: Sequence[nn.Module]) -> dict[nn.Module, Sample]:
+        """What layers are called with in the model as it would be without most of the others, which takes less time."""
+        model = self._lineup.model
+        kept = [layer for i, layer in enumerate(stack.layers) if i == 0 or layer in wanted]
+        put_back = rearrange(model, stack, kept, trust=True)
+        try:
+            return capture_samples(model, self.call, wanted)  # type: ignore[arg-type] - the caller has looked
+        finally:
+            put_back()
+
+    def _plan_from(
+        self, samples: Mapping[nn.Module, Sample], module: nn.Module, layers: Sequence[nn.Module], at: int
+    ) -> IdentityPlan:
+        before = layers[at - 1] if at else None
+        sample = samples[layers[at]] if at < len(layers) else sample_behind(layers[-1], samples[layers[-1]])
+        kind = id(anatomy(module).features)  # the same object for layers built alike
+        plan = plan_identity(module, sample, before, None if before is None else samples[before], self._plans.get(kind))
+        self._plans[kind] = plan
+        return plan
+
+    def make_identity(self, unit: Unit, plan: IdentityPlan, preceding: Unit) -> dict[nn.Parameter, Held]:
+        """Make a new, parked layer the identity; what its predecessor has to be left with.
+
+        Values that are handed over take along what the optimizer knows of them.
+        """
+        apply_plan(replace(plan, handed_over=()), unit.module)
+        states, left = states_of(preceding, self._store), {}
+        sides = [(m, side) for block, side in self._parking[unit].sides.items() for m in side.masters]
+        master_of = dict(zip(unit.params, sides, strict=True))
+        with torch.no_grad():
+            for item in plan.handed_over:
+                source = preceding.module.get_parameter(item.preceding)
+                target = unit.module.get_parameter(item.new)
+                target.copy_(source.view_as(target))
+                master, side = master_of[target]
+                if source in states:
+                    side.state[master] = in_shape_of(target, states[source])
+                left[source] = Held(torch.full_like(source, item.neutral), None)
+        return left
+
+    # -- whether they fit ----------------------------------------------------------------------------------------------
+
+    def try_out(self) -> None:
+        """Run the model with the user's own modules where edits have put them, on a few rows of the last batch.
+
+        Before the first step there are none, and nothing is tried.
+
+        Raises:
+            ValueError: it does not run; names the neighbours and the shapes.
+        """
+        lineup, call = self._lineup, self.call
+        new, self.untried = [unit for unit in self.untried if unit in lineup.layers], []
+        for unit in new if call is not None else []:
+            stack = next(stack for stack in lineup.stacks if unit.module in stack.layers)
+            names = [f"{other.key} ({other.name})" for other in lineup.units_of(stack)]
+            check_fit(lineup.model, call, stack, stack.layers.index(unit.module), names)
+
+
+class _Known(NamedTuple):
+    """What the optimizer has of a parameter: its group (-1: in none) and its state."""
+
+    group: int
+    state: State
+
+
+def _usual_group(param: nn.Parameter, known: Mapping[nn.Parameter, _Known]) -> int:
+    """The group that most of a layer's parameters of the same kind are in, matrices or the rest."""
+    alike = [other for other in known if (other.dim() > 1) == (param.dim() > 1)]
+    groups = Counter(known[other].group for other in alike or known)
+    return groups.most_common(1)[0][0] if groups else 0
+
+
+def _masters_over(block: Block) -> list[nn.Parameter]:
+    """The optimizer's own parameters, over the memory of a new block."""
+    return [nn.Parameter(view, p.requires_grad) for p, view in zip(block.params, block.views, strict=True)]
+
+
+def copy_of(unit: Unit) -> nn.Module:
+    """A layer's module once more; that of a frozen layer is trained all the same, since it is new."""
+    module = deep_copy(unit.module)
+    return module.requires_grad_(True) if unit.frozen else module
+
+
+def set_to_mean(module: nn.Module, a: nn.Module, b: nn.Module) -> None:
+    """Give a module the mean of the weights of two others.
 
     Raises:
-        TypeError: no module.
-        ValueError: it is TorchScript; it, or a parameter of it, is part of the model already.
+        ValueError: they have other parameters than it has.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"module is a {type(module).__name__}: give a torch.nn.Module, or leave it out for one like another layer"
-        )
-    refuse_scripted(module)
-    if module in set(model.modules()) or not set(params).isdisjoint(module.parameters()):
-        raise ValueError(
-            f"this {type(module).__name__} is part of the model already: give a module of its own, as copy.deepcopy(...)"
-        )
-    return module
+    with torch.no_grad():
+        for (param, x), (_, y) in zip(pairs(module, a), pairs(module, b), strict=True):
+            param.copy_(torch.lerp(x, y, 0.5))
 
 
-def initialise(model: nn.Module, module: nn.Module, seed: str) -> None:
-    """Give a module the values that it would have in a new `model`; the same ones for the same seed.
+def pairs(a: nn.Module, b: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Parameters of two layers that have the same name.
 
     Raises:
-        ValueError: nobody says how to initialise some of its parameters.
+        ValueError: one of them is not in both with the same shape.
     """
-    with same_random_numbers():
-        RandomState.seeded(zlib.crc32(seed.encode())).put()
-        before = {name: param.detach().clone() for name, param in module.named_parameters()}
-        init = getattr(model, "_init_weights", None)  # of transformers' models
-        for inner in module.modules():
-            if init is not None:
-                init(inner)
-            elif callable(reset := getattr(inner, "reset_parameters", None)):
-                reset()
-    constant = [
-        name for name, param in module.named_parameters() if param.dim() > 1 and torch.equal(param, before[name])
-    ]
-    if constant:
+    mine, theirs = dict(a.named_parameters()), dict(b.named_parameters())
+    unlike = [n for n in {**mine, **theirs} if n not in mine or n not in theirs or mine[n].shape != theirs[n].shape]
+    if unlike:
         raise ValueError(
-            f"init='fresh': neither the model's _init_weights nor reset_parameters() sets {constant[0]}. Initialise a module "
-            "yourself and pass it as module="
+            f"a {type(a).__name__} and a {type(b).__name__} cannot be mixed: {unlike[0]} is not in both of them with the same "
+            "shape"
         )
+    return [(param, theirs[name]) for name, param in mine.items()]

@@ -7,24 +7,23 @@ layers sit it out. It keeps nothing: a run that was saved and loaded, or a step 
     for batch in batches:
         schedule.step(relay, batch)
 
-What it is not: a learning rate schedule (torch has those), or a loop of its own.
+What it is not: a learning rate schedule (torch has those), or a loop of its own. The schedules that there are have a file each:
+`depth.py`, `freezing.py`, `layer_drop.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
-from l2l_core.edits.edit import Drop, Duplicate, Edit, Freeze, Insert, Policy, Unfreeze
+from l2l_core.edits.edit import Edit
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import Where
 from l2l_core.trace import StepResult
 
-Grow = Literal["top", "middle", "interleaved", "identity"]
-Shrink = Literal["influence", "top", "bottom"]
 PerStep = Callable[[int], int] | Mapping[int, int]  # by step; a mapping holds each value from its step on
 
 
@@ -109,155 +108,15 @@ class Schedules(Schedule):
             part.prepare(relay)
 
 
-@dataclass(frozen=True)
-class Depth(Schedule):
-    """Grow or shrink a stack to a depth that depends on the step.
+# -- for schedules -----------------------------------------------------------------------------------------------------
 
-    Args:
-        depth: number of layers by step, as a function of the number of finished steps, or as a mapping that holds each value
-            from its step on: ``{0: 3, 100: 6, 200: 12}``.
-        grow: from n to m layers. "top": copies of the last m - n layers go on top (stacking: Gong et al. 2019, StackBERT;
-            Du et al., arXiv 2405.15319). "middle": a block of m - n layers in the middle is followed by its copy (MIDAS:
-            Saunshi et al., arXiv 2409.19044; of an even number of blocks the one below the middle). "interleaved": m - n layers,
-            evenly spread, are each followed by their copy. "identity": evenly spread new layers that change nothing yet. To
-            more than 2n layers the stack grows in several rounds, each of which doubles it, as one group.
-        shrink: from n to m layers. "influence": without those of the least influence in the last step (ShortGPT: Men et al.,
-            arXiv 2403.03853); waits for a step that tells it of enough layers. "top", "bottom": without the last, the first.
-        stack: dotted name of the container, if there are several.
-        optimizer, warmup: of new layers, as of `Insert`; None is "copy" for copies and "fresh" for identity layers.
-        park: of layers that go, as of `Drop`.
+
+def stack_of(relay: Steerable, name: str | None) -> tuple[Unit, ...]:
+    """The layers of the stack of that name, or of the only one.
+
+    Raises:
+        ValueError: there is no such stack, or there are several; names them.
     """
-
-    depth: PerStep
-    grow: Grow = "middle"
-    shrink: Shrink = "influence"
-    stack: str | None = None
-    optimizer: Policy | None = None
-    warmup: int = 0
-    park: Literal["memory", "disk"] | None = "memory"
-
-    def __post_init__(self) -> None:
-        _check_per_step("depth", self.depth, least=1)
-        for name, choices in (("grow", Grow), ("shrink", Shrink)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(repr, get_args(choices)))}"
-                )
-        Insert(
-            0, optimizer="copy" if self.optimizer is None else self.optimizer, warmup=self.warmup
-        )  # refuse what is wrong
-        Drop(0, park=self.park)
-
-    def edits(self, relay: Steerable) -> Sequence[Edit]:
-        layers = _stack_of(relay, self.stack)
-        wanted = _at("depth", self.depth, relay.steps, least=1)
-        if wanted is None or wanted == len(layers):
-            return ()
-        if wanted < len(layers):
-            return self._drops(layers, len(layers) - wanted)
-        edits, count = list[Edit](), len(layers)
-        while count < wanted:
-            more = min(count, wanted - count)
-            edits += self._additions(count, more)
-            count += more
-        return edits
-
-    def _additions(self, count: int, more: int) -> list[Edit]:
-        """Edits that make `count` layers `more`."""
-        policy = "copy" if self.optimizer is None else self.optimizer
-        if self.grow == "top":
-            return [Duplicate(_in(self.stack, slice(count - more, count)), "top", policy, self.warmup)]
-        if self.grow == "middle":
-            first = more * ((count // more - 1) // 2) + count % more // 2
-            return [Duplicate(_in(self.stack, slice(first, first + more)), "middle", policy, self.warmup)]
-        spread = [
-            (2 * i + 1) * count // (2 * more) for i in reversed(range(more))
-        ]  # from the last, which moves no other
-        if self.grow == "interleaved":
-            return [Duplicate(_in(self.stack, i), "interleaved", policy, self.warmup) for i in spread]
-        policy = "fresh" if self.optimizer is None else self.optimizer
-        return [Insert(_in(self.stack, i + 1), optimizer=policy, warmup=self.warmup) for i in spread]
-
-    def _drops(self, layers: Sequence[Unit], fewer: int) -> list[Edit]:
-        if self.shrink == "influence":
-            known = [unit for unit in layers if "influence" in unit.stats]
-            least = sorted(known, key=lambda unit: unit.stats["influence"])[:fewer]
-            return [Drop(unit.key, self.park) for unit in layers if unit in least] if len(least) == fewer else []
-        first = len(layers) - fewer if self.shrink == "top" else 0
-        return [Drop(_in(self.stack, slice(first, first + fewer)), self.park)]
-
-
-@dataclass(frozen=True)
-class Freezing(Schedule):
-    """Train all but the first layers of a stack; the stack is the schedule's, which thaws whatever else is frozen in it.
-
-    Backward goes no further than it must: if nothing below is trained either (freeze the embedding too), frozen layers at the
-    bottom are run forward only.
-
-    Args:
-        frozen: number of layers from the bottom that are frozen, by step, as `depth` of `Depth`.
-        stack: dotted name of the container, if there are several.
-    """
-
-    frozen: PerStep
-    stack: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_per_step("frozen", self.frozen, least=0)
-
-    def edits(self, relay: Steerable) -> Sequence[Edit]:
-        layers = _stack_of(relay, self.stack)
-        count = _at("frozen", self.frozen, relay.steps, least=0)
-        if count is None:
-            return ()
-        edits: list[Edit] = [
-            Freeze(_in(self.stack, part))
-            for part in _runs(i for i in range(min(count, len(layers))) if not layers[i].frozen)
-        ]
-        thawing = (i for i in range(count, len(layers)) if layers[i].params and layers[i].frozen)
-        return edits + [Unfreeze(_in(self.stack, part)) for part in _runs(thawing)]
-
-
-# -- by name -----------------------------------------------------------------------------------------------------------
-
-
-def gradual_stacking(block: int, every: int, depth: int, grow: Grow = "middle", **options: object) -> Depth:
-    """`block` layers more `every` so many steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top"."""
-    _check_growth(block, depth, block)
-    return _growing([*range(block, depth, block), depth], every, grow, **options)
-
-
-def stacking_by_doubling(first: int, every: int, depth: int, grow: Grow = "top", **options: object) -> Depth:
-    """Twice as many layers `every` so many steps, from `first` up to `depth` (StackBERT)."""
-    _check_growth(first, depth, first)
-    depths = [first]
-    while depths[-1] < depth:
-        depths.append(min(depth, 2 * depths[-1]))
-    return _growing(depths, every, grow, **options)
-
-
-def growing_by_identity(first: int, every: int, depth: int, by: int = 1, **options: object) -> Depth:
-    """`by` identity layers more `every` so many steps, from `first` up to `depth`; the loss does not jump."""
-    _check_growth(first, depth, by)
-    return _growing([*range(first, depth, by), depth], every, "identity", **options)
-
-
-def dropping_by_influence(depth: PerStep, **options: object) -> Depth:
-    """Shrink to a depth by step, without the layers of the least influence (ShortGPT)."""
-    return Depth(depth, shrink="influence", **options)  # type: ignore[arg-type]
-
-
-def _growing(depths: Sequence[int], every: int, grow: Grow, **options: object) -> Depth:
-    _checked("every", every, 1)
-    options.setdefault("shrink", "top")  # a model that has its full depth at first
-    return Depth({i * every: depth for i, depth in enumerate(depths)}, grow, **options)  # type: ignore[arg-type]
-
-
-# -- helpers -----------------------------------------------------------------------------------------------------------
-
-
-def _stack_of(relay: Steerable, name: str | None) -> tuple[Unit, ...]:
-    """The layers of the stack that is meant."""
     stacks = relay.stacks
     if name is None and len(stacks) == 1:
         return next(iter(stacks.values()))
@@ -267,50 +126,41 @@ def _stack_of(relay: Steerable, name: str | None) -> tuple[Unit, ...]:
     return stacks[name]
 
 
-def _in(stack: str | None, where: Any) -> Any:
+def within(stack: str | None, where: Any) -> Any:
     """A place as edits take it: where there is one stack, a position will do."""
     return where if stack is None else (stack, where)
 
 
-def _at(name: str, values: PerStep, step: int, least: int) -> int | None:
-    """The value for a step; None before the first one of a mapping."""
+def value_at(name: str, values: PerStep, step: int, least: int) -> int | None:
+    """The value for a step; None before the first one of a mapping.
+
+    Raises:
+        ValueError: a function gave something else than an integer of at least `least`.
+    """
     if not isinstance(values, Mapping):
-        return _checked(f"{name}({step})", values(step), least)
+        return checked(f"{name}({step})", values(step), least)
     past = [first for first in values if first <= step]
     return values[max(past)] if past else None
 
 
-def _check_per_step(name: str, values: object, least: int) -> None:
+def check_per_step(name: str, values: object, least: int) -> None:
+    """Refuse what gives no integer of at least `least` by step, as far as that shows without a step.
+
+    Raises:
+        ValueError, TypeError: of a mapping's steps and values, or of another kind of thing.
+    """
     if isinstance(values, Mapping):
         if not values:
             raise ValueError(f"{name}={values!r}: give a value from some step on, as {{0: 3, 100: 6}}")
         for step, value in values.items():
-            _checked(f"a step of {name}", step, 0)
-            _checked(f"{name} from step {step} on", value, least)
+            checked(f"a step of {name}", step, 0)
+            checked(f"{name} from step {step} on", value, least)
     elif not callable(values):
         raise TypeError(f"{name}={values!r}: give a function of the step, or a mapping as {{0: 3, 100: 6}}")
 
 
-def _checked(what: str, value: object, least: int) -> int:
+def checked(what: str, value: object, least: int) -> int:
+    """An integer that is at least `least`; raises ValueError for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} is {value!r}: must be an integer of at least {least}")
     return value
-
-
-def _check_growth(first: int, depth: int, by: int) -> None:
-    for name, value in (("the first depth", first), ("depth", depth), ("the number of layers at a time", by)):
-        _checked(name, value, 1)
-    if first > depth:
-        raise ValueError(f"from {first} to {depth} layers is no growth: begin with at most {depth}")
-
-
-def _runs(positions: Iterable[int]) -> Iterator[slice]:
-    """Ascending positions as slices without gaps."""
-    first = last = None
-    for i in positions:
-        if first is not None and i != last + 1:  # type: ignore[operator] - set together
-            yield slice(first, last + 1)  # type: ignore[operator]
-            first = None
-        first, last = i if first is None else first, i
-    if first is not None and last is not None:
-        yield slice(first, last + 1)

@@ -97,18 +97,25 @@ class Resolver:
         stack, position = self._positioned(where)
         return stack.layers[_index(stack, position, len(stack))]
 
-    def place(self, where: Where, after_last_allowed: bool = True) -> tuple[Stack, int]:
-        """A stack and an index in it, in front of which something goes.
+    def place_of(self, where: Where) -> tuple[Stack, int]:
+        """The stack of the layer at `where`, and its position there."""
+        layer = self.layer(where)
+        if layer not in self._places:
+            raise ValueError(
+                f"layer {self._keys[layer]} ({self._names.get(layer, '')}) is an attribute of its own, in no container: "
+                "nothing can be put beside it or taken away. Layers that change their number live in a ModuleList or Sequential"
+            )
+        return self._places[layer]
 
-        With `after_last_allowed` the position after the last layer is one too. Negative positions count as in
-        ``list.insert``: -1 is in front of the last layer.
+    def place(self, where: Where) -> tuple[Stack, int]:
+        """A stack and an index in it, in front of which something goes; the one behind the last layer is one, too.
+
+        Negative positions count as in ``list.insert``: -1 is in front of the last layer.
         """
         if isinstance(where, str | nn.Module):
-            return self._place_of(self.layer(where))
+            return self.place_of(where)
         stack, position = self._positioned(where)
-        if after_last_allowed and position == len(stack):
-            return stack, position
-        return stack, _index(stack, position, len(stack) + after_last_allowed)
+        return stack, position if position == len(stack) else _index(stack, position, len(stack) + 1)
 
     def span(
         self, first: Where | slice | range | tuple[str, slice | range] | tuple[str, str], last: Where | None = None
@@ -125,8 +132,8 @@ class Resolver:
             if last is not None:
                 raise ValueError(f"a span is either {part!r} or a first and a last layer, not both")
             return self._part(part, name)
-        stack, begin = self._place_of(self.layer(first))
-        other, end = (stack, begin) if last is None else self._place_of(self.layer(last))
+        stack, begin = self.place_of(first)
+        other, end = (stack, begin) if last is None else self.place_of(last)
         if other is not stack:
             raise ValueError(
                 f"{first!r} is in {stack.title} and {last!r} in {other.title}: a span lies in one stack; "
@@ -190,14 +197,6 @@ class Resolver:
         if not indices:
             raise ValueError(f"the span {part.start} to {part.stop} of {stack.title} is empty; it has {_count(stack)}")
         return stack, indices
-
-    def _place_of(self, layer: nn.Module) -> tuple[Stack, int]:
-        if layer not in self._places:
-            raise ValueError(
-                f"layer {self._keys[layer]} ({self._names.get(layer, '')}) is an attribute of its own, in no container: "
-                "nothing can be put beside it or taken away. Layers that change their number live in a ModuleList or Sequential"
-            )
-        return self._places[layer]
 
     def _listed(self) -> str:
         names = [f"{stack.title} ({_count(stack)})" for stack in self._stacks]

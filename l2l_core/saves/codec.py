@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
-from l2l_core.edits import Barred, Change, Editor, Entry, History, State, Turn, Values, change
+from l2l_core.edits import Barred, Change, Editor, Entry, Held, History, State, Turn, Values, change
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.model import RandomState
 
@@ -155,7 +155,9 @@ class Reader:
     def restore(self, history: History, part: Part, journal: Sequence[Entry]) -> None:
         """Let `history` have this journal, and what `plain_history` was given."""
         history.loss = part["loss"]
-        done, undone = ([(number, self._changes(plain)) for number, plain in part[way]] for way in ("done", "undone"))
+        done, undone = (
+            [Turn(number, self._changes(plain)) for number, plain in part[way]] for way in ("done", "undone")
+        )
         history.continue_from(journal, done, undone)
 
     def _changes(self, plain: Sequence[Any]) -> tuple[Change, ...]:
@@ -184,7 +186,7 @@ class Reader:
                 like = {units[new]: units[old] for new, old in pairs if new in units and old in units}
                 return change.Restack(stack, self._layers(before), self._layers(after), like, proven=True)
             case "Rewrite", key, values:
-                return change.Rewrite(unit := units[key], {unit.params[i]: tuple(held) for i, *held in values})
+                return change.Rewrite(unit := units[key], {unit.params[i]: Held(*held) for i, *held in values})
             case "Retrain", key, trained:
                 return change.Retrain(unit := units[key], {unit.params[i]: flag for i, flag in trained})
             case "Spill" | "Fetch" | "Lose", *keys:

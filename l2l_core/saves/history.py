@@ -94,7 +94,7 @@ class Restorer:
         """
         if not parts:
             return lambda: None
-        units = {unit.key: unit for unit in (self.editor.shell, *self.editor.layers)}
+        units = {unit.key: unit for unit in self.editor.lineup.units}
         missing: dict[str, str] = {}  # why, by key
         waiting: list[tuple[Part, Unit]] = []
         parked = {each.unit.key: each.unit for each in self.editor.parking}
@@ -122,15 +122,15 @@ class Restorer:
         """A parked layer, which may be parked here already, as it was part of the caller's model."""
         key, unit = part["key"], parked.get(part["key"])
         if unit is None:
-            shell = self.editor.shell
+            shell = self.editor.lineup.shell
             there = {k: each.module for k, each in {**units, **parked}.items() if each is not shell}
             module = self.resumption.find(key, part["kind"], there)
             if module is None:
                 return None
             for inner, name in part["shared"]:  # the copy has weights of its own where the layer had the model's
                 path, _, attribute = inner.rpartition(".")
-                module.get_submodule(path).register_parameter(attribute, self.editor.model.get_parameter(name))
-            unit = self.editor.make_room(key, module)
+                module.get_submodule(path).register_parameter(attribute, self.editor.lineup.model.get_parameter(name))
+            unit = self.editor.new_layers.make_room(key, module)
         sizes = [block.layout.numel for block in unit.blocks if not block.shared]
         if sizes != (saved := [block["master"].numel() for block in part["blocks"]]):
             raise ValueError(

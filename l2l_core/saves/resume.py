@@ -87,16 +87,17 @@ class Resumption:
         """
         if self._order is not None:
             editor.group_order = self._order
-        edited, units = self.edited, {unit.key: unit for unit in editor.layers}
-        here = [[unit.key, unit.name] for unit in editor.layers if unit.key != self._holder]
+        edited, lineup = self.edited, editor.lineup
+        units = {unit.key: unit for unit in lineup.layers}
+        here = [[unit.key, unit.name] for unit in lineup.layers if unit.key != self._holder]
         # In messages layers are counted as in the manifest, where the shell comes first.
         compare_layers(self.saved.path, [["", ""], *self.built.layers.items()], [["", ""], *here])
         if edited.first is not None:
-            editor.began_as(edited.first, self.built.containers)
-        editor.group_order.recall(edited.orders, editor.first_names)
-        editor.made, editor.origin = max(edited.made, editor.made), {**editor.origin, **edited.origin}
+            lineup.began_as(edited.first, self.built.containers)
+        editor.group_order.recall(edited.orders, lineup.first_names)
+        lineup.made, lineup.origin = max(edited.made, lineup.made), {**lineup.origin, **edited.origin}
         for name, keys in edited.stacks.items():
-            before = editor.units_of(editor.stack_called(name))
+            before = lineup.units_of(lineup.stack_called(name))
             for key in keys:
                 if key not in units:
                     units[key] = self._make(editor, key, units)
@@ -105,7 +106,7 @@ class Resumption:
                 new = {unit: origin for unit, origin in like.items() if unit not in before}
                 back.callback(editor.restack(name, before, after, new, trust=True))
         if edited.stacks:
-            editor.layers = [units[key] for key in self.saved.layers if key in units]
+            lineup.layers = [units[key] for key in self.saved.layers if key in units]
         if edited.is_edited:
             self._set_trained(editor)
             self._regroup(editor)
@@ -116,7 +117,7 @@ class Resumption:
         module = self.find(key, self._kinds[key], {k: unit.module for k, unit in {**nearest, **units}.items()})
         if module is None:
             raise ValueError(self.missing(key, "layer"))
-        return editor.make_room(key, module)
+        return editor.new_layers.make_room(key, module)
 
     def find(self, key: str, kind: str, there: Mapping[str, nn.Module]) -> nn.Module | None:
         """A module of the kind that a layer is in the save: the caller's own, or a copy of one `there`; None if there is none.
@@ -144,12 +145,12 @@ class Resumption:
 
     def _set_trained(self, editor: Editor) -> None:
         trained = set(self.saved.manifest["trainable"])
-        for block in dict.fromkeys(block for unit in (editor.shell, *editor.layers) for block in unit.blocks):
+        for block in editor.lineup.blocks:
             editor.train_only(block, [name in trained for name in block.names])
 
     def _regroup(self, editor: Editor) -> None:
         """A group may hold other parameters than those that the optimizer was made with for this model."""
-        groups, params = self.saved.manifest["groups"], named_params((editor.shell, *editor.layers))
+        groups, params = self.saved.manifest["groups"], named_params(editor.lineup.units)
         if len(groups) == len(editor.store.masters.groups) and all(
             name in params for names in groups for name in names
         ):

@@ -44,12 +44,13 @@ class Edited:
     @staticmethod
     def from_(editor: Editor, history: History) -> Edited:
         """Of a relay as it is now."""
-        now, first = editor.built, editor.first
-        kinds = {unit.key: kind_of(unit.module) for unit in editor.layers}
+        lineup = editor.lineup
+        now, first = lineup.built, lineup.first
+        kinds = {unit.key: kind_of(unit.module) for unit in lineup.layers}
         sizes = {now.containers[name]: size for name, size in now.sizes.items()}
-        stats = {unit.key: dict(unit.stats) for unit in (editor.shell, *editor.layers)}
-        origin, made, journal = editor.origin, editor.made, history.journal
-        orders = editor.group_order.to_plain(editor.first_names)
+        stats = {unit.key: dict(unit.stats) for unit in lineup.units}
+        origin, made, journal = lineup.origin, lineup.made, history.journal
+        orders = editor.group_order.to_plain(lineup.first_names)
         return Edited(now.stacks, first.layers, origin, made, journal, kinds, sizes, stats, first, now, orders)
 
     @staticmethod
@@ -99,7 +100,7 @@ class Edited:
     def restore_into(self, editor: Editor, history: History) -> None:
         """Let a relay with the saved stacks go on with the same journal."""
         history.continue_from(self.journal, (), ())
-        for unit in (editor.shell, *editor.layers):
+        for unit in editor.lineup.units:
             unit.stats.update(self.stats.get(unit.key, {}))
 
     def _first_built(self) -> Built:

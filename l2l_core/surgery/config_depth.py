@@ -162,14 +162,14 @@ def layer_list(config: Any, name: str, value: Any, place: Place) -> LayerList | 
         return None
     pattern = _expanded(value)
     if pattern is not None and len(pattern) == place.depth:
-        return LayerList(config, name, _hashable(pattern), lambda new: kind([[list(new), 1]]), tuple(pattern))
+        return LayerList(config, name, hashable(pattern), lambda new: kind([[list(new), 1]]), tuple(pattern))
     is_indices = all(map(_is_int, value)) and list(value) == sorted(set(value))
     is_indices = is_indices and all(0 <= i < place.depth for i in value)
     if is_indices and (parts & _INDEX_WORDS or (value and len(value) != place.depth)):
         member = tuple(i in value for i in range(place.depth))
         return LayerList(config, name, member, lambda new: kind(i for i, is_in in enumerate(new) if is_in), member)
     if len(value) == place.depth and parts & _PER_LAYER:
-        return LayerList(config, name, _hashable(value), kind, tuple(value))
+        return LayerList(config, name, hashable(value), kind, tuple(value))
     return None
 
 
@@ -183,7 +183,8 @@ def _expanded(value: Sequence[Any]) -> list[Any] | None:
     return [name for names, times in pairs for _ in range(times) for name in names]
 
 
-def _hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
+def hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
+    """The values of a list as what can be compared and counted; a list among them by how it is written."""
     return tuple(value if isinstance(value, Hashable) else repr(value) for value in values)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from l2l_core.surgery import config_depth
+from l2l_core.surgery.assignments import Assignments
 from l2l_core.surgery.config_depth import DepthField, LayerList
 from l2l_core.surgery.likeness import anatomy, attributes_at
-from l2l_core.surgery.surroundings import REMEDY, Edits, Surroundings
+from l2l_core.surgery.surroundings import REMEDY, Surroundings
 
 
 def find_depth_fields(around: Surroundings, wanted: str | None, is_resized: bool, trust: bool) -> list[DepthField]:
@@ -119,12 +120,14 @@ def changed_configs(
     return memo
 
 
-def point_to(edits: Edits, around: Surroundings, new: tuple[nn.Module, ...], copies: Mapping[int, Any]) -> None:
+def point_to(
+    assignments: Assignments, around: Surroundings, new: tuple[nn.Module, ...], copies: Mapping[int, Any]
+) -> None:
     """Let every module hold the changed configs, new layers as well: a deep copy has a copy of the configuration."""
     for _, module in around.shell:
         for name, value in vars(module).items():
             if config_depth.is_config(name, value) and id(value) in copies:
-                edits.set(vars(module), name, copies[id(value)])
+                assignments.set(vars(module), name, copies[id(value)])
     stack = around.stack
     own, usual = set(stack.layers), {}
     for layer in stack.layers:
@@ -139,4 +142,4 @@ def point_to(edits: Edits, around: Surroundings, new: tuple[nn.Module, ...], cop
                 value = usual[path, name]
             value = copies.get(id(value), value)
             if value is not attributes.get(name):
-                edits.set(attributes, name, value)
+                assignments.set(attributes, name, value)

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from l2l_core.model import Stack
+from l2l_core.surgery.assignments import Assignments
 from l2l_core.surgery.config_depth import LayerList
 from l2l_core.surgery.likeness import anatomy, attributes_at
-from l2l_core.surgery.surroundings import Edits
 
 # What a layer's entries were when it left, by name of the list: it may come back.
 _entries_of_left: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
@@ -56,6 +56,7 @@ def _entry(
 
 
 def remember(stack: Stack, new: tuple[nn.Module, ...], lists: list[LayerList]) -> None:
+    """Keep the entries of layers that leave."""
     staying = set(new)
     for i, layer in enumerate(stack.layers):
         if lists and layer not in staying:
@@ -88,11 +89,12 @@ def _positions(stack: Stack) -> dict[tuple[str, str], int]:
     }
 
 
-def renumber(edits: Edits, stack: Stack, new: tuple[nn.Module, ...]) -> None:
+def renumber(assignments: Assignments, stack: Stack, new: tuple[nn.Module, ...]) -> None:
+    """Let layers say the positions where they will stand, counted as the stack has counted so far."""
     known = _positions(stack)
     names = {name: offset for (_, name), offset in known.items()}
     for i, layer in enumerate(new):
         for path, name in anatomy(layer).positions:
             offset = known.get((path, name), names.get(name))
             if offset is not None:
-                edits.set(attributes_at(layer, path), name, i + offset)
+                assignments.set(attributes_at(layer, path), name, i + offset)

@@ -36,7 +36,7 @@ def check_alike(
         return
     wanted: dict[Feature, list[Hashable]] = {}
     entries = list(zip(*(each.entries for each in lists), strict=True)) or [()] * len(old)
-    new_entries = list(zip(*map(hashable, travelled), strict=True)) or [()] * len(new)
+    new_entries = list(zip(*map(config_depth.hashable, travelled), strict=True)) or [()] * len(new)
     positional = []
     for name in names:
         values = likeness.explained(name, old, entries, new_entries)
@@ -80,10 +80,6 @@ def _built(model: nn.Module, stack: Stack, count: int, copies: Mapping[int, Any]
             f"({type(error).__name__}: {error}). Saved, the model could not be loaded. Choose others, or {REMEDY}"
         ) from error
     return found if len(found) == count else None  # a Sequential may hold more than layers
-
-
-def hashable(values: list[Any]) -> tuple[Hashable, ...]:
-    return tuple(value if isinstance(value, Hashable) else repr(value) for value in values)
 
 
 def _refuse_unlike(

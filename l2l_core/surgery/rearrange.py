@@ -18,12 +18,12 @@ from torch import nn
 
 from l2l_core.model import Stack
 from l2l_core.surgery import config_depth
-from l2l_core.surgery.beside import follow_beside, follow_depth_attributes, lists_of_owner
+from l2l_core.surgery.assignments import Assignments
 from l2l_core.surgery.config_follow import changed_configs, find_depth_fields, point_to
 from l2l_core.surgery.likeness import look_again
 from l2l_core.surgery.per_layer import remember, renumber, travel
 from l2l_core.surgery.positions import check_alike
-from l2l_core.surgery.surroundings import Edits, Surroundings, distinct
+from l2l_core.surgery.surroundings import Surroundings, follow_beside, follow_depth_attributes, lists_of_owner
 
 __all__ = ["rearrange"]
 
@@ -61,36 +61,39 @@ def rearrange(
         ValueError, TypeError: what cannot be done, and why; nothing has changed.
     """
     new = tuple(layers)
+    # All that may be refused comes first, and gathers assignments; none is made before the last line.
     surroundings = Surroundings.of(model, stack)
-    check_layers(stack, new, surroundings)
-    members = new_members(stack, new)
+    _check_layers(stack, new, surroundings)
+    members = _new_members(stack, new)
     for layer in set(new) - set(stack.layers):
-        look_again(layer)
-    edits = Edits()
-    follow_beside(edits, surroundings, new, trust)
+        look_again(layer)  # what is in no stack may have been changed by its owner meanwhile
+    assignments = Assignments()
+    follow_beside(assignments, surroundings, new, trust)
     followed = find_depth_fields(surroundings, depth_field, len(new) != len(stack), trust)
     lists = [
         each
-        for config in distinct(f.config for f in followed)
+        for config in {id(f.config): f.config for f in followed}.values()
         for each in config_depth.layer_lists(config, surroundings.place)
     ]
     lists += lists_of_owner(surroundings)
     travelled = travel(lists, stack, new, like or {})
+    # On copies, which also say what the model's class would build from them.
     copies = changed_configs(surroundings, followed, lists, travelled, len(new))
     if not trust:
         check_alike(model, stack, new, lists, travelled, copies, bool(followed), without_role)
-    point_to(edits, surroundings, new, copies)
-    for each, entries in zip(lists, travelled, strict=True):
+    point_to(assignments, surroundings, new, copies)
+    for each, entries in zip(lists, travelled, strict=True):  # lists of a configuration are in its copy already
         if each.config is vars(surroundings.owner):
-            edits.set(each.config, each.name, each.write(entries))
-    follow_depth_attributes(edits, surroundings, followed, len(new))
-    renumber(edits, stack, new)
+            assignments.set(each.config, each.name, each.write(entries))
+    follow_depth_attributes(assignments, surroundings, followed, len(new))
+    renumber(assignments, stack, new)
     remember(stack, new, lists)
-    edits.fill(stack.container._modules, members)
-    return edits.apply(stack, new)
+    assignments.fill(stack.container._modules, members)
+    return assignments.apply(stack.title)
 
 
-def check_layers(stack: Stack, new: tuple[nn.Module, ...], around: Surroundings) -> None:
+def _check_layers(stack: Stack, new: tuple[nn.Module, ...], around: Surroundings) -> None:
+    """Refuse a list that is none of layers, holds one twice or one of the shell's, or is of a stack of the past."""
     title = stack.title
     if not new:
         raise ValueError(f"{title} would be left without layers; at least one must stay")
@@ -124,7 +127,7 @@ def _refuse_twice(title: str, new: tuple[nn.Module, ...], layer: nn.Module) -> N
     )
 
 
-def new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
+def _new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
     """The container's members by name, with `new` in place of the stack's layers."""
     old = list(stack.container._modules.items())
     inside = set(stack.layers)

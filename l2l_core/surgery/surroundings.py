@@ -1,8 +1,11 @@
-"""What is around a stack in its model, and assignments that are made and undone together."""
+"""What is around a stack in its model, and how it follows other layers: it does, or the edit is refused.
+
+The configuration has a file of its own, `config_follow.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +13,10 @@ from torch import nn
 
 from l2l_core.model import Stack
 from l2l_core.surgery import config_depth
-from l2l_core.surgery.config_depth import Place
+from l2l_core.surgery.assignments import Assignments
+from l2l_core.surgery.config_depth import DepthField, LayerList, Place
 
 REMEDY = "trust=True does it all the same"
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -82,50 +85,77 @@ def _outside(
             yield from _outside(child, f"{name}.{part}".lstrip("."), layers, seen)
 
 
-def distinct(values: Iterable[Any]) -> list[Any]:
-    return list({id(value): value for value in values}.values())
-
-
-class Edits:
-    """Assignments to dicts (attributes of modules, members of the container), made together and undone together."""
-
-    def __init__(self) -> None:
-        self._sets: dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, Any]] = {}
-        self._fills: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def set(self, target: MutableMapping[Any, Any], name: Any, value: Any) -> None:
-        self._sets[id(target), name] = (target, name, value)
-
-    def fill(self, target: dict[str, Any], content: dict[str, Any]) -> None:
-        self._fills.append((target, content))
-
-    def apply(self, stack: Stack, new: tuple[nn.Module, ...]) -> Callable[[], None]:
-        before = [(target, name, target.get(name, _MISSING)) for target, name, _ in self._sets.values()]
-        filled = [(target, dict(target)) for target, _ in self._fills]
-        ours = [content for _, content in self._fills]
-        for target, name, value in self._sets.values():
-            target[name] = value
-        for target, content in self._fills:
-            _refill(target, content)
-
-        def undo() -> None:
-            if any(
-                list(target.items()) != list(content.items()) for (target, _), content in zip(filled, ours, strict=True)
-            ):
-                raise RuntimeError(
-                    f"{stack.title} does not hold the layers that this edit put there: undo later edits first, each once"
+def follow_beside(assignments: Assignments, around: Surroundings, new: tuple[nn.Module, ...], trust: bool) -> None:
+    """Lists of the layers follow; everything else that knows single layers, or how many there are, is refused."""
+    stack, inside = around.stack, set(around.stack.layers)
+    for name, module in around.shell:
+        for part, child in module._modules.items():
+            if child in inside and module is not stack.container:
+                raise ValueError(
+                    f"a layer of {stack.title} is also in the model as {f'{name}.{part}'.lstrip('.')!r}, which would not follow; "
+                    "hold each layer in one place"
                 )
-            for target, content in filled:
-                _refill(target, content)
-            for target, name, value in before:
-                if value is _MISSING:
-                    del target[name]
-                else:
-                    target[name] = value
+        for attribute, value in vars(module).items():
+            if attribute in ("_modules", "_parameters", "_buffers") or not isinstance(value, list | tuple | dict | set):
+                continue
+            held = [
+                each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, nn.Module)
+            ]
+            if not inside & set(held):
+                continue
+            label = f"{name}.{attribute}".lstrip(".")
+            if isinstance(value, list | tuple) and tuple(value) == stack.layers:
+                assignments.set(vars(module), attribute, type(value)(new))
+            else:
+                raise ValueError(
+                    f"{label!r} holds layers of {stack.title} in an arrangement of its own, which cannot follow; "
+                    f"let it hold all {len(stack)} in order, or take them from the container when needed"
+                )
+    if len(new) != len(stack) and len(stack) > 1 and not trust:
+        _check_companions(around)
 
-        return undo
+
+def _check_companions(around: Surroundings) -> None:
+    """Nothing beside the container may have as many members as it has layers: it would have to grow with it."""
+    owner, stack, count = around.owner, around.stack, len(around.stack)
+    prefix = f"{around.chain[-1][0]}.".lstrip(".")
+    for name, child in owner._modules.items():
+        is_list = isinstance(child, nn.ModuleList | nn.ParameterList) and child is not stack.container
+        if is_list and len(child) == count and len({type(member) for member in child}) == 1:
+            raise ValueError(
+                f"{prefix}{name} holds {count} members beside the {count} layers of {stack.title}, one per layer as it seems, "
+                "and would not follow: a layer and what belongs to it go into one module. If they have nothing to do with "
+                f"each other, {REMEDY}"
+            )
+    for path, module in around.chain:
+        for name, param in module._parameters.items():
+            rows = param.shape[0] if param is not None and param.ndim else 0
+            if "layer" in config_depth.words(name) and rows in (count, count + 1):
+                raise ValueError(
+                    f"parameter {f'{path}.{name}'.lstrip('.')} has {rows} rows, for the {count} layers of {stack.title} as it "
+                    f"seems, and would not follow. If it has nothing to do with them, {REMEDY}"
+                )
 
 
-def _refill(target: dict[str, Any], content: dict[str, Any]) -> None:
-    target.clear()
-    target.update(content)
+def lists_of_owner(around: Surroundings) -> list[LayerList]:
+    """Plain lists with one entry per layer that the owner of the container keeps as attributes."""
+    attributes = vars(around.owner)
+    found = (config_depth.layer_list(attributes, name, value, around.place) for name, value in attributes.items())
+    return [
+        each for each in found if each is not None and not any(isinstance(value, nn.Module) for value in each.values)
+    ]
+
+
+def follow_depth_attributes(
+    assignments: Assignments, around: Surroundings, followed: list[DepthField], count: int
+) -> None:
+    """The depth as an attribute: of the container's owner by its name, further up only as the field is called there."""
+    if around.place.stage is not None:
+        return
+    names = {each.name for each in followed} | ({"num_hidden_layers"} if followed else set())
+    for _, module in around.chain:
+        for name, value in vars(module).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value != around.place.depth:
+                continue
+            if name in names or (module is around.owner and config_depth.is_depth_name(name, around.place)):
+                assignments.set(vars(module), name, count)

@@ -872,7 +872,8 @@ def test_what_an_identity_layer_is_called_with_is_found_without_running_the_whol
         relay.step(make_batch())
         config, ran = relay.model.config, []
         hooks = [unit.module.register_forward_hook(lambda m, *_: ran.append(m)) for unit in relay.stack]
-        relay._editor.plan_identity(copy.deepcopy(relay.stack[5].module), relay._editor.stacks[0], 6)
+        stack = relay._editor.lineup.stacks[0]
+        relay._editor.new_layers.plan_identity(copy.deepcopy(relay.stack[5].module), stack, 6)
         assert len(ran) <= 3 and relay.model.config is config and len(relay.model.transformer.h) == 8
         for hook in hooks:
             hook.remove()

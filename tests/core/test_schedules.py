@@ -37,7 +37,7 @@ def relay() -> Iterator[Relay]:
 
 def origins(relay: Relay) -> str:
     """By layer, the number of the original layer that it goes back to."""
-    return "".join(str(int(relay._editor.origin[unit.key][1:])) for unit in relay.stack)
+    return "".join(str(int(relay._editor.lineup.origin[unit.key][1:])) for unit in relay.stack)
 
 
 def run(schedule: Schedule, relay: Relay, until: int) -> list[str]:

@@ -91,7 +91,7 @@ def test_places(one: tuple[nn.Module, Resolver]) -> None:
     indices = [find.place(where)[1] for where in (0, 5, 6, -1, -6, "L002", ("transformer.h", 6))]
     assert indices == [0, 5, 6, 5, 0, 2, 6]
     with pytest.raises(ValueError, match="position 6 is out of range: transformer.h has 6 layers, 0 to 5$"):
-        find.place(6, after_last_allowed=False)
+        find.place_of(6)
     with pytest.raises(ValueError, match=r"position 7 is out of range: .* 6 layers, 0 to 6 \(6 is after the last\)"):
         find.place(7)
 

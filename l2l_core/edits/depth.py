@@ -1,0 +1,130 @@
+"""Schedules that grow or shrink a stack: its depth as a function of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from l2l_core.edits.edit import Drop, Duplicate, Edit, Insert, check_choice
+from l2l_core.edits.optimizer_state import Policy
+from l2l_core.edits.schedules import PerStep, Schedule, Steerable, check_per_step, checked, stack_of, value_at, within
+from l2l_core.eps.blocks import Unit
+
+Grow = Literal["top", "middle", "interleaved", "identity"]
+Shrink = Literal["influence", "top", "bottom"]
+
+
+@dataclass(frozen=True)
+class Depth(Schedule):
+    """Grow or shrink a stack to a depth that depends on the step.
+
+    Args:
+        depth: number of layers by step, as a function of the number of finished steps, or as a mapping that holds each value
+            from its step on: ``{0: 3, 100: 6, 200: 12}``.
+        grow: from n to m layers. "top": copies of the last m - n layers go on top (stacking: Gong et al. 2019, StackBERT;
+            Du et al., arXiv 2405.15319). "middle": a block of m - n layers in the middle is followed by its copy (MIDAS:
+            Saunshi et al., arXiv 2409.19044; of an even number of blocks the one below the middle). "interleaved": m - n layers,
+            evenly spread, are each followed by their copy. "identity": evenly spread new layers that change nothing yet. To
+            more than 2n layers the stack grows in several rounds, each of which doubles it, as one group.
+        shrink: from n to m layers. "influence": without those of the least influence in the last step (ShortGPT: Men et al.,
+            arXiv 2403.03853); waits for a step that tells it of enough layers. "top", "bottom": without the last, the first.
+        stack: dotted name of the container, if there are several.
+        optimizer, warmup: of new layers, as of `Insert`; None is "copy" for copies and "fresh" for identity layers.
+        park: of layers that go, as of `Drop`.
+    """
+
+    depth: PerStep
+    grow: Grow = "middle"
+    shrink: Shrink = "influence"
+    stack: str | None = None
+    optimizer: Policy | None = None
+    warmup: int = 0
+    park: Literal["memory", "disk"] | None = "memory"
+
+    def __post_init__(self) -> None:
+        check_per_step("depth", self.depth, least=1)
+        check_choice("grow", self.grow, Grow)
+        check_choice("shrink", self.shrink, Shrink)
+        # What is wrong is refused here, not at the step that comes to it.
+        Insert(0, optimizer="copy" if self.optimizer is None else self.optimizer, warmup=self.warmup)
+        Drop(0, park=self.park)
+
+    def edits(self, relay: Steerable) -> Sequence[Edit]:
+        layers = stack_of(relay, self.stack)
+        wanted = value_at("depth", self.depth, relay.steps, least=1)
+        if wanted is None or wanted == len(layers):
+            return ()
+        if wanted < len(layers):
+            return self._drops(layers, len(layers) - wanted)
+        edits, count = list[Edit](), len(layers)
+        while count < wanted:
+            more = min(count, wanted - count)
+            edits += self._additions(count, more)
+            count += more
+        return edits
+
+    def _additions(self, count: int, more: int) -> list[Edit]:
+        """Edits that make `count` layers `more`."""
+        policy = "copy" if self.optimizer is None else self.optimizer
+        if self.grow == "top":
+            return [Duplicate(within(self.stack, slice(count - more, count)), "top", policy, self.warmup)]
+        if self.grow == "middle":
+            first = more * ((count // more - 1) // 2) + count % more // 2
+            return [Duplicate(within(self.stack, slice(first, first + more)), "middle", policy, self.warmup)]
+        # From the last one on: what comes in moves none of the places that are still to come.
+        spread = [(2 * i + 1) * count // (2 * more) for i in reversed(range(more))]
+        if self.grow == "interleaved":
+            return [Duplicate(within(self.stack, i), "interleaved", policy, self.warmup) for i in spread]
+        policy = "fresh" if self.optimizer is None else self.optimizer
+        return [Insert(within(self.stack, i + 1), optimizer=policy, warmup=self.warmup) for i in spread]
+
+    def _drops(self, layers: Sequence[Unit], fewer: int) -> list[Edit]:
+        if self.shrink == "influence":
+            known = [unit for unit in layers if "influence" in unit.stats]
+            least = sorted(known, key=lambda unit: unit.stats["influence"])[:fewer]
+            return [Drop(unit.key, self.park) for unit in layers if unit in least] if len(least) == fewer else []
+        first = len(layers) - fewer if self.shrink == "top" else 0
+        return [Drop(within(self.stack, slice(first, first + fewer)), self.park)]
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+
+def gradual_stacking(block: int, every: int, depth: int, grow: Grow = "middle", **options: object) -> Depth:
+    """`block` layers more `every` so many steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top"."""
+    _check_growth(block, depth, block)
+    return _growing([*range(block, depth, block), depth], every, grow, **options)
+
+
+def stacking_by_doubling(first: int, every: int, depth: int, grow: Grow = "top", **options: object) -> Depth:
+    """Twice as many layers `every` so many steps, from `first` up to `depth` (StackBERT)."""
+    _check_growth(first, depth, first)
+    depths = [first]
+    while depths[-1] < depth:
+        depths.append(min(depth, 2 * depths[-1]))
+    return _growing(depths, every, grow, **options)
+
+
+def growing_by_identity(first: int, every: int, depth: int, by: int = 1, **options: object) -> Depth:
+    """`by` identity layers more `every` so many steps, from `first` up to `depth`; the loss does not jump."""
+    _check_growth(first, depth, by)
+    return _growing([*range(first, depth, by), depth], every, "identity", **options)
+
+
+def dropping_by_influence(depth: PerStep, **options: object) -> Depth:
+    """Shrink to a depth by step, without the layers of the least influence (ShortGPT)."""
+    return Depth(depth, shrink="influence", **options)  # type: ignore[arg-type]
+
+
+def _growing(depths: Sequence[int], every: int, grow: Grow, **options: object) -> Depth:
+    checked("every", every, 1)
+    options.setdefault("shrink", "top")  # a model that has its full depth at first
+    return Depth({i * every: depth for i, depth in enumerate(depths)}, grow, **options)  # type: ignore[arg-type]
+
+
+def _check_growth(first: int, depth: int, by: int) -> None:
+    for name, value in (("the first depth", first), ("depth", depth), ("the number of layers at a time", by)):
+        checked(name, value, 1)
+    if first > depth:
+        raise ValueError(f"from {first} to {depth} layers is no growth: begin with at most {depth}")

@@ -1,0 +1,112 @@
+"""What becomes of the optimizer's state when a layer is made like another one, mixed with one, or rewritten.
+
+An optimizer's state is known by its names alone: which entries are moments, and so scale with the gradients, and which
+count updates, is read off the names that optimizers of torch give them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from l2l_core.eps import LayerStore
+from l2l_core.eps.blocks import Unit
+from l2l_core.eps.optimizers import state_bytes
+
+State = Mapping[str, Any]  # what the optimizer knows of one parameter, by name
+Policy = Literal["fresh", "copy"] | float  # of the state of new layers; a number scales a copy
+Inherit = Callable[
+    [State], dict[str, Any] | None
+]  # from the state of a parameter to that of its copy; None: start anew
+
+_COUNTS = {"step", "mu_product", "eta", "mu"}  # go with the number of updates (NAdam, ASGD)
+_SIZES = _COUNTS | {"ax", "step_size"}  # of weights and of steps, whatever the gradients are (ASGD, Rprop)
+_SECOND_MOMENTS = {"square_avg", "sum", "acc_delta", "row_var", "col_var", "variance"}  # besides "..._sq"
+
+
+class Held(NamedTuple):
+    """What a parameter is to have, or had: its values and what the optimizer knows of it (None: it starts anew)."""
+
+    value: torch.Tensor
+    state: dict[str, Any] | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.value.nbytes + state_bytes(self.state or {})
+
+
+def states_of(unit: Unit, store: LayerStore) -> dict[nn.Parameter, State]:
+    """What the optimizer knows of each parameter of a layer that is in a stack; nothing, where it has not been updated."""
+    state = store.optimizer.state
+    return {param: state[master] for param, master in store.masters.by_param(unit).items() if master in state}
+
+
+def inherit(policy: Policy) -> Inherit:
+    """What a new parameter takes over from the state of its model, as a function."""
+    if policy == "fresh":
+        return lambda state: None
+    factor = 1.0 if policy == "copy" else float(policy)
+
+    def scaled(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        if name in _SIZES or factor == 1.0:
+            return value.clone()
+        return value * (factor**2 if name.endswith("_sq") or name in _SECOND_MOMENTS else factor)
+
+    return lambda state: {name: scaled(name, value) for name, value in state.items()} or None
+
+
+def mix(a: State | None, b: State | None, weight: float) -> dict[str, Any] | None:
+    """Both states mixed; whole numbers, the count of steps and what goes with it are those of `a`.
+
+    Where one is missing, or holds other things than the other (groups with other settings), the optimizer starts anew.
+    """
+    if not a or not b or a.keys() != b.keys():
+        return None
+    return {
+        name: torch.lerp(value, b[name], weight)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in _COUNTS
+        else copy.deepcopy(value)
+        for name, value in a.items()
+    }
+
+
+def in_shape_of(param: torch.Tensor, state: State) -> dict[str, Any]:
+    """A copy of a state for a parameter of another, equally large shape; what is no moment (a count) stays as it is."""
+
+    def shaped(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.clone().view_as(param) if value.numel() == param.numel() and value.dim() else value.clone()
+
+    return {name: shaped(value) for name, value in state.items()}
+
+
+def check_new(policy: object, warmup: object) -> None:
+    """Refuse what says nothing about the state and the learning rate of a new layer.
+
+    Raises:
+        ValueError: of either; says what would be valid.
+    """
+    if policy not in ("fresh", "copy") and not is_finite(policy):
+        raise ValueError(
+            f"optimizer={policy!r}: must be 'fresh', 'copy' or a finite number that scales what is inherited"
+        )
+    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+        raise ValueError(f"warmup={warmup!r}: must be a number of updates, 0 for none")
+
+
+def in_words(policy: Policy, warmup: int) -> str:
+    """Both as the journal says them."""
+    words = policy if isinstance(policy, str) else f"scaled by {policy:g}"
+    return words + (f", warm-up over {warmup} updates" if warmup else "")
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
