@@ -6,12 +6,12 @@ Begin reading at `forecast.py`, `replay.py`.
 
 from l2l_core.forecast.costs import COPY_LANES as COPY_LANES
 from l2l_core.forecast.costs import SHELL as SHELL
-from l2l_core.forecast.costs import Layer as Layer
+from l2l_core.forecast.costs import LayerCost as LayerCost
 from l2l_core.forecast.costs import Memory as Memory
 from l2l_core.forecast.costs import Op as Op
-from l2l_core.forecast.costs import Part as Part
+from l2l_core.forecast.costs import PartCost as PartCost
 from l2l_core.forecast.costs import Stay as Stay
-from l2l_core.forecast.costs import Turn as Turn
+from l2l_core.forecast.costs import TurnCost as TurnCost
 from l2l_core.forecast.forecast import Forecast as Forecast
 from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast.formula import Machine as Machine

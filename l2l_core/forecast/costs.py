@@ -15,7 +15,7 @@ COPY_LANES = ("h2d", "d2h")
 Memory = tuple[tuple[str, Mapping[str, int]], ...]  # samples that follow a piece of work: place, bytes by category
 
 
-class Part(NamedTuple):
+class PartCost(NamedTuple):
     """A gradient of one micro-batch that leaves by itself and is reduced by itself."""
 
     layer: str
@@ -35,11 +35,11 @@ class Op(NamedTuple):
     seconds: float
     overhead_s: float = 0.0  # before it: neither work nor waiting, the host's own time
     demand_bytes: int = 0  # stash that is fetched only when the event asks for it
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PartCost, ...] = ()
     memory: Memory = ()
 
 
-class Turn(NamedTuple):
+class TurnCost(NamedTuple):
     """One micro-batch's part of a stay: what it does before it gives way."""
 
     k: int
@@ -54,7 +54,7 @@ class Stay(NamedTuple):
 
     layer: str
     visit: int
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnCost, ...]
 
     @property
     def is_backward(self) -> bool:
@@ -62,7 +62,7 @@ class Stay(NamedTuple):
         return any(op.kind == "backward" for turn in self.turns for op in turn.ops)
 
 
-class Layer(NamedTuple):
+class LayerCost(NamedTuple):
     """What it takes to move and to update a layer, or the shell."""
 
     load_bytes: int

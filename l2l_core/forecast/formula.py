@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Layer, Op, Stay, Turn
+from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, LayerCost, Op, Stay, TurnCost
 from l2l_core.rules import weight_itemsize
 
 
@@ -110,15 +110,15 @@ def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
     keys = [f"L{index:03d}" for index in range(depth)]
     per_param_s = 2 * shapes.tokens / machine.flops_per_s
 
-    def layer(params: int, trained: int) -> Layer:
-        return Layer(width * params, 4 * trained, 4 * trained, update_s=trained / machine.update_params_per_s)
+    def layer(params: int, trained: int) -> LayerCost:
+        return LayerCost(width * params, 4 * trained, 4 * trained, update_s=trained / machine.update_params_per_s)
 
     def backward_s(params: int, trained: int) -> float:
         return (params + trained) * per_param_s
 
-    def turns(ops: Sequence[Op], fetched: int, parked: int) -> tuple[Turn, ...]:
+    def turns(ops: Sequence[Op], fetched: int, parked: int) -> tuple[TurnCost, ...]:
         moved = (0, fetched * boundary_bytes, parked * boundary_bytes) if on_host else (0, 0, 0)
-        return tuple(Turn(k, tuple(ops), *moved) for k in range(micro_batches))
+        return tuple(TurnCost(k, tuple(ops), *moved) for k in range(micro_batches))
 
     forward = [
         Stay(key, visit, turns([Op("forward", key, visit, params * per_param_s)], 1, 1))

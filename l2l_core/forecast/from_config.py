@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.costs import SHELL, Job, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.forecast.costs import SHELL, Job, LayerCost, Memory, Op, PartCost, Stay, TurnCost
 from l2l_core.forecast.families import ModelShapes, Shape, count, shapes_of_config, slot_numel
 from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.formula import Machine, Shapes
@@ -174,7 +174,7 @@ def _profile_of(step: _Step, micro_batches: int) -> Profile:
     pushed = {key: step.gradient_bytes[key == SHELL] for key in profile.layers}
     trained = {key: count(model.trained[key == SHELL]) for key in profile.layers}
     layers = {
-        key: Layer(step.itemsize * n, pushed[key], pushed[key], update_s=trained[key] / machine.update_params_per_s)
+        key: LayerCost(step.itemsize * n, pushed[key], pushed[key], update_s=trained[key] / machine.update_params_per_s)
         for key, n in sizes.items()
     }
     if step.parts_shell:
@@ -192,8 +192,8 @@ def _profile_of(step: _Step, micro_batches: int) -> Profile:
 def _with_parts(profile: Profile, shell_numel: int, head_params: int) -> Profile:
     """The shell's gradients leave with every micro-batch: the head's after the loss, the embedding's with the first layer's."""
 
-    def part(nbytes: int, visit: int) -> tuple[Part, ...]:
-        return (Part(SHELL, nbytes, SHELL, 4 * shell_numel, 0.0, visit),)
+    def part(nbytes: int, visit: int) -> tuple[PartCost, ...]:
+        return (PartCost(SHELL, nbytes, SHELL, 4 * shell_numel, 0.0, visit),)
 
     def parted(stay: Stay, is_last: bool) -> Stay:
         turns = []
@@ -235,7 +235,7 @@ class _Memory:
         self._parked: Counter[str] = Counter()
         self._overhead_s = step.machine.overhead_s
 
-    def fill(self, turn: Turn) -> Turn:
+    def fill(self, turn: TurnCost) -> TurnCost:
         """The turn, with samples; the memories go on from there."""
         return turn._replace(ops=tuple(self._op(op) for op in turn.ops))
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from l2l_core.forecast.costs import CopySpeed, Job, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.forecast.costs import CopySpeed, Job, LayerCost, Memory, Op, PartCost, Stay, TurnCost
 from l2l_core.forecast.formula import Machine, Shapes, costs_of_shapes
 from l2l_core.forecast.recording import Recording
 from l2l_core.trace import Trace
@@ -33,8 +33,8 @@ class Profile:
         memory: samples before the first event.
     """
 
-    layers: Mapping[str, Layer]
-    start: tuple[Turn, ...]
+    layers: Mapping[str, LayerCost]
+    start: tuple[TurnCost, ...]
     stays: tuple[Stay, ...]
     closing: tuple[Job, ...]
     copies: Mapping[str, CopySpeed]
@@ -110,13 +110,13 @@ class Profile:
 def _restored(row: dict[str, Any]) -> Profile:
     def op(values: Sequence[Any]) -> Op:
         *plain, parts, memory = values
-        return Op(*plain, tuple(Part(*part) for part in parts), tuple((place, held) for place, held in memory))
+        return Op(*plain, tuple(PartCost(*part) for part in parts), tuple((place, held) for place, held in memory))
 
-    def turns(rows: Iterable[Sequence[Any]]) -> tuple[Turn, ...]:
-        return tuple(Turn(k, tuple(map(op, ops)), *rest) for k, ops, *rest in rows)
+    def turns(rows: Iterable[Sequence[Any]]) -> tuple[TurnCost, ...]:
+        return tuple(TurnCost(k, tuple(map(op, ops)), *rest) for k, ops, *rest in rows)
 
     return Profile(
-        layers={key: Layer(*values) for key, values in row.pop("layers").items()},
+        layers={key: LayerCost(*values) for key, values in row.pop("layers").items()},
         start=turns(row.pop("start")),
         stays=tuple(Stay(layer, visit, turns(rows)) for layer, visit, rows in row.pop("stays")),
         closing=tuple(Job(*values) for values in row.pop("closing")),
@@ -126,11 +126,11 @@ def _restored(row: dict[str, Any]) -> Profile:
     )
 
 
-def _cycled(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:
+def _cycled(turns: Sequence[TurnCost], count: int) -> tuple[TurnCost, ...]:
     return tuple(turns[k % len(turns)]._replace(k=k) for k in range(count)) if turns else ()
 
 
-def _together(turns: Sequence[Turn]) -> Turn:
+def _together(turns: Sequence[TurnCost]) -> TurnCost:
     """One turn that does the work of all; operations of a kind become one."""
     sums: dict[tuple[str, str, int], Op] = {}
     for op in (op for turn in turns for op in turn.ops):
@@ -146,12 +146,12 @@ def _together(turns: Sequence[Turn]) -> Turn:
             memory=op.memory,
         )
     totals = (sum(turn[field] for turn in turns) for field in range(2, 5))
-    return Turn(-1, tuple(sums.values()), *totals)
+    return TurnCost(-1, tuple(sums.values()), *totals)
 
 
-def _parts_together(parts: Iterable[Part]) -> tuple[Part, ...]:
+def _parts_together(parts: Iterable[PartCost]) -> tuple[PartCost, ...]:
     """The gradients of several micro-batches of a block as one."""
-    sums: dict[tuple[str, str, int], Part] = {}
+    sums: dict[tuple[str, str, int], PartCost] = {}
     for part in parts:
         known = sums.setdefault((part.layer, part.block, part.visit), part._replace(nbytes=0, reduce_s=0.0))
         added = known._replace(nbytes=known.nbytes + part.nbytes, reduce_s=known.reduce_s + part.reduce_s)

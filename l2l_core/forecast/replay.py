@@ -19,7 +19,7 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device
-from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, Turn
+from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, TurnCost
 from l2l_core.forecast.profile import Profile
 from l2l_core.rules import MAX_UNDER_WAY, cuts, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.trace import Event, MemorySample, Trace
@@ -215,7 +215,7 @@ class _Replay:
         at = bisect_left(visits, index)
         return visits[at] if at < len(visits) else math.inf
 
-    def _relay(self, stay: Stay, turn: Turn, following: tuple[Stay, Turn] | None) -> None:
+    def _relay(self, stay: Stay, turn: TurnCost, following: tuple[Stay, TurnCost] | None) -> None:
         """The stash of a turn is there, and that of the following one begins to arrive."""
         if not self._on_host:
             return
@@ -228,11 +228,11 @@ class _Replay:
             self._fetch(stay, turn)
             self._wait(self._arrives_s)
 
-    def _fetch(self, stay: Stay, turn: Turn) -> None:
+    def _fetch(self, stay: Stay, turn: TurnCost) -> None:
         if turn.fetch_bytes:
             self._arrives_s = self._h2d.send(self._t, "fetch", stay.layer, turn.fetch_bytes, turn.k, stay.visit)
 
-    def _work(self, turn: Turn) -> None:
+    def _work(self, turn: TurnCost) -> None:
         """The compute events of a turn."""
         add, k = self._events.append, turn.k
         for kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory in turn.ops:
@@ -249,7 +249,7 @@ class _Replay:
             if memory:
                 self._remember(memory)
 
-    def _park(self, turn: Turn, visit: int) -> None:
+    def _park(self, turn: TurnCost, visit: int) -> None:
         """The stash of a turn begins to leave, when that of the turn before has left."""
         if not self._on_host:
             return

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from l2l_core.forecast.costs import Memory, Op, Turn
+from l2l_core.forecast.costs import Memory, Op, TurnCost
 from l2l_core.forecast.profile import Profile
 from l2l_core.trace import PLACES
 
@@ -25,7 +25,7 @@ def stretch(profile: Profile, stands: Sequence[int]) -> Profile:
         return profile
     walk = MemoryWalk(profile)
     state = dict(walk.before)
-    rows: dict[int, list[Turn]] = {}
+    rows: dict[int, list[TurnCost]] = {}
     for index, k in walk.turns(stands):
         rows.setdefault(index, []).append(_renumbered(walk, state, index, stands[k], k))
         for place, added in walk.added[index, stands[k]].items():
@@ -38,7 +38,7 @@ def stretch(profile: Profile, stands: Sequence[int]) -> Profile:
     )
 
 
-def _renumbered(walk: MemoryWalk, state: Mapping[str, Bytes], index: int, stand: int, k: int) -> Turn:
+def _renumbered(walk: MemoryWalk, state: Mapping[str, Bytes], index: int, stand: int, k: int) -> TurnCost:
     turn = walk.known[index, stand]
     ops: list[Op] = []
     for op, steps in zip(turn.ops, walk.steps[index, stand], strict=True):
@@ -50,7 +50,7 @@ def _renumbered(walk: MemoryWalk, state: Mapping[str, Bytes], index: int, stand:
 def with_memory(profile: Profile, change: Callable[[Memory], Memory]) -> Profile:
     """The profile with other memory samples."""
 
-    def turns(known: Sequence[Turn]) -> tuple[Turn, ...]:
+    def turns(known: Sequence[TurnCost]) -> tuple[TurnCost, ...]:
         return tuple(t._replace(ops=tuple(op._replace(memory=change(op.memory)) for op in t.ops)) for t in known)
 
     stays = tuple(stay._replace(turns=turns(stay.turns)) for stay in profile.stays)
@@ -88,7 +88,7 @@ class MemoryWalk:
     def __init__(self, profile: Profile) -> None:
         self._stays = profile.stays
         self.before: dict[str, Bytes] = {place: {} for place in PLACES} | dict(profile.memory)
-        self.known: dict[tuple[int, int], Turn] = {}
+        self.known: dict[tuple[int, int], TurnCost] = {}
         self.steps: dict[tuple[int, int], list[list[tuple[str, Bytes]]]] = {}
         self.added: dict[tuple[int, int], dict[str, Bytes]] = {}
         self._rises: dict[tuple[str, int, int], Rise] = {}

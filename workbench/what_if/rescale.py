@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from l2l_core import Profile
-from l2l_core.forecast import SHELL, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.forecast import SHELL, LayerCost, Memory, Op, PartCost, Stay, TurnCost
 from l2l_core.rules import pieces_of_copy
 from workbench.what_if.base import Base, Target, has
 from workbench.what_if.rescale_memory import Memories
@@ -107,14 +107,14 @@ class _Scaled:
             memory=self._memories.first,
         )
 
-    def _layers(self) -> dict[str, Layer]:
+    def _layers(self) -> dict[str, LayerCost]:
         old, width = self._old.layers, self._target.width
         chunks = [chunk for each in self._chunks.values() for chunk in each]
         made = {key: self._layer(old[source], times * width**2) for key, source, times in chunks}
         return {**made, **({SHELL: self._layer(old[SHELL], width)} if SHELL in old else {})}
 
-    def _layer(self, layer: Layer, factor: float) -> Layer:
-        return Layer(
+    def _layer(self, layer: LayerCost, factor: float) -> LayerCost:
+        return LayerCost(
             _floats(layer.load_bytes * factor * self._memories.item),
             _floats(layer.push_bytes * factor),
             _floats(layer.block_bytes * factor),
@@ -138,14 +138,16 @@ class _Scaled:
             turns = tuple(self._turn(index, stay.turns, k, times, key, numbers[place]) for k in range(self._turns))
             yield Stay(key, next(iter(numbers[place].values()), stay.visit), turns)
 
-    def _turn(self, index: int, turns: Sequence[Turn], k: int, times: int, key: str, visits: Mapping[str, int]) -> Turn:
+    def _turn(
+        self, index: int, turns: Sequence[TurnCost], k: int, times: int, key: str, visits: Mapping[str, int]
+    ) -> TurnCost:
         """The k-th turn of a stay."""
         position = _stand_in(k, self._turns, len(turns))
         turn, many = turns[position], times * self._count
         memory = self._memories.turn(index, position, turn, many)
         fetched, parked = self._memories.moved(turn, is_start=index < 0)
         ops = [self._op(op, many, key, visits, held) for op, held in zip(turn.ops, memory, strict=True)]
-        return Turn(
+        return TurnCost(
             turn.k if self._together else k,
             tuple(self._spread(ops, times) if self._together else ops),
             round(turn.batch_bytes * self._target.rows * self._count),
@@ -178,10 +180,10 @@ class _Scaled:
         early = [op._replace(overhead_s=op.overhead_s / pieces) for op in ops]
         return [*early, Op("shell", SHELL, -1, 0.0, late_s)] if late_s else early
 
-    def _part(self, part: Part, key: str, visits: Mapping[str, int]) -> Part:
+    def _part(self, part: PartCost, key: str, visits: Mapping[str, int]) -> PartCost:
         """A gradient of the shell, or of weights that several layers share."""
         width = self._target.width
-        return Part(
+        return PartCost(
             part.layer if part.layer == SHELL else key,
             _floats(part.nbytes * self._count * width),
             part.block,

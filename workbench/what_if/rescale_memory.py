@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from l2l_core.forecast import SHELL, Memory, Turn
+from l2l_core.forecast import SHELL, Memory, TurnCost
 from l2l_core.rules import gradient_slots, weight_share, weight_slots
 from l2l_core.trace import CATEGORIES
 from workbench.readings import BF16_FACTOR
@@ -65,7 +65,7 @@ class Memories:
             (place, self._sample(place, level_of(held), level_of(held))) for place, held in base.profile.memory
         )
 
-    def moved(self, turn: Turn, is_start: bool) -> tuple[float, float]:
+    def moved(self, turn: TurnCost, is_start: bool) -> tuple[float, float]:
         """Bytes of one layer and micro-batch that arrive before a turn, and that leave after it."""
         if not self._now_on_host:
             return 0.0, 0.0
@@ -75,7 +75,7 @@ class Memories:
             return 0.0, self._first_image
         return self._image * (2 if _direction(turn) < 0 else 1), self._image
 
-    def turn(self, index: int, position: int, turn: Turn, many: float) -> list[Memory]:
+    def turn(self, index: int, position: int, turn: TurnCost, many: float) -> list[Memory]:
         """Samples by operation; `many` layers and micro-batches are taken together."""
         before, after = self._base.levels[index, position]
         found: list[list[tuple[str, Mapping[str, int]]]] = []
@@ -119,7 +119,7 @@ class Memories:
         made[STASH] = self._state["host"][STASH] + more if self._now_on_host else 0.0
         return made
 
-    def _go_on(self, before: Levels, after: Levels, turn: Turn, many: float, is_start: bool) -> None:
+    def _go_on(self, before: Levels, after: Levels, turn: TurnCost, many: float, is_start: bool) -> None:
         """From a turn to the next one."""
         stash = {place: level[STASH] for place, level in self._state.items()}
         for place, state in self._state.items():
@@ -164,7 +164,7 @@ def _moved_on(old: float, was: float, now: float) -> float:
     return now + old - was if old >= was else old * now / was
 
 
-def _direction(turn: Turn) -> int:
+def _direction(turn: TurnCost) -> int:
     """1 in forward, -1 in backward, 0 where both are, or neither."""
     kinds = {op.kind for op in turn.ops}
     return ("forward" in kinds) - ("backward" in kinds)
