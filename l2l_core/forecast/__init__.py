@@ -6,6 +6,7 @@ Begin reading at `forecast.py`, `replay.py`.
 
 from l2l_core.forecast.costs import COPY_LANES as COPY_LANES
 from l2l_core.forecast.costs import SHELL as SHELL
+from l2l_core.forecast.costs import START as START
 from l2l_core.forecast.costs import LayerCost as LayerCost
 from l2l_core.forecast.costs import Memory as Memory
 from l2l_core.forecast.costs import Op as Op
@@ -19,6 +20,8 @@ from l2l_core.forecast.formula import Shapes as Shapes
 from l2l_core.forecast.from_config import forecast_config as forecast_config
 from l2l_core.forecast.from_costs import LastStep as LastStep
 from l2l_core.forecast.from_costs import forecast_step as forecast_step
+from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
+from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
 from l2l_core.forecast.replay import simulate as simulate

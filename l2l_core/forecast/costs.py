@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 SHELL = "shell"
 COPY_LANES = ("h2d", "d2h")
+START = -1  # in place of a stay's index: what comes before the first layer
 
 Memory = tuple[tuple[str, Mapping[str, int]], ...]  # samples that follow a piece of work: place, bytes by category
 

@@ -18,8 +18,8 @@ from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.formula import Machine, Shapes
 from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.limits import pattern
+from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.stretch import MemoryWalk
 from l2l_core.rules import MAX_UNDER_WAY, gradient_slots, weight_itemsize, weight_slots
 from l2l_core.trace import format_bytes
 
@@ -184,9 +184,7 @@ def _profile_of(step: _Step, micro_batches: int) -> Profile:
     late = list(layers) if step.config.update == "deferred" else [SHELL] if step.parts_shell else []
     jobs = tuple(Job("update", key, -1, layers[key].update_s, pushed[key]) for key in late if pushed[key])
     memory = _Memory(step, micro_batches)
-    start = tuple(memory.fill(turn) for turn in profile.start)
-    stays = tuple(stay._replace(turns=tuple(memory.fill(turn) for turn in stay.turns)) for stay in profile.stays)
-    return replace(profile, layers=layers, start=start, stays=stays, closing=jobs, memory=())
+    return profile.with_turns(lambda _, turns: map(memory.fill, turns), layers=layers, closing=jobs, memory=())
 
 
 def _with_parts(profile: Profile, shell_numel: int, head_params: int) -> Profile:

@@ -256,8 +256,7 @@ def _is_faster(figures: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
 
 
 def _samples(profile: Profile) -> list[tuple[str, Mapping[str, int]]]:
-    turns = [*profile.start, *(turn for stay in profile.stays for turn in stay.turns)]
-    return [*profile.memory, *(sample for turn in turns for op in turn.ops for sample in op.memory)]
+    return [*profile.memory, *(sample for turn in profile.turns for op in turn.ops for sample in op.memory)]
 
 
 def _with_more_slots(nbytes: int, memory: Memory) -> Memory:

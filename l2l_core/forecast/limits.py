@@ -8,9 +8,10 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import COPY_LANES
+from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.replay import MOST_EVENTS, simulate
-from l2l_core.forecast.stretch import MemoryWalk, stretch, with_memory
+from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.trace import OVERLAPPING, Trace, Work, micro_batches_to_hide
 
 _DEEPEST = 1 << 20  # layers; what fits so many has no limit worth a number

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from l2l_core.forecast.costs import CopySpeed, Job, LayerCost, Memory, Op, PartCost, Stay, TurnCost
+from l2l_core.forecast.costs import START, CopySpeed, Job, LayerCost, Memory, Op, PartCost, Stay, TurnCost
 from l2l_core.forecast.formula import Machine, Shapes, costs_of_shapes
 from l2l_core.forecast.recording import Recording
 from l2l_core.trace import Trace
@@ -62,25 +62,35 @@ class Profile:
         """Micro-batches of the step."""
         return max(len(self.start), 1)
 
+    @property
+    def turns(self) -> list[TurnCost]:
+        """All turns in order of time, those before the first layer among them."""
+        return [turn for _, turns in self.by_stay() for turn in turns]
+
+    def by_stay(self) -> Iterator[tuple[int, tuple[TurnCost, ...]]]:
+        """The turns of every stay with its index, in order of time; those before the first layer with `START`."""
+        yield START, self.start
+        yield from enumerate(stay.turns for stay in self.stays)
+
+    def with_turns(self, change: Callable[[int, tuple[TurnCost, ...]], Iterable[TurnCost]], **others: Any) -> Profile:
+        """The profile with what `change` makes of every item of `by_stay`, in that order, and with other fields."""
+        start, *rest = [tuple(change(index, turns)) for index, turns in self.by_stay()]
+        stays = tuple(stay._replace(turns=turns) for stay, turns in zip(self.stays, rest, strict=True))
+        return replace(self, start=start, stays=stays, **others)
+
     def with_micro_batches(self, count: int) -> Profile:
         """The same step with `count` micro-batches of the same size: the recorded ones, over and over."""
         if count == self.micro_batches:
             return self
-        return replace(
-            self,
-            start=_cycled(self.start, count),
-            stays=tuple(stay._replace(turns=_cycled(stay.turns, count)) for stay in self.stays),
+        return self.with_turns(
+            lambda _, turns: [turns[k % len(turns)]._replace(k=k) for k in range(count)] if turns else (),
             settings={**self.settings, "micro_batches": count},
         )
 
     def aggregated(self) -> Profile:
         """The micro-batches of every stay taken together, as if they were one: far fewer events, the same sums."""
-        return replace(
-            self,
-            start=(_together(self.start),),
-            stays=tuple(stay._replace(turns=(_together(stay.turns),)) for stay in self.stays),
-            closing=tuple(job for job in self.closing if job.k < 0),
-        )
+        closing = tuple(job for job in self.closing if job.k < 0)
+        return self.with_turns(lambda _, turns: (_together(turns),), closing=closing)
 
     def save(self, path: str | Path) -> Path:
         """Write the profile as JSON; returns the path."""
@@ -124,10 +134,6 @@ def _restored(row: dict[str, Any]) -> Profile:
         memory=tuple((place, held) for place, held in row.pop("memory")),
         **row,
     )
-
-
-def _cycled(turns: Sequence[TurnCost], count: int) -> tuple[TurnCost, ...]:
-    return tuple(turns[k % len(turns)]._replace(k=k) for k in range(count)) if turns else ()
 
 
 def _together(turns: Sequence[TurnCost]) -> TurnCost:

@@ -69,8 +69,7 @@ def _count_events(profile: Profile) -> int:
 
 def _trained(profile: Profile) -> set[str]:
     """Layers that gradients come from."""
-    turns = [*profile.start, *(turn for stay in profile.stays for turn in stay.turns)]
-    apart = {part.layer for turn in turns for op in turn.ops for part in op.parts}
+    apart = {part.layer for turn in profile.turns for op in turn.ops for part in op.parts}
     return apart | {key for key, layer in profile.layers.items() if layer.push_bytes}
 
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from l2l_core import Profile, Trace
-from l2l_core.forecast import SHELL, Stay
+from l2l_core.forecast import SHELL, MemoryWalk, Stay
 from l2l_core.rules import weight_share
-from l2l_core.trace import CATEGORIES, PLACES
-
-STASH = CATEGORIES.index("stash")
-START = -1  # in place of a stay's index: what comes before the first layer
-
-Level = tuple[float, ...]  # bytes in the order of CATEGORIES
-Levels = Mapping[str, Level]  # by place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +93,7 @@ class Base:
     def _apart(self) -> dict[str, dict[str, int]]:
         """Of each layer, the bytes of the gradients that leave micro-batch by micro-batch, by name of the EPS."""
         found: dict[str, dict[str, int]] = {}
-        turns = [*self.profile.start, *(turn for stay in self.profile.stays for turn in stay.turns)]
-        for part in (part for turn in turns for op in turn.ops for part in op.parts):
+        for part in (part for turn in self.profile.turns for op in turn.ops for part in op.parts):
             found.setdefault(part.layer, {})[part.block] = part.block_bytes
         return found
 
@@ -112,23 +103,9 @@ class Base:
         return max(map(self.gradient_bytes, self.keys), default=0.0)
 
     @cached_property
-    def first(self) -> Levels:
-        """What fills the memories before the first turn."""
-        none = dict.fromkeys(PLACES, level_of({}))
-        return {**none, **{place: level_of(held) for place, held in self.profile.memory}}
-
-    @cached_property
-    def levels(self) -> dict[tuple[int, int], tuple[Levels, Levels]]:
-        """The same before and after every turn, by index of its stay (`START` among them) and its place in the stay."""
-        found: dict[tuple[int, int], tuple[Levels, Levels]] = {}
-        state = dict(self.first)
-        for index, turns in [(START, self.profile.start), *((i, s.turns) for i, s in enumerate(self.profile.stays))]:
-            for position, turn in enumerate(turns):
-                before = dict(state)
-                for op in turn.ops:
-                    state.update((place, level_of(held)) for place, held in op.memory)
-                found[index, position] = before, dict(state)
-        return found
+    def walk(self) -> MemoryWalk:
+        """What fills the memories before and after every turn."""
+        return MemoryWalk(self.profile)
 
     @cached_property
     def boundary_bytes(self) -> float:
@@ -137,12 +114,8 @@ class Base:
         count = len(forward) * self.micro_batches / self.profile.micro_batches or 1
         if self.profile.settings.get("stash") == "host":
             return sum(turn.stash_bytes for turn in forward) / count
-        turns = [*self.profile.start, *(turn for stay in self.profile.stays for turn in stay.turns)]
-        samples = [
-            self.first["device"],
-            *(level_of(h) for t in turns for op in t.ops for p, h in op.memory if p == "device"),
-        ]
-        return max(level[STASH] for level in samples) / count
+        samples = [held for turn in self.profile.turns for op in turn.ops for p, held in op.memory if p == "device"]
+        return max(held.get("stash", 0) for held in (self.walk.first["device"], *samples)) / count
 
     @cached_property
     def largest_image_bytes(self) -> int:
@@ -183,8 +156,3 @@ class Base:
 def has(stay: Stay, kind: str) -> bool:
     """Whether a stay has events of a kind."""
     return any(op.kind == kind for turn in stay.turns for op in turn.ops)
-
-
-def level_of(held: Mapping[str, int]) -> Level:
-    """Bytes by category, in the order of CATEGORIES."""
-    return tuple(held.get(name, 0) for name in CATEGORIES)

@@ -142,9 +142,8 @@ class _Scaled:
         self, index: int, turns: Sequence[TurnCost], k: int, times: int, key: str, visits: Mapping[str, int]
     ) -> TurnCost:
         """The k-th turn of a stay."""
-        position = _stand_in(k, self._turns, len(turns))
-        turn, many = turns[position], times * self._count
-        memory = self._memories.turn(index, position, turn, many)
+        turn, many = turns[_stand_in(k, self._turns, len(turns))], times * self._count
+        memory = self._memories.turn(index, turn, many)
         fetched, parked = self._memories.moved(turn, is_start=index < 0)
         ops = [self._op(op, many, key, visits, held) for op, held in zip(turn.ops, memory, strict=True)]
         return TurnCost(
