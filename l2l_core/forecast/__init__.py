@@ -25,3 +25,8 @@ from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
 from l2l_core.forecast.replay import simulate as simulate
+from l2l_core.forecast.stands import StandIn as StandIn
+from l2l_core.forecast.stands import in_chunks as in_chunks
+from l2l_core.forecast.stands import in_turn as in_turn
+from l2l_core.forecast.stands import stack_of as stack_of
+from l2l_core.forecast.stretch import repeat as repeat

@@ -57,10 +57,14 @@ class Stay(NamedTuple):
     visit: int
     turns: tuple[TurnCost, ...]
 
+    def has(self, kind: str) -> bool:
+        """Whether there are events of a kind in it."""
+        return any(op.kind == kind for turn in self.turns for op in turn.ops)
+
     @property
     def is_backward(self) -> bool:
         """Whether gradients of the layer come out of it."""
-        return any(op.kind == "backward" for turn in self.turns for op in turn.ops)
+        return self.has("backward")
 
 
 class LayerCost(NamedTuple):

@@ -17,9 +17,9 @@ from l2l_core.forecast.families import ModelShapes, Shape, count, shapes_of_conf
 from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.formula import Machine, Shapes
 from l2l_core.forecast.from_costs import Costs, forecast_costs
-from l2l_core.forecast.limits import pattern
 from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.profile import Profile
+from l2l_core.forecast.stands import pattern
 from l2l_core.rules import MAX_UNDER_WAY, gradient_slots, weight_itemsize, weight_slots
 from l2l_core.trace import format_bytes
 

@@ -19,8 +19,9 @@ from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.gradient_buffers import gradient_buffer_bytes
 from l2l_core.forecast.limits import Budgets, hiding_micro_batches, largest_depth
 from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.rehearsal import Rehearsal, representatives
+from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.replay import simulate
+from l2l_core.forecast.stands import representatives
 from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.rules import weight_itemsize
 from l2l_core.trace import Bound, MemorySample, Trace, format_bytes

@@ -160,26 +160,3 @@ def _blocks_of(parts: Parts) -> list[Block]:
 def _unlimited(device: Device) -> Device:
     """The same kind of device without a budget and with the fastest link; a real one is what it is."""
     return EmulatedDevice() if isinstance(device, EmulatedDevice) else device
-
-
-def representatives(forms: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Which micro-batches of a step to rehearse, and which of those stands for each.
-
-    Micro-batches of one form in a row are alike but for the first two, that find the pipeline filling, and the very last.
-
-    Args:
-        forms: shapes of every micro-batch.
-
-    Returns:
-        Indices into `forms`; and for each micro-batch the position in them.
-    """
-    chosen: list[int] = []
-    stands: list[int] = []
-    start = 0
-    for k, form in enumerate(forms):
-        if form != forms[start]:
-            start = k
-        if k - start < 3 or k == len(forms) - 1:
-            chosen.append(k)
-        stands.append(len(chosen) - 1)
-    return chosen, stands

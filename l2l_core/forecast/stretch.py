@@ -1,16 +1,18 @@
-"""A profile of a few micro-batches made into one of many: what repeats is repeated, and the memories add up.
+"""A few micro-batches and layers made into many, as `stands.py` has it: what repeats is repeated, and the memories add up.
 
-That is exact where micro-batches are alike; the others must be among those that were recorded.
+That is exact where micro-batches, or layers, are alike; the others must be among those that were recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from l2l_core.forecast.costs import Memory, TurnCost
+from l2l_core.forecast.costs import Memory, Stay, TurnCost
 from l2l_core.forecast.memory_walk import MemoryWalk, total
 from l2l_core.forecast.profile import Profile
+from l2l_core.forecast.stands import StandIn
 
 
 def stretch(profile: Profile, stands: Sequence[int]) -> Profile:
@@ -38,3 +40,30 @@ def with_memory(profile: Profile, change: Callable[[Memory], Memory]) -> Profile
             yield turn._replace(ops=tuple(op._replace(memory=change(op.memory)) for op in turn.ops))
 
     return replace(profile.with_turns(changed), memory=change(profile.memory))
+
+
+class Repeated(NamedTuple):
+    """A stay of a profile as one of another stack."""
+
+    index: int  # in the profile
+    stay: Stay
+    layer: StandIn
+    visits: Mapping[str, int]  # its numbers in the other step, by kind of event
+
+
+def repeat(stays: Sequence[Stay], stack: Sequence[StandIn]) -> list[Repeated]:
+    """Every stay once per layer that has its costs, in the order of the stack, backward in reverse; visits are numbered anew."""
+    by_source: dict[str, list[StandIn]] = {}
+    for layer in stack:
+        by_source.setdefault(layer.source, []).append(layer)
+    made: list[Repeated] = []
+    for index, stay in enumerate(stays):
+        layers = by_source.get(stay.layer, [])
+        made += [Repeated(index, stay, each, {}) for each in (layers if stay.has("forward") else reversed(layers))]
+    visit = 0
+    numbers: list[dict[str, int]] = [{} for _ in made]
+    for kind in ("forward", "backward"):  # all of forward comes first, and the stay at the turn is in both
+        for at, each in enumerate(made):
+            if each.stay.has(kind):
+                numbers[at][kind], visit = visit, visit + 1
+    return [each._replace(visits=visits) for each, visits in zip(made, numbers, strict=True)]

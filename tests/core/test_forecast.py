@@ -49,9 +49,9 @@ from l2l_core import (
 )
 from l2l_core.forecast import rehearsal
 from l2l_core.forecast.families import shapes_of_config
-from l2l_core.forecast.limits import hiding_micro_batches, pattern
+from l2l_core.forecast.limits import hiding_micro_batches
 from l2l_core.forecast.memory_walk import MemoryWalk
-from l2l_core.forecast.rehearsal import representatives
+from l2l_core.forecast.stands import pattern, representatives
 from l2l_core.forecast.stretch import stretch
 from l2l_core.rules import MAX_UNDER_WAY
 

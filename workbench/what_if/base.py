@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from l2l_core import Profile, Trace
-from l2l_core.forecast import SHELL, MemoryWalk, Stay
+from l2l_core.forecast import SHELL, MemoryWalk
 from l2l_core.rules import weight_share
 
 
@@ -110,7 +110,7 @@ class Base:
     @cached_property
     def boundary_bytes(self) -> float:
         """What one layer hands to the next, per micro-batch."""
-        forward = [turn for stay in self.profile.stays if has(stay, "forward") for turn in stay.turns]
+        forward = [turn for stay in self.profile.stays if stay.has("forward") for turn in stay.turns]
         count = len(forward) * self.micro_batches / self.profile.micro_batches or 1
         if self.profile.settings.get("stash") == "host":
             return sum(turn.stash_bytes for turn in forward) / count
@@ -135,24 +135,3 @@ class Base:
         inner = others[1:] or others or [self.turning]
         size = Counter(map(self.weight_bytes, inner)).most_common(1)[0][0]
         return [key for key in inner if self.weight_bytes(key) == size]
-
-    def stack(self, depth: int) -> list[str]:
-        """The measured layers that stand for those of another stack: inner ones repeated, or less of the middle.
-
-        Copies are shared out among all layers that are alike, so that none counts for more than the others.
-        """
-        keys, further = self.keys, depth - len(self.keys)
-        if further >= 0:
-            count = len(self.alike)
-            ends = [round((i + 1) * further / count) for i in range(count)]
-            more = {key: end - begin for key, begin, end in zip(self.alike, [0, *ends], ends, strict=False)}
-            return [key for key in keys for _ in range(1 + more.get(key, 0))]
-        middle = (len(keys) - 1) / 2
-        spare = sorted((key for key in keys if key != self.turning), key=lambda key: abs(keys.index(key) - middle))
-        gone = set(spare[:-further])
-        return [key for key in keys if key not in gone]
-
-
-def has(stay: Stay, kind: str) -> bool:
-    """Whether a stay has events of a kind."""
-    return any(op.kind == kind for turn in stay.turns for op in turn.ops)

@@ -8,22 +8,33 @@ it is not: a measurement. `formulas` names what is by formula.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from l2l_core import Profile
-from l2l_core.forecast import SHELL, LayerCost, Memory, Op, PartCost, Stay, TurnCost
+from l2l_core.forecast import (
+    SHELL,
+    START,
+    LayerCost,
+    Memory,
+    Op,
+    PartCost,
+    StandIn,
+    Stay,
+    TurnCost,
+    in_chunks,
+    in_turn,
+    repeat,
+    stack_of,
+)
 from l2l_core.rules import pieces_of_copy
-from workbench.what_if.base import Base, Target, has
+from workbench.what_if.base import Base, Target
 from workbench.what_if.rescale_memory import Memories
 
 MOST_EVENTS = 2000  # of a simulation that answers at once; beyond, micro-batches and then layers are taken together
 MOST_LAYERS = 120  # that are simulated one by one then
-
-Chunk = tuple[str, str, int]  # key, the measured layer whose costs it has, and how many layers it stands for
+_NO_LAYER = StandIn("", "", 1)  # of what comes before the first one
 
 
 def rescale(base: Base, target: Target) -> tuple[Profile, int]:
@@ -34,9 +45,9 @@ def rescale(base: Base, target: Target) -> tuple[Profile, int]:
     """
     is_long = events_of(base, target) > MOST_EVENTS
     base = base.together if is_long else base
-    stack = base.stack(target.depth)
-    chunks = _chunks(stack, base.turning, MOST_LAYERS if is_long else len(stack))
-    return _Scaled(base, target, chunks, is_long).profile(), max(times for *_, times in chunks)
+    keys = stack_of(base.keys, target.depth, base.turning, base.alike)
+    stack = in_chunks(keys, base.turning, MOST_LAYERS if is_long else len(keys))
+    return _Scaled(base, target, stack, is_long).profile(), max(layer.times for layer in stack)
 
 
 def events_of(base: Base, target: Target) -> int:
@@ -63,39 +74,19 @@ def formulas(settings: Mapping[str, Any], depth: int, target: Target) -> list[st
     return found
 
 
-def _chunks(stack: Sequence[str], turning: str, most: int) -> list[Chunk]:
-    """The stack in at most so many pieces of about the same size; the ends are by themselves."""
-    inner = max(0, len(stack) - 2)
-    pieces = min(inner, max(1, most - 2))
-    edges = sorted(
-        {0, *(1 + round(i * inner / pieces) for i in range(pieces + 1) if pieces), len(stack) - 1, len(stack)}
-    )
-    used: Counter[str] = Counter()
-    chunks = []
-    for start, stop in pairwise(edges):
-        part = stack[start:stop]
-        source = turning if turning in part else part[len(part) // 2]
-        chunks.append((f"{source}+{used[source]}" if used[source] else source, source, len(part)))
-        used[source] += 1
-    return chunks
-
-
 class _Scaled:
     """One scaled profile in the making."""
 
-    def __init__(self, base: Base, target: Target, chunks: Sequence[Chunk], together: bool) -> None:
-        self._base, self._target, self._old = base, target, base.profile
-        self._chunks: dict[str, list[Chunk]] = {}
-        for chunk in chunks:
-            self._chunks.setdefault(chunk[1], []).append(chunk)
+    def __init__(self, base: Base, target: Target, stack: Sequence[StandIn], together: bool) -> None:
+        self._base, self._target, self._old, self._stack = base, target, base.profile, stack
         self._count = target.micro_batches / base.micro_batches if together else 1.0  # that a turn stands for
-        self._turns, self._together = (1, True) if together else (target.micro_batches, False)
-        weights = sum(times * base.weight_bytes(source) for *_, source, times in chunks) * target.width**2
+        self._turns_each, self._together = (1, True) if together else (target.micro_batches, False)
+        weights = sum(each.times * base.weight_bytes(each.source) for each in stack) * target.width**2
         self._memories = Memories(base, target, weights + target.width * base.weight_bytes(SHELL))
 
     def profile(self) -> Profile:
         old, target = self._old, self._target
-        start = tuple(self._turn(-1, old.start, k, 1, "", {}) for k in range(self._turns)) if old.start else ()
+        start = self._turns(START, old.start, _NO_LAYER, {}) if old.start else ()
         now = {name: getattr(target, name) for name in ("micro_batches", "stash", "precision", "ahead")}
         return replace(
             old,
@@ -109,8 +100,7 @@ class _Scaled:
 
     def _layers(self) -> dict[str, LayerCost]:
         old, width = self._old.layers, self._target.width
-        chunks = [chunk for each in self._chunks.values() for chunk in each]
-        made = {key: self._layer(old[source], times * width**2) for key, source, times in chunks}
+        made = {key: self._layer(old[source], times * width**2) for key, source, times in self._stack}
         return {**made, **({SHELL: self._layer(old[SHELL], width)} if SHELL in old else {})}
 
     def _layer(self, layer: LayerCost, factor: float) -> LayerCost:
@@ -123,32 +113,26 @@ class _Scaled:
         )
 
     def _stays(self) -> Iterator[Stay]:
-        """Every stay once per chunk of its layer, backward in reverse; visits are numbered anew."""
-        plan = []
-        for index, stay in enumerate(self._old.stays):
-            chunks = self._chunks.get(stay.layer, [])
-            plan += [(index, stay, chunk) for chunk in (chunks if has(stay, "forward") else reversed(chunks))]
-        numbers: list[dict[str, int]] = [{} for _ in plan]
-        visit = 0
-        for kind in ("forward", "backward"):
-            for place, (_, stay, _) in enumerate(plan):
-                if has(stay, kind):
-                    numbers[place][kind], visit = visit, visit + 1
-        for place, (index, stay, (key, _, times)) in enumerate(plan):
-            turns = tuple(self._turn(index, stay.turns, k, times, key, numbers[place]) for k in range(self._turns))
-            yield Stay(key, next(iter(numbers[place].values()), stay.visit), turns)
+        for index, stay, layer, visits in repeat(self._old.stays, self._stack):
+            yield Stay(
+                layer.key, next(iter(visits.values()), stay.visit), self._turns(index, stay.turns, layer, visits)
+            )
 
-    def _turn(
-        self, index: int, turns: Sequence[TurnCost], k: int, times: int, key: str, visits: Mapping[str, int]
-    ) -> TurnCost:
-        """The k-th turn of a stay."""
-        turn, many = turns[_stand_in(k, self._turns, len(turns))], times * self._count
+    def _turns(
+        self, index: int, turns: Sequence[TurnCost], layer: StandIn, visits: Mapping[str, int]
+    ) -> tuple[TurnCost, ...]:
+        stands = enumerate(in_turn(len(turns), self._turns_each))
+        return tuple(self._turn(index, turns[stand], k, layer, visits) for k, stand in stands)
+
+    def _turn(self, index: int, turn: TurnCost, k: int, layer: StandIn, visits: Mapping[str, int]) -> TurnCost:
+        """The k-th turn of a stay, from the one that stands for it."""
+        many = layer.times * self._count
         memory = self._memories.turn(index, turn, many)
-        fetched, parked = self._memories.moved(turn, is_start=index < 0)
-        ops = [self._op(op, many, key, visits, held) for op, held in zip(turn.ops, memory, strict=True)]
+        fetched, parked = self._memories.moved(turn, is_start=index == START)
+        ops = [self._op(op, many, layer.key, visits, held) for op, held in zip(turn.ops, memory, strict=True)]
         return TurnCost(
             turn.k if self._together else k,
-            tuple(self._spread(ops, times) if self._together else ops),
+            tuple(self._spread(ops, layer.times) if self._together else ops),
             round(turn.batch_bytes * self._target.rows * self._count),
             round(fetched * many),
             round(parked * many),
@@ -190,15 +174,6 @@ class _Scaled:
             part.reduce_s * self._count * width,
             visits.get("backward", part.visit),
         )
-
-
-def _stand_in(k: int, count: int, known: int) -> int:
-    """Which of the known turns stands for the k-th of so many: the first and the last for themselves, the inner ones in turn."""
-    if count == 1 or known == 1:
-        return 0
-    if k == count - 1:
-        return known - 1
-    return k if k < known - 1 else 1 + (k - 1) % max(1, known - 2)
 
 
 def _floats(nbytes: float) -> int:
