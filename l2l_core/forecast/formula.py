@@ -94,6 +94,13 @@ class Shapes:
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be positive")
 
 
+def cost_of_moving(machine: Machine, precision: str, loaded: int, pushed: int, updated: int) -> LayerCost:
+    """The cost of a layer, or of the shell, from numbers of elements: in the slot, in its gradient, and trained ones."""
+    gradient_bytes = 4 * pushed
+    update_s = updated / machine.update_params_per_s
+    return LayerCost(weight_itemsize(precision) * loaded, gradient_bytes, gradient_bytes, update_s=update_s)
+
+
 def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
     """The fields of a `Profile`.
 
@@ -111,7 +118,7 @@ def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
     per_param_s = 2 * shapes.tokens / machine.flops_per_s
 
     def layer(params: int, trained: int) -> LayerCost:
-        return LayerCost(width * params, 4 * trained, 4 * trained, update_s=trained / machine.update_params_per_s)
+        return cost_of_moving(machine, shapes.precision, params, trained, trained)
 
     def backward_s(params: int, trained: int) -> float:
         return (params + trained) * per_param_s
