@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, TurnCost
 from l2l_core.forecast.profile import Profile
-from l2l_core.rules import MAX_UNDER_WAY, cuts, pieces_of_copy, weight_itemsize, weight_slots
+from l2l_core.forecast.virtual_lane import VirtualLane
+from l2l_core.rules import MAX_UNDER_WAY, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.trace import Event, MemorySample, Trace
 
 MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
@@ -73,51 +73,6 @@ def _trained(profile: Profile) -> set[str]:
     return apart | {key for key, layer in profile.layers.items() if layer.push_bytes}
 
 
-class _Lane:
-    """A copy lane: what is issued starts when the lane is free. `Lane` of `l2l_core/step/traffic/lanes.py`, in numbers."""
-
-    def __init__(
-        self, name: str, speed: CopySpeed, figures: Mapping[str, Any], pieces: int, events: list[Event]
-    ) -> None:
-        bytes_per_s = figures.get(f"{name}_bytes_per_s") or speed.bytes_per_s
-        self._fixed_s = max(speed.fixed_s, figures.get("latency_s") or 0.0)
-        self._s_per_byte = 1 / bytes_per_s
-        self._name, self._pieces, self._add = name, pieces, events.append
-        self._free_s = 0.0
-        self._waiting: deque[int] = deque()  # pieces of the copy that trickles
-        self._what = "", ""  # its kind and layer
-        self._then: Callable[[float], None] = lambda done_s: None
-
-    def send(self, t: float, kind: str, layer: str, nbytes: int, k: int = -1, visit: int = -1) -> float:
-        """Issue a copy at `t`; returns when it is done."""
-        start_s = self._free_s if self._free_s > t else t
-        self._free_s = stop_s = start_s + self._fixed_s + nbytes * self._s_per_byte
-        self._add(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit))
-        return stop_s
-
-    def trickle(
-        self, t: float, kind: str, layer: str, nbytes: int, itemsize: int, then: Callable[[float], None]
-    ) -> None:
-        """Issue the first piece of a copy, the others turn by turn; `then` hears when the last one is done."""
-        self.flush(t)
-        edges = cuts(nbytes // itemsize, itemsize, self._pieces)
-        self._waiting.extend(itemsize * (stop - start) for start, stop in pairwise(edges))
-        self._what, self._then = (kind, layer), then
-        self.turn(t)
-
-    def turn(self, t: float) -> None:
-        """Let one piece follow."""
-        if self._waiting:
-            done_s = self.send(t, *self._what, self._waiting.popleft())
-            if not self._waiting:
-                self._then(done_s)
-
-    def flush(self, t: float) -> None:
-        """Send what still waits."""
-        while self._waiting:
-            self.turn(t)
-
-
 @dataclass(slots=True)
 class _Job:
     """Work of the EPS on one gradient."""
@@ -138,7 +93,8 @@ class _Replay:
         self._samples: list[MemorySample] = []
         pieces = pieces_of_copy(profile.micro_batches, config.ahead, config.stash)
         self._h2d, self._d2h = (
-            _Lane(name, profile.copies.get(name, CopySpeed()), figures, pieces, self._events) for name in COPY_LANES
+            VirtualLane(name, profile.copies.get(name, CopySpeed()), figures, pieces, self._events)
+            for name in COPY_LANES
         )
         self._t = 0.0  # how far compute, and with it the host's main thread, has come
         self._stalled_s = 0.0  # of it, spent waiting since the last compute event
