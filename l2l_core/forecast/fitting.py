@@ -4,27 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2l_core.forecast.configured_step import ConfiguredStep, costs_of
 from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.rules import MAX_UNDER_WAY
 from l2l_core.trace import format_bytes
 
-Change = Callable[[ConfiguredStep], ConfiguredStep | None]
+Make = Callable[[ConfiguredStep], ConfiguredStep | None]
+
+
+class Change(NamedTuple):
+    """Settings that make a step smaller."""
+
+    kind: str  # of one kind the last change that was taken is named, since it holds those before it
+    words: str
+    make: Make  # gives None where the step is so already
 
 
 def advise(step: ConfiguredStep, batch: int, memory_bytes: int | None, host_bytes: int | None) -> str:
     """Settings that together make the step fit, in words; each is taken only if its place still lacks room."""
-    taken: dict[str, str] = {}  # by what it replaces
+    taken: dict[str, str] = {}  # words by kind
     limits = {"device": memory_bytes, "host": host_bytes}
     for place, limit in limits.items():
-        for kind, words, change in _changes(place, batch):
+        for change in _changes(place, batch):
             if limit is None or _need(step, place) <= limit:
                 break
-            other = change(step)
+            other = change.make(step)
             if other is not None and _need(other, place) < _need(step, place):
-                taken[kind] = words
+                taken[change.kind] = change.words
                 step = other
     lacking = [
         f"{format_bytes(need)} on the {place}"
@@ -49,13 +57,13 @@ def _need(step: ConfiguredStep, place: str) -> int:
     return high + sum(costs.host.values()) + many * layer + apart * shell
 
 
-def _changes(place: str, batch: int) -> list[tuple[str, str, Change]]:
-    """What makes a step smaller at a place, the cheapest first: kind, words, and how; None where it is so already."""
+def _changes(place: str, batch: int) -> list[Change]:
+    """What makes a step smaller at a place, the cheapest first."""
 
-    def config(**settings: Any) -> Change:
+    def config(**settings: Any) -> Make:
         return lambda step: replace(step, config=replace(step.config, **settings))
 
-    def optimizer(nbytes: int) -> Change:
+    def optimizer(nbytes: int) -> Make:
         return lambda step: replace(step, state_bytes=nbytes) if step.state_bytes > nbytes else None
 
     def single(step: ConfiguredStep) -> ConfiguredStep | None:
@@ -63,14 +71,14 @@ def _changes(place: str, batch: int) -> list[tuple[str, str, Change]]:
 
     if place == "device":
         return [
-            ("stash", "stash='host'", config(stash="host")),
-            ("rows", f"micro_batches={batch}", single),
-            ("precision", "precision='bf16'", config(precision="bf16")),
-            ("ahead", "ahead=0", config(ahead=0)),
+            Change("stash", "stash='host'", config(stash="host")),
+            Change("rows", f"micro_batches={batch}", single),
+            Change("precision", "precision='bf16'", config(precision="bf16")),
+            Change("ahead", "ahead=0", config(ahead=0)),
         ]
     return [
-        ("update", "update='eager'", config(update="eager", max_grad_norm=None)),
-        ("optimizer", "4 bytes of optimizer state per parameter (one moment, or two in bfloat16)", optimizer(4)),
-        ("optimizer", "an optimizer without state (SGD)", optimizer(0)),
-        ("precision", "precision='fp32'", config(precision="fp32")),
+        Change("update", "update='eager'", config(update="eager", max_grad_norm=None)),
+        Change("optimizer", "4 bytes of optimizer state per parameter (one moment, or two in bfloat16)", optimizer(4)),
+        Change("optimizer", "an optimizer without state (SGD)", optimizer(0)),
+        Change("precision", "precision='fp32'", config(precision="fp32")),
     ]

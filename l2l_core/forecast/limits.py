@@ -47,6 +47,7 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
     keys = list(budgets.layer_bytes)
     if budgets.device_bytes is None and budgets.host_bytes is None:
         return None
+    # of two middles the first: deeper stacks repeat it, and the last layer is where forward turns
     spare = from_the_middle(keys, (len(keys) - 1) // 2, keys[-1]) or keys
 
     def fits(depth: int) -> bool:

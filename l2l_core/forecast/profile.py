@@ -74,6 +74,7 @@ class Profile:
 
     def with_turns(self, change: Callable[[int, tuple[TurnCost, ...]], Iterable[TurnCost]], **others: Any) -> Profile:
         """The profile with what `change` makes of every item of `by_stay`, in that order, and with other fields."""
+        # in order and once each, since a change may carry what fills the memories from turn to turn
         start, *rest = [tuple(change(index, turns)) for index, turns in self.by_stay()]
         stays = tuple(stay._replace(turns=turns) for stay, turns in zip(self.stays, rest, strict=True))
         return replace(self, start=start, stays=stays, **others)
