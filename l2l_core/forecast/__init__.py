@@ -1,7 +1,7 @@
 """What a step costs, in numbers: recorded, stretched, replayed, put into words.
 
 May import `step`, `eps`, `devices`, `batches`, `trace`.
-Begin reading at `forecast.py`, `replay.py`.
+Begin reading at `costs.py` and `replay.py`, then at `from_costs.py`.
 """
 
 from l2l_core.forecast.costs import COPY_LANES as COPY_LANES
@@ -13,6 +13,7 @@ from l2l_core.forecast.costs import Op as Op
 from l2l_core.forecast.costs import PartCost as PartCost
 from l2l_core.forecast.costs import Stay as Stay
 from l2l_core.forecast.costs import TurnCost as TurnCost
+from l2l_core.forecast.figures import StepFigures as StepFigures
 from l2l_core.forecast.forecast import Forecast as Forecast
 from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast.formula import Machine as Machine

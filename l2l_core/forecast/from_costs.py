@@ -24,7 +24,7 @@ from l2l_core.forecast.replay import simulate
 from l2l_core.forecast.stands import representatives
 from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.rules import weight_itemsize
-from l2l_core.trace import Bound, MemorySample, Trace, format_bytes
+from l2l_core.trace import MemorySample, Trace, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +145,8 @@ def forecast_costs(
     memory_bytes = figures.get("memory_bytes")
     standing = sum(costs.host.values()) + gradients
     budgets = Budgets(memory_bytes, host_limit_bytes, standing, _layer_bytes(costs, config))
-    peaks = {
-        place: dict(s.bytes_by_category) if (s := trace.peak_sample(place)) else {} for place in ("device", "host")
-    }
     return Forecast(
-        device_bytes=peaks["device"],
-        host_bytes=peaks["host"],
         seconds=trace.span_s + costs.around_s,
-        bound=_binding(trace),
         trace=trace,
         hiding_micro_batches=hiding_micro_batches(costs.profile, config, figures),
         largest_depth=largest_depth(costs.profile, costs.stands, budgets),
@@ -167,13 +161,6 @@ def _layer_bytes(costs: Costs, config: RelayConfig) -> dict[str, int]:
     """What each layer keeps on the host: deferred updates keep its gradient as well."""
     kept = {key: layer.push_bytes for key, layer in costs.profile.layers.items()} if config.update == "deferred" else {}
     return {key: nbytes + kept.get(key, 0) for key, nbytes in costs.layer_host_bytes.items()}
-
-
-def _binding(trace: Trace) -> Bound:
-    """What binds the phase that loses most, or if none loses a twentieth of the step, the longest one."""
-    bounds, span_s = trace.bound_by(), trace.span_s
-    losing = [bound for bound in bounds if bound.lane != "compute" and bound.exposed_s > 0.05 * span_s]
-    return max(losing, key=lambda bound: bound.exposed_s) if losing else max(bounds, key=lambda bound: bound.span_s)
 
 
 def _link_words(figures: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
 
 from l2l_core import Profile, Trace
@@ -11,46 +10,26 @@ from l2l_core.forecast import SHELL, MemoryWalk
 from l2l_core.rules import weight_share
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Settings to scale a step to.
-
-    Attributes:
-        depth: layers.
-        width: of the model, as a multiple of the measured one.
-        micro_batches, ahead, stash, precision: as in `RelayConfig`.
-        rows: of a micro-batch, as a multiple of the measured one.
-    """
-
-    depth: int
-    width: float
-    micro_batches: int
-    ahead: int
-    stash: str
-    precision: str
-    rows: float
-
-
-class Base:
+class MeasuredStep:
     """The costs of a step, its trace if it was one that ran, and what it is called."""
 
     def __init__(self, profile: Profile, trace: Trace | None = None, name: str = "a profile") -> None:
         self.profile, self.trace, self.name = profile, trace, name
 
     @staticmethod
-    def of(step: Trace | Profile | Base) -> Base:
+    def of(step: Trace | Profile | MeasuredStep) -> MeasuredStep:
         """Of whatever is known of a step.
 
         Raises:
             TypeError: nothing of a step.
             ValueError: a trace that holds no whole training step.
         """
-        if isinstance(step, Base):
+        if isinstance(step, MeasuredStep):
             return step
         if isinstance(step, Trace):
-            return Base(Profile.of(step), step, f"step {step.step + 1}")
+            return MeasuredStep(Profile.of(step), step, f"step {step.step + 1}")
         if isinstance(step, Profile):
-            return Base(step)
+            return MeasuredStep(step)
         raise TypeError(f"{step!r} is no step: give the Trace of a finished one (StepResult.trace), or a Profile")
 
     @cached_property
@@ -69,9 +48,9 @@ class Base:
         return self.profile.settings.get("micro_batches") or self.profile.micro_batches
 
     @cached_property
-    def together(self) -> Base:
+    def together(self) -> MeasuredStep:
         """The same with the micro-batches of a stay taken together."""
-        return Base(self.profile.aggregated(), self.trace, self.name)
+        return MeasuredStep(self.profile.aggregated(), self.trace, self.name)
 
     def weight_bytes(self, key: str) -> float:
         """Of a layer or the shell, in float32."""

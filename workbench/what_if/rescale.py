@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from l2l_core import Profile
 from l2l_core.forecast import (
@@ -29,7 +28,8 @@ from l2l_core.forecast import (
     stack_of,
 )
 from l2l_core.rules import pieces_of_copy
-from workbench.what_if.base import Base, Target
+from workbench.what_if.measured_step import MeasuredStep
+from workbench.what_if.question import Question
 from workbench.what_if.rescale_memory import Memories
 
 MOST_EVENTS = 2000  # of a simulation that answers at once; beyond, micro-batches and then layers are taken together
@@ -37,39 +37,39 @@ MOST_LAYERS = 120  # that are simulated one by one then
 _NO_LAYER = StandIn("", "", 1)  # of what comes before the first one
 
 
-def rescale(base: Base, target: Target) -> tuple[Profile, int]:
+def rescale(base: MeasuredStep, question: Question) -> tuple[Profile, int]:
     """The profile of a step with these settings, and how many layers one simulated layer stands for at most.
 
     A step of very many events has its micro-batches taken together (`Profile.micro_batches` is 1 then), and its layers in
     chunks.
     """
-    is_long = events_of(base, target) > MOST_EVENTS
+    is_long = events_of(base, question) > MOST_EVENTS
     base = base.together if is_long else base
-    keys = stack_of(base.keys, target.depth, base.turning, base.alike)
+    keys = stack_of(base.keys, question.depth, base.turning, base.alike)
     stack = in_chunks(keys, base.turning, MOST_LAYERS if is_long else len(keys))
-    return _Scaled(base, target, stack, is_long).profile(), max(layer.times for layer in stack)
+    return _Scaled(base, question, stack, is_long).profile(), max(layer.times for layer in stack)
 
 
-def events_of(base: Base, target: Target) -> int:
+def events_of(base: MeasuredStep, question: Question) -> int:
     """About how many events the step has with every layer and micro-batch by itself."""
-    visits = target.depth * (len(base.profile.stays) + 1) / max(1, base.depth)
-    on_host = target.stash == "host"
-    pieces = pieces_of_copy(target.micro_batches, target.ahead, target.stash)
-    return int(visits * (target.micro_batches * (3 if on_host else 1) + pieces + 2))
+    visits = question.depth * (len(base.profile.stays) + 1) / max(1, base.depth)
+    on_host = question.stash == "host"
+    pieces = pieces_of_copy(question.micro_batches, question.ahead, question.stash)
+    return int(visits * (question.micro_batches * (3 if on_host else 1) + pieces + 2))
 
 
-def formulas(settings: Mapping[str, Any], depth: int, target: Target) -> list[str]:
-    """What is by formula if a step with `settings` and so many layers was measured, in words."""
-    found = []
-    if target.depth != depth:
+def formulas(base: MeasuredStep, question: Question) -> list[str]:
+    """What is by formula where another step was measured, in words."""
+    settings, found = base.profile.settings, []
+    if question.depth != base.depth:
         found.append("layers repeated or left out")
-    if target.width != 1:
+    if question.width != 1:
         found.append("weights and compute with the square of the width, activations in proportion to it")
-    if target.rows != 1:
+    if question.rows_of(base) != 1:
         found.append("compute and activations in proportion to the rows of a micro-batch")
-    if target.stash != settings.get("stash", target.stash):
+    if question.stash != settings.get("stash", question.stash):
         found.append("the stash from what one layer hands to the next")
-    if target.precision != settings.get("precision", target.precision):
+    if question.precision != settings.get("precision", question.precision):
         found.append("bytes from the precision's, with compute as fast as measured")
     return found
 
@@ -77,29 +77,30 @@ def formulas(settings: Mapping[str, Any], depth: int, target: Target) -> list[st
 class _Scaled:
     """One scaled profile in the making."""
 
-    def __init__(self, base: Base, target: Target, stack: Sequence[StandIn], together: bool) -> None:
-        self._base, self._target, self._old, self._stack = base, target, base.profile, stack
-        self._count = target.micro_batches / base.micro_batches if together else 1.0  # that a turn stands for
-        self._turns_each, self._together = (1, True) if together else (target.micro_batches, False)
-        weights = sum(each.times * base.weight_bytes(each.source) for each in stack) * target.width**2
-        self._memories = Memories(base, target, weights + target.width * base.weight_bytes(SHELL))
+    def __init__(self, base: MeasuredStep, question: Question, stack: Sequence[StandIn], together: bool) -> None:
+        self._base, self._question, self._old, self._stack = base, question, base.profile, stack
+        self._rows = question.rows_of(base)
+        self._count = question.micro_batches / base.micro_batches if together else 1.0  # that a turn stands for
+        self._turns_each, self._together = (1, True) if together else (question.micro_batches, False)
+        weights = sum(each.times * base.weight_bytes(each.source) for each in stack) * question.width**2
+        self._memories = Memories(base, question, weights + question.width * base.weight_bytes(SHELL))
 
     def profile(self) -> Profile:
-        old, target = self._old, self._target
+        old, question = self._old, self._question
         start = self._turns(START, old.start, _NO_LAYER, {}) if old.start else ()
-        now = {name: getattr(target, name) for name in ("micro_batches", "stash", "precision", "ahead")}
+        now = {name: getattr(question, name) for name in ("micro_batches", "stash", "precision", "ahead")}
         return replace(
             old,
             layers=self._layers(),
             start=start,
             stays=tuple(self._stays()),
-            closing=tuple(job._replace(seconds=job.seconds * target.width**2) for job in old.closing),
+            closing=tuple(job._replace(seconds=job.seconds * question.width**2) for job in old.closing),
             settings={**old.settings, **now},
             memory=self._memories.first,
         )
 
     def _layers(self) -> dict[str, LayerCost]:
-        old, width = self._old.layers, self._target.width
+        old, width = self._old.layers, self._question.width
         made = {key: self._layer(old[source], times * width**2) for key, source, times in self._stack}
         return {**made, **({SHELL: self._layer(old[SHELL], width)} if SHELL in old else {})}
 
@@ -133,20 +134,20 @@ class _Scaled:
         return TurnCost(
             turn.k if self._together else k,
             tuple(self._spread(ops, layer.times) if self._together else ops),
-            round(turn.batch_bytes * self._target.rows * self._count),
+            round(turn.batch_bytes * self._rows * self._count),
             round(fetched * many),
             round(parked * many),
         )
 
     def _op(self, op: Op, many: float, key: str, visits: Mapping[str, int], memory: Memory) -> Op:
-        width = self._target.width
+        width = self._question.width
         is_layers = op.kind in ("forward", "backward")
-        on_host = self._target.stash == "host"
+        on_host = self._question.stash == "host"
         return Op(
             op.kind,
             key if is_layers else op.layer,
             visits.get(op.kind, op.visit),
-            op.seconds * many * self._target.rows * (width**2 if is_layers else width),
+            op.seconds * many * self._rows * (width**2 if is_layers else width),
             op.overhead_s * many,
             round(op.demand_bytes * many * self._memories.moves) if on_host else 0,
             tuple(self._part(part, key, visits) for part in op.parts),
@@ -158,14 +159,14 @@ class _Scaled:
 
         Otherwise copies that run beside the work would seem to run before it.
         """
-        pieces = times * self._target.micro_batches
+        pieces = times * self._question.micro_batches
         late_s = sum(op.overhead_s for op in ops) * (1 - 1 / pieces)
         early = [op._replace(overhead_s=op.overhead_s / pieces) for op in ops]
         return [*early, Op("shell", SHELL, -1, 0.0, late_s)] if late_s else early
 
     def _part(self, part: PartCost, key: str, visits: Mapping[str, int]) -> PartCost:
         """A gradient of the shell, or of weights that several layers share."""
-        width = self._target.width
+        width = self._question.width
         return PartCost(
             part.layer if part.layer == SHELL else key,
             _floats(part.nbytes * self._count * width),

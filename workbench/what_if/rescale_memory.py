@@ -15,7 +15,8 @@ from l2l_core.forecast import SHELL, START, Memory, TurnCost, WalkedTurn
 from l2l_core.rules import gradient_slots, weight_share, weight_slots
 from l2l_core.trace import CATEGORIES
 from workbench.readings import BF16_FACTOR
-from workbench.what_if.base import Base, Target
+from workbench.what_if.measured_step import MeasuredStep
+from workbench.what_if.question import Question
 
 Bytes = Mapping[str, float]  # by category
 
@@ -25,7 +26,7 @@ class Memories:
 
     Args:
         base: the measured step.
-        target: its new settings.
+        question: its new settings.
         weight_bytes: of the new model, in float32.
 
     Attributes:
@@ -34,30 +35,30 @@ class Memories:
         first: the samples before the first turn.
     """
 
-    def __init__(self, base: Base, target: Target, weight_bytes: float) -> None:
+    def __init__(self, base: MeasuredStep, question: Question, weight_bytes: float) -> None:
         settings = base.profile.settings
-        was, ahead = settings.get("precision", target.precision), settings.get("ahead", 1)
-        self._base, self._target = base, target
-        self._on_host, self._now_on_host = settings.get("stash", target.stash) == "host", target.stash == "host"
-        self.item = weight_share(target.precision) / weight_share(was)
-        self.moves = target.rows * target.width * self.item
+        was, ahead = settings.get("precision", question.precision), settings.get("ahead", 1)
+        self._base, self._question, rows = base, question, question.rows_of(base)
+        self._on_host, self._now_on_host = settings.get("stash", question.stash) == "host", question.stash == "host"
+        self.item = weight_share(question.precision) / weight_share(was)
+        self.moves = rows * question.width * self.item
         graph = {0.5: 1 / BF16_FACTOR, 2.0: BF16_FACTOR}.get(self.item, 1.0)
-        self._grow = {"activations": target.rows * target.width * graph, "stash": self.moves, "other": target.rows}
+        self._grow = {"activations": rows * question.width * graph, "stash": self.moves, "other": rows}
         weights = base.weight_bytes(SHELL), base.largest_bytes
         gradients = base.gradient_bytes(SHELL), base.largest_gradient_bytes
         self._weights = (
             weight_share(was) * _slots(weights, weight_slots(ahead), 1),
-            weight_share(target.precision) * _slots(weights, weight_slots(target.ahead), target.width),
+            weight_share(question.precision) * _slots(weights, weight_slots(question.ahead), question.width),
         )
         self._gradients = (
             _slots(gradients, gradient_slots(ahead), 1),
-            _slots(gradients, gradient_slots(target.ahead), target.width),
+            _slots(gradients, gradient_slots(question.ahead), question.width),
         )
         before = sum(map(base.weight_bytes, base.profile.layers))
         self._model = weight_bytes / before if before else 1.0
         self._image = base.boundary_bytes * self.moves
         self._first_image = self._kept_at_first()
-        self._ring = 2 * base.largest_image_bytes * self.moves * ((target.ahead > 0) - (ahead > 0))
+        self._ring = 2 * base.largest_image_bytes * self.moves * ((question.ahead > 0) - (ahead > 0))
         self._state = {place: dict.fromkeys(CATEGORIES, 0.0) | dict(held) for place, held in base.walk.first.items()}
         self.first: Memory = tuple((place, self._sample(place, held, held)) for place, held in base.profile.memory)
 
@@ -105,7 +106,7 @@ class Memories:
         elif self._on_host:
             made["stash"] = state["stash"]
         elif self._now_on_host:
-            ring = 2 * max(self._first_image, self._image) if self._target.ahead else 0.0
+            ring = 2 * max(self._first_image, self._image) if self._question.ahead else 0.0
             made["stash"] = ring + 2 * self._image
         return made
 
@@ -142,7 +143,7 @@ class Memories:
             level["gradients"] = _moved_on(gradients, *self._gradients)
         else:
             level["weights"], level["optimizer"] = weights * self._model, optimizer * self._model
-            level["gradients"] = gradients * self._target.width**2
+            level["gradients"] = gradients * self._question.width**2
         return {name: nbytes for name in CATEGORIES if (nbytes := round(level.get(name, 0))) > 0}
 
 
