@@ -19,8 +19,8 @@ from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast.formula import Machine as Machine
 from l2l_core.forecast.formula import Shapes as Shapes
 from l2l_core.forecast.from_config import forecast_config as forecast_config
-from l2l_core.forecast.from_costs import LastStep as LastStep
-from l2l_core.forecast.from_costs import forecast_step as forecast_step
+from l2l_core.forecast.from_relay import LastStep as LastStep
+from l2l_core.forecast.from_relay import forecast_step as forecast_step
 from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
 from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.profile import Profile as Profile
@@ -30,4 +30,5 @@ from l2l_core.forecast.stands import StandIn as StandIn
 from l2l_core.forecast.stands import in_chunks as in_chunks
 from l2l_core.forecast.stands import in_turn as in_turn
 from l2l_core.forecast.stands import stack_of as stack_of
+from l2l_core.forecast.stretch import Repeated as Repeated
 from l2l_core.forecast.stretch import repeat as repeat

@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 # -- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-def representatives(forms: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Which micro-batches of a step to rehearse, and which of those stands for each.
+class Representatives(NamedTuple):
+    """Micro-batches of a step, by index; and for each of its micro-batches the position of its own among them."""
+
+    chosen: list[int]
+    stands: list[int]
+
+
+def representatives(forms: Sequence[Any]) -> Representatives:
+    """Which micro-batches of a step to rehearse, given the shapes of all, and which of those stands for each.
 
     Micro-batches of one form in a row are alike but for the first two, that find the pipeline filling, and the very last.
-
-    Args:
-        forms: shapes of every micro-batch.
-
-    Returns:
-        Indices into `forms`; and for each micro-batch the position in them.
     """
     chosen: list[int] = []
     stands: list[int] = []
@@ -34,7 +35,7 @@ def representatives(forms: Sequence[Any]) -> tuple[list[int], list[int]]:
         if k - start < 3 or k == len(forms) - 1:
             chosen.append(k)
         stands.append(len(chosen) - 1)
-    return chosen, stands
+    return Representatives(chosen, stands)
 
 
 def pattern(known: int, count: int) -> list[int]:
