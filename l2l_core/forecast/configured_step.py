@@ -36,20 +36,22 @@ class ConfiguredStep:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of a weight on the device."""
         return weight_itemsize(self.config.precision)
 
     @property
     def tokens(self) -> int:
+        """Tokens of a micro-batch."""
         return self.rows * self.length
 
     @property
     def boundary_bytes(self) -> int:
-        """What one layer hands to the next."""
+        """Bytes that one layer hands to the next, per micro-batch."""
         return self.tokens * self.model.width * self.itemsize
 
     @property
     def gradient_bytes(self) -> tuple[int, int]:
-        """Of a layer, and of the shell."""
+        """Bytes of the gradient of a layer, and of that of the shell."""
         layer, shell = (4 * slot_numel(shapes) for shapes in self.model.trained)
         return layer, shell
 

@@ -23,22 +23,22 @@ class StepFigures:
 
     @cached_property
     def device_bytes(self) -> Mapping[str, int]:
-        """At the peak, by category."""
+        """Bytes on the device at its peak, by category."""
         return _peak(self.trace, "device")
 
     @cached_property
     def host_bytes(self) -> Mapping[str, int]:
-        """At the peak, by category."""
+        """Bytes on the host at its peak, by category."""
         return _peak(self.trace, "host")
 
     @property
     def peak_device_bytes(self) -> int:
-        """All categories together."""
+        """Bytes on the device at its peak, all categories together."""
         return sum(self.device_bytes.values())
 
     @property
     def peak_host_bytes(self) -> int:
-        """All categories together."""
+        """Bytes on the host at its peak, all categories together."""
         return sum(self.host_bytes.values())
 
     @cached_property

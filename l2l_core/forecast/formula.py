@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, LayerCost, Op, Stay, TurnCost
-from l2l_core.rules import weight_itemsize
+from l2l_core.rules import gradient_slots, weight_itemsize, weight_slots
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
             (2 * depth - 1 - i, layer_params[i] * per_param_s + backward_s(layer_params[i], layer_trained[i]))
         ]
     ]
-    slots = {
-        "weights": width * (shell_params + 2 * max(layer_params)),
-        "gradients": 4 * (shell_trained + 2 * max(layer_trained)),
+    slots = {  # as with one layer ahead
+        "weights": width * (shell_params + weight_slots(1) * max(layer_params)),
+        "gradients": 4 * (shell_trained + gradient_slots(1) * max(layer_trained)),
     }
     held = (4 if on_host else depth * micro_batches) * boundary_bytes
     peak = {**slots, "stash": held, "activations": shapes.activation_bytes}

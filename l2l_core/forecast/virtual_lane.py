@@ -39,7 +39,7 @@ class VirtualLane:
         self, t: float, kind: str, layer: str, nbytes: int, itemsize: int, then: Callable[[float], None]
     ) -> None:
         """Issue the first piece of a copy, the others turn by turn; `then` hears when the last one is done."""
-        self.flush(t)
+        self.flush(t)  # a lane has one copy that trickles; the one before must be over
         edges = cuts(nbytes // itemsize, itemsize, self._pieces)
         self._waiting.extend(itemsize * (stop - start) for start, stop in pairwise(edges))
         self._what, self._then = (kind, layer), then

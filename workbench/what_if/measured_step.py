@@ -18,11 +18,11 @@ class MeasuredStep:
 
     @staticmethod
     def of(step: Trace | Profile | MeasuredStep) -> MeasuredStep:
-        """Of whatever is known of a step.
+        """Make one of whatever is known of a step.
 
         Raises:
-            TypeError: nothing of a step.
-            ValueError: a trace that holds no whole training step.
+            TypeError: `step` is nothing of a step.
+            ValueError: the trace holds no whole training step.
         """
         if isinstance(step, MeasuredStep):
             return step
@@ -34,7 +34,7 @@ class MeasuredStep:
 
     @cached_property
     def keys(self) -> list[str]:
-        """Of the layers, in order of the stack."""
+        """Keys of the layers, in order of the stack."""
         return [key for key in self.profile.layers if key != SHELL]
 
     @property
@@ -44,33 +44,33 @@ class MeasuredStep:
 
     @property
     def micro_batches(self) -> int:
-        """Of the step, also if they are taken together."""
+        """How many the step had, also where they are taken together."""
         return self.profile.settings.get("micro_batches") or self.profile.micro_batches
 
     @cached_property
     def together(self) -> MeasuredStep:
-        """The same with the micro-batches of a stay taken together."""
+        """The same step with the micro-batches of a stay taken together."""
         return MeasuredStep(self.profile.aggregated(), self.trace, self.name)
 
     def weight_bytes(self, key: str) -> float:
-        """Of a layer or the shell, in float32."""
+        """Bytes that the weights of a layer or the shell take in float32, in which their masters are."""
         layer = self.profile.layers.get(key)
         precision = self.profile.settings.get("precision", "fp32")
         return layer.load_bytes / weight_share(precision) if layer else 0.0
 
     @cached_property
     def largest_bytes(self) -> float:
-        """Of the largest layer, in float32: the size of a slot."""
+        """Bytes that the largest layer takes in float32: a slot has room for it."""
         return max(map(self.weight_bytes, self.keys), default=0.0)
 
     def gradient_bytes(self, key: str) -> float:
-        """Of a layer or the shell: what is trained, in float32, as far as the step has shown it."""
+        """Bytes that are trained of a layer or the shell, in float32, as far as the step has shown it."""
         layer = self.profile.layers.get(key)
         return (layer.push_bytes if layer else 0.0) + sum(self._apart.get(key, {}).values())
 
     @cached_property
     def _apart(self) -> dict[str, dict[str, int]]:
-        """Of each layer, the bytes of the gradients that leave micro-batch by micro-batch, by name of the EPS."""
+        """Bytes of the gradients that leave micro-batch by micro-batch, by layer and by the name that the EPS has for them."""
         found: dict[str, dict[str, int]] = {}
         for part in (part for turn in self.profile.turns for op in turn.ops for part in op.parts):
             found.setdefault(part.layer, {})[part.block] = part.block_bytes
@@ -78,7 +78,7 @@ class MeasuredStep:
 
     @cached_property
     def largest_gradient_bytes(self) -> float:
-        """Of the layer that trains most, in float32: the size of a gradient slot."""
+        """Bytes that are trained of the layer that trains most, in float32: a gradient slot has room for them."""
         return max(map(self.gradient_bytes, self.keys), default=0.0)
 
     @cached_property
@@ -88,8 +88,9 @@ class MeasuredStep:
 
     @cached_property
     def boundary_bytes(self) -> float:
-        """What one layer hands to the next, per micro-batch."""
+        """Bytes that one layer hands to the next, per micro-batch."""
         forward = [turn for stay in self.profile.stays if stay.has("forward") for turn in stay.turns]
+        # taken together, a turn stands for all micro-batches, and its stash is theirs
         count = len(forward) * self.micro_batches / self.profile.micro_batches or 1
         if self.profile.settings.get("stash") == "host":
             return sum(turn.stash_bytes for turn in forward) / count
@@ -98,7 +99,7 @@ class MeasuredStep:
 
     @cached_property
     def largest_image_bytes(self) -> int:
-        """The most that left or arrived at one turn."""
+        """The most bytes that left or arrived at one turn."""
         turns = [turn for stay in self.profile.stays for turn in stay.turns]
         return max((max(turn.stash_bytes, turn.fetch_bytes) for turn in turns), default=0)
 

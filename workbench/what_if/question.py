@@ -62,18 +62,18 @@ class Question:
 
     @staticmethod
     def of(step: Trace | Profile | MeasuredStep) -> Question:
-        """The settings with which a step was measured."""
+        """Ask for the settings with which a step was measured."""
         base = MeasuredStep.of(step)
         return Question(depth=base.depth, **_known(base.profile.settings))
 
     @staticmethod
     def next_of(now: Snapshot) -> Question:
-        """The settings of a session's next step."""
+        """Ask for the settings of a session's next step."""
         config = {name: getattr(now.config, name) for name in ("micro_batches", "ahead", "stash", "precision")}
         return Question(depth=max(1, len(now.layers)), **_known({**now.figures, **config}))
 
     def rows_of(self, base: MeasuredStep) -> float:
-        """Rows of a micro-batch, as a multiple of those of a measured step."""
+        """How many rows a micro-batch has, as a multiple of those of a measured step."""
         return base.micro_batches / self.micro_batches if self.same_batch else 1.0
 
 

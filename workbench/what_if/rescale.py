@@ -8,7 +8,7 @@ it is not: a measurement. `formulas` names what is by formula.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from l2l_core import Profile
@@ -19,6 +19,7 @@ from l2l_core.forecast import (
     Memory,
     Op,
     PartCost,
+    Repeated,
     StandIn,
     Stay,
     TurnCost,
@@ -34,7 +35,6 @@ from workbench.what_if.rescale_memory import Memories
 
 MOST_EVENTS = 2000  # of a simulation that answers at once; beyond, micro-batches and then layers are taken together
 MOST_LAYERS = 120  # that are simulated one by one then
-_NO_LAYER = StandIn("", "", 1)  # of what comes before the first one
 
 
 def rescale(base: MeasuredStep, question: Question) -> tuple[Profile, int]:
@@ -78,7 +78,7 @@ class _Scaled:
     """One scaled profile in the making."""
 
     def __init__(self, base: MeasuredStep, question: Question, stack: Sequence[StandIn], together: bool) -> None:
-        self._base, self._question, self._old, self._stack = base, question, base.profile, stack
+        self._question, self._old, self._stack = question, base.profile, stack
         self._rows = question.rows_of(base)
         self._count = question.micro_batches / base.micro_batches if together else 1.0  # that a turn stands for
         self._turns_each, self._together = (1, True) if together else (question.micro_batches, False)
@@ -87,13 +87,15 @@ class _Scaled:
 
     def profile(self) -> Profile:
         old, question = self._old, self._question
-        start = self._turns(START, old.start, _NO_LAYER, {}) if old.start else ()
+        # in order of time, since the memories add up
+        before = Repeated(START, Stay("", -1, old.start), StandIn("", "", 1), {})
+        start = self._stay(before).turns if old.start else ()
         now = {name: getattr(question, name) for name in ("micro_batches", "stash", "precision", "ahead")}
         return replace(
             old,
             layers=self._layers(),
             start=start,
-            stays=tuple(self._stays()),
+            stays=tuple(map(self._stay, repeat(old.stays, self._stack))),
             closing=tuple(job._replace(seconds=job.seconds * question.width**2) for job in old.closing),
             settings={**old.settings, **now},
             memory=self._memories.first,
@@ -113,44 +115,38 @@ class _Scaled:
             layer.update_s * factor,
         )
 
-    def _stays(self) -> Iterator[Stay]:
-        for index, stay, layer, visits in repeat(self._old.stays, self._stack):
-            yield Stay(
-                layer.key, next(iter(visits.values()), stay.visit), self._turns(index, stay.turns, layer, visits)
-            )
+    def _stay(self, new: Repeated) -> Stay:
+        turns = new.stay.turns
+        stands = in_turn(len(turns), self._turns_each)
+        made = tuple(self._turn(new, turns[stand], k) for k, stand in enumerate(stands))
+        return Stay(new.layer.key, next(iter(new.visits.values()), new.stay.visit), made)
 
-    def _turns(
-        self, index: int, turns: Sequence[TurnCost], layer: StandIn, visits: Mapping[str, int]
-    ) -> tuple[TurnCost, ...]:
-        stands = enumerate(in_turn(len(turns), self._turns_each))
-        return tuple(self._turn(index, turns[stand], k, layer, visits) for k, stand in stands)
-
-    def _turn(self, index: int, turn: TurnCost, k: int, layer: StandIn, visits: Mapping[str, int]) -> TurnCost:
+    def _turn(self, new: Repeated, turn: TurnCost, k: int) -> TurnCost:
         """The k-th turn of a stay, from the one that stands for it."""
-        many = layer.times * self._count
-        memory = self._memories.turn(index, turn, many)
-        fetched, parked = self._memories.moved(turn, is_start=index == START)
-        ops = [self._op(op, many, layer.key, visits, held) for op, held in zip(turn.ops, memory, strict=True)]
+        many = new.layer.times * self._count
+        memory = self._memories.turn(new.index, turn, many)
+        fetched, parked = self._memories.moved(turn, is_start=new.index == START)
+        ops = [self._op(op, many, new, held) for op, held in zip(turn.ops, memory, strict=True)]
         return TurnCost(
             turn.k if self._together else k,
-            tuple(self._spread(ops, layer.times) if self._together else ops),
+            tuple(self._spread(ops, new.layer.times) if self._together else ops),
             round(turn.batch_bytes * self._rows * self._count),
             round(fetched * many),
             round(parked * many),
         )
 
-    def _op(self, op: Op, many: float, key: str, visits: Mapping[str, int], memory: Memory) -> Op:
+    def _op(self, op: Op, many: float, new: Repeated, memory: Memory) -> Op:
         width = self._question.width
         is_layers = op.kind in ("forward", "backward")
         on_host = self._question.stash == "host"
         return Op(
             op.kind,
-            key if is_layers else op.layer,
-            visits.get(op.kind, op.visit),
+            new.layer.key if is_layers else op.layer,
+            new.visits.get(op.kind, op.visit),
             op.seconds * many * self._rows * (width**2 if is_layers else width),
             op.overhead_s * many,
             round(op.demand_bytes * many * self._memories.moves) if on_host else 0,
-            tuple(self._part(part, key, visits) for part in op.parts),
+            tuple(self._part(part, new) for part in op.parts),
             memory,
         )
 
@@ -164,16 +160,16 @@ class _Scaled:
         early = [op._replace(overhead_s=op.overhead_s / pieces) for op in ops]
         return [*early, Op("shell", SHELL, -1, 0.0, late_s)] if late_s else early
 
-    def _part(self, part: PartCost, key: str, visits: Mapping[str, int]) -> PartCost:
+    def _part(self, part: PartCost, new: Repeated) -> PartCost:
         """A gradient of the shell, or of weights that several layers share."""
         width = self._question.width
         return PartCost(
-            part.layer if part.layer == SHELL else key,
+            part.layer if part.layer == SHELL else new.layer.key,
             _floats(part.nbytes * self._count * width),
             part.block,
             _floats(part.block_bytes * width),
             part.reduce_s * self._count * width,
-            visits.get("backward", part.visit),
+            new.visits.get("backward", part.visit),
         )
 
 

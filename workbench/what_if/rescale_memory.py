@@ -97,6 +97,7 @@ class Memories:
             if self._on_host:
                 made[name] = held.get(name, 0) * grow
             elif self._now_on_host:
+                # images of the turns before have left: of what was there before, one micro-batch's share stays
                 made[name] = max(0.0, more.get(name, 0) + before.get(name, 0) / self._base.micro_batches) * grow
             else:
                 further = (many - 1) * max(0.0, added.get(name, 0))
