@@ -19,7 +19,7 @@ from _common import make_batch, make_gpt2, report, show, spread
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
 from workbench.panels.what_if_view import words_html
-from workbench.what_if import Base, Question, answer, draw_what_if, measured, row_of, what_if_table
+from workbench.what_if import MeasuredStep, Question, answer, draw_what_if, measured, row_of, what_if_table
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
 
-    base = Base.of(make_step(args.layers, args.width))
+    base = MeasuredStep.of(make_step(args.layers, args.width))
     asked, was = Question.of(base), measured(base)
     questions = {
         "nothing changed": asked,

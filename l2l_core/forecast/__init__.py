@@ -1,24 +1,34 @@
 """What a step costs, in numbers: recorded, stretched, replayed, put into words.
 
 May import `step`, `eps`, `devices`, `batches`, `trace`.
-Begin reading at `forecast.py`, `replay.py`.
+Begin reading at `costs.py` and `replay.py`, then at `from_costs.py`.
 """
 
 from l2l_core.forecast.costs import COPY_LANES as COPY_LANES
 from l2l_core.forecast.costs import SHELL as SHELL
-from l2l_core.forecast.costs import Layer as Layer
+from l2l_core.forecast.costs import START as START
+from l2l_core.forecast.costs import LayerCost as LayerCost
 from l2l_core.forecast.costs import Memory as Memory
 from l2l_core.forecast.costs import Op as Op
-from l2l_core.forecast.costs import Part as Part
+from l2l_core.forecast.costs import PartCost as PartCost
 from l2l_core.forecast.costs import Stay as Stay
-from l2l_core.forecast.costs import Turn as Turn
+from l2l_core.forecast.costs import TurnCost as TurnCost
+from l2l_core.forecast.figures import StepFigures as StepFigures
 from l2l_core.forecast.forecast import Forecast as Forecast
 from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast.formula import Machine as Machine
 from l2l_core.forecast.formula import Shapes as Shapes
 from l2l_core.forecast.from_config import forecast_config as forecast_config
-from l2l_core.forecast.from_costs import LastStep as LastStep
-from l2l_core.forecast.from_costs import forecast_step as forecast_step
+from l2l_core.forecast.from_relay import LastStep as LastStep
+from l2l_core.forecast.from_relay import forecast_step as forecast_step
+from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
+from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
 from l2l_core.forecast.replay import simulate as simulate
+from l2l_core.forecast.stands import StandIn as StandIn
+from l2l_core.forecast.stands import in_chunks as in_chunks
+from l2l_core.forecast.stands import in_turn as in_turn
+from l2l_core.forecast.stands import stack_of as stack_of
+from l2l_core.forecast.stretch import Repeated as Repeated
+from l2l_core.forecast.stretch import repeat as repeat

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 SHELL = "shell"
 COPY_LANES = ("h2d", "d2h")
+START = -1  # in place of a stay's index: what comes before the first layer
 
 Memory = tuple[tuple[str, Mapping[str, int]], ...]  # samples that follow a piece of work: place, bytes by category
 
 
-class Part(NamedTuple):
+class PartCost(NamedTuple):
     """A gradient of one micro-batch that leaves by itself and is reduced by itself."""
 
     layer: str
@@ -35,11 +36,11 @@ class Op(NamedTuple):
     seconds: float
     overhead_s: float = 0.0  # before it: neither work nor waiting, the host's own time
     demand_bytes: int = 0  # stash that is fetched only when the event asks for it
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PartCost, ...] = ()
     memory: Memory = ()
 
 
-class Turn(NamedTuple):
+class TurnCost(NamedTuple):
     """One micro-batch's part of a stay: what it does before it gives way."""
 
     k: int
@@ -54,15 +55,19 @@ class Stay(NamedTuple):
 
     layer: str
     visit: int
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnCost, ...]
+
+    def has(self, kind: str) -> bool:
+        """Whether there are events of a kind in it."""
+        return any(op.kind == kind for turn in self.turns for op in turn.ops)
 
     @property
     def is_backward(self) -> bool:
         """Whether gradients of the layer come out of it."""
-        return any(op.kind == "backward" for turn in self.turns for op in turn.ops)
+        return self.has("backward")
 
 
-class Layer(NamedTuple):
+class LayerCost(NamedTuple):
     """What it takes to move and to update a layer, or the shell."""
 
     load_bytes: int

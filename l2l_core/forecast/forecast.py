@@ -9,50 +9,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from l2l_core.config import RelayConfig
-from l2l_core.trace import Bound, StepResult, Trace, format_bytes
+from l2l_core.forecast.figures import StepFigures
+from l2l_core.trace import StepResult, format_bytes
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """A step that has not run.
+@dataclass(frozen=True, kw_only=True)
+class Forecast(StepFigures):
+    """A step that has not run; `trace` is simulated.
 
     Attributes:
-        device_bytes, host_bytes: at the peak, by category.
         seconds: of a step; the first one of a shape takes longer, because it is metered.
-        bound: what binds the phase that loses most.
-        trace: the simulated step.
         hiding_micro_batches: the smallest number of micro-batches of this size under which the link is hidden in forward
             and backward; None if no number does.
         largest_depth: most layers like the middle one that fit; 0 if not even one does, None without a limit.
         config: of the step.
-        basis: where the costs come from, in words.
         memory_bytes: budget of the device, None without one.
         host_limit_bytes: budget of the host, None without one.
         advice: what would fit where this does not, as far as that was looked for.
     """
 
-    device_bytes: Mapping[str, int]
-    host_bytes: Mapping[str, int]
     seconds: float
-    bound: Bound
-    trace: Trace
     hiding_micro_batches: int | None
     largest_depth: int | None
     config: RelayConfig
-    basis: str
     memory_bytes: int | None = None
     host_limit_bytes: int | None = None
     advice: str = ""
-
-    @property
-    def peak_device_bytes(self) -> int:
-        """All categories together."""
-        return sum(self.device_bytes.values())
-
-    @property
-    def peak_host_bytes(self) -> int:
-        """All categories together."""
-        return sum(self.host_bytes.values())
 
     @property
     def fits(self) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Layer, Op, Stay, Turn
-from l2l_core.rules import weight_itemsize
+from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, LayerCost, Op, Stay, TurnCost
+from l2l_core.rules import gradient_slots, weight_itemsize, weight_slots
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,13 @@ class Shapes:
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be positive")
 
 
+def cost_of_moving(machine: Machine, precision: str, loaded: int, pushed: int, updated: int) -> LayerCost:
+    """The cost of a layer, or of the shell, from numbers of elements: in the slot, in its gradient, and trained ones."""
+    gradient_bytes = 4 * pushed
+    update_s = updated / machine.update_params_per_s
+    return LayerCost(weight_itemsize(precision) * loaded, gradient_bytes, gradient_bytes, update_s=update_s)
+
+
 def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
     """The fields of a `Profile`.
 
@@ -110,15 +117,15 @@ def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
     keys = [f"L{index:03d}" for index in range(depth)]
     per_param_s = 2 * shapes.tokens / machine.flops_per_s
 
-    def layer(params: int, trained: int) -> Layer:
-        return Layer(width * params, 4 * trained, 4 * trained, update_s=trained / machine.update_params_per_s)
+    def layer(params: int, trained: int) -> LayerCost:
+        return cost_of_moving(machine, shapes.precision, params, trained, trained)
 
     def backward_s(params: int, trained: int) -> float:
         return (params + trained) * per_param_s
 
-    def turns(ops: Sequence[Op], fetched: int, parked: int) -> tuple[Turn, ...]:
+    def turns(ops: Sequence[Op], fetched: int, parked: int) -> tuple[TurnCost, ...]:
         moved = (0, fetched * boundary_bytes, parked * boundary_bytes) if on_host else (0, 0, 0)
-        return tuple(Turn(k, tuple(ops), *moved) for k in range(micro_batches))
+        return tuple(TurnCost(k, tuple(ops), *moved) for k in range(micro_batches))
 
     forward = [
         Stay(key, visit, turns([Op("forward", key, visit, params * per_param_s)], 1, 1))
@@ -138,9 +145,9 @@ def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
             (2 * depth - 1 - i, layer_params[i] * per_param_s + backward_s(layer_params[i], layer_trained[i]))
         ]
     ]
-    slots = {
-        "weights": width * (shell_params + 2 * max(layer_params)),
-        "gradients": 4 * (shell_trained + 2 * max(layer_trained)),
+    slots = {  # as with one layer ahead
+        "weights": width * (shell_params + weight_slots(1) * max(layer_params)),
+        "gradients": 4 * (shell_trained + gradient_slots(1) * max(layer_trained)),
     }
     held = (4 if on_host else depth * micro_batches) * boundary_bytes
     peak = {**slots, "stash": held, "activations": shapes.activation_bytes}

@@ -26,8 +26,7 @@ def gradient_buffer_bytes(profile: Profile, trace: Trace) -> int:
 
 def _apart_bytes(profile: Profile, trace: Trace) -> int:
     """One buffer for every block and micro-batch, and those that are under way to be added to it."""
-    turns = [*profile.start, *(turn for stay in profile.stays for turn in stay.turns)]
-    parts = [(part.block, turn.k, part.block_bytes) for turn in turns for op in turn.ops for part in op.parts]
+    parts = [(part.block, turn.k, part.block_bytes) for turn in profile.turns for op in turn.ops for part in op.parts]
     kept = sum(nbytes for *_, nbytes in set(parts))
     pushes = [event for event in trace.lanes["d2h"] if event.kind == "push" and event.k >= 0]
     reduces = [event for event in trace.lanes["eps"] if event.kind == "reduce" and event.k >= 0]

@@ -8,9 +8,11 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import COPY_LANES
+from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.replay import MOST_EVENTS, simulate
-from l2l_core.forecast.stretch import MemoryWalk, stretch, with_memory
+from l2l_core.forecast.stands import from_the_middle, pattern
+from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.trace import OVERLAPPING, Trace, Work, micro_batches_to_hide
 
 _DEEPEST = 1 << 20  # layers; what fits so many has no limit worth a number
@@ -45,8 +47,8 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
     keys = list(budgets.layer_bytes)
     if budgets.device_bytes is None and budgets.host_bytes is None:
         return None
-    # what is nearest to the middle goes first; the last layer stays, it is where forward turns
-    spare = sorted(keys[:-1], key=lambda key: abs(keys.index(key) - (len(keys) - 1) // 2)) or keys
+    # of two middles the first: deeper stacks repeat it, and the last layer is where forward turns
+    spare = from_the_middle(keys, (len(keys) - 1) // 2, keys[-1]) or keys
 
     def fits(depth: int) -> bool:
         more = depth - len(keys)
@@ -93,15 +95,6 @@ def hiding_micro_batches(profile: Profile, config: RelayConfig, figures: Mapping
         middle = (low + high) // 2
         low, high = (low, middle) if hidden(middle) else (middle, high)
     return high
-
-
-def pattern(known: int, count: int) -> list[int]:
-    """Which of `known` micro-batches stands for each of `count` of their size."""
-    usual = max(0, min(2, known - 2)) if known > 1 else 0
-    head = list(range(usual))
-    last = [known - 1] if count > 1 else []
-    middle = [usual] * max(0, count - len(head) - len(last))
-    return (head + middle + last)[:count] if count >= len(head) + len(last) else (head[: count - len(last)] + last)
 
 
 def _by_arithmetic(trace: Trace, micro_batches: int) -> int | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from l2l_core.forecast.costs import CopySpeed, Job, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.forecast.costs import START, CopySpeed, Job, LayerCost, Memory, Op, PartCost, Stay, TurnCost
 from l2l_core.forecast.formula import Machine, Shapes, costs_of_shapes
 from l2l_core.forecast.recording import Recording
 from l2l_core.trace import Trace
@@ -33,8 +33,8 @@ class Profile:
         memory: samples before the first event.
     """
 
-    layers: Mapping[str, Layer]
-    start: tuple[Turn, ...]
+    layers: Mapping[str, LayerCost]
+    start: tuple[TurnCost, ...]
     stays: tuple[Stay, ...]
     closing: tuple[Job, ...]
     copies: Mapping[str, CopySpeed]
@@ -62,25 +62,36 @@ class Profile:
         """Micro-batches of the step."""
         return max(len(self.start), 1)
 
+    @property
+    def turns(self) -> list[TurnCost]:
+        """All turns in order of time, those before the first layer among them."""
+        return [turn for _, turns in self.by_stay() for turn in turns]
+
+    def by_stay(self) -> Iterator[tuple[int, tuple[TurnCost, ...]]]:
+        """The turns of every stay with its index, in order of time; those before the first layer with `START`."""
+        yield START, self.start
+        yield from enumerate(stay.turns for stay in self.stays)
+
+    def with_turns(self, change: Callable[[int, tuple[TurnCost, ...]], Iterable[TurnCost]], **others: Any) -> Profile:
+        """The profile with what `change` makes of every item of `by_stay`, in that order, and with other fields."""
+        # in order and once each, since a change may carry what fills the memories from turn to turn
+        start, *rest = [tuple(change(index, turns)) for index, turns in self.by_stay()]
+        stays = tuple(stay._replace(turns=turns) for stay, turns in zip(self.stays, rest, strict=True))
+        return replace(self, start=start, stays=stays, **others)
+
     def with_micro_batches(self, count: int) -> Profile:
         """The same step with `count` micro-batches of the same size: the recorded ones, over and over."""
         if count == self.micro_batches:
             return self
-        return replace(
-            self,
-            start=_cycled(self.start, count),
-            stays=tuple(stay._replace(turns=_cycled(stay.turns, count)) for stay in self.stays),
+        return self.with_turns(
+            lambda _, turns: [turns[k % len(turns)]._replace(k=k) for k in range(count)] if turns else (),
             settings={**self.settings, "micro_batches": count},
         )
 
     def aggregated(self) -> Profile:
         """The micro-batches of every stay taken together, as if they were one: far fewer events, the same sums."""
-        return replace(
-            self,
-            start=(_together(self.start),),
-            stays=tuple(stay._replace(turns=(_together(stay.turns),)) for stay in self.stays),
-            closing=tuple(job for job in self.closing if job.k < 0),
-        )
+        closing = tuple(job for job in self.closing if job.k < 0)
+        return self.with_turns(lambda _, turns: (_together(turns),), closing=closing)
 
     def save(self, path: str | Path) -> Path:
         """Write the profile as JSON; returns the path."""
@@ -110,13 +121,13 @@ class Profile:
 def _restored(row: dict[str, Any]) -> Profile:
     def op(values: Sequence[Any]) -> Op:
         *plain, parts, memory = values
-        return Op(*plain, tuple(Part(*part) for part in parts), tuple((place, held) for place, held in memory))
+        return Op(*plain, tuple(PartCost(*part) for part in parts), tuple((place, held) for place, held in memory))
 
-    def turns(rows: Iterable[Sequence[Any]]) -> tuple[Turn, ...]:
-        return tuple(Turn(k, tuple(map(op, ops)), *rest) for k, ops, *rest in rows)
+    def turns(rows: Iterable[Sequence[Any]]) -> tuple[TurnCost, ...]:
+        return tuple(TurnCost(k, tuple(map(op, ops)), *rest) for k, ops, *rest in rows)
 
     return Profile(
-        layers={key: Layer(*values) for key, values in row.pop("layers").items()},
+        layers={key: LayerCost(*values) for key, values in row.pop("layers").items()},
         start=turns(row.pop("start")),
         stays=tuple(Stay(layer, visit, turns(rows)) for layer, visit, rows in row.pop("stays")),
         closing=tuple(Job(*values) for values in row.pop("closing")),
@@ -126,11 +137,7 @@ def _restored(row: dict[str, Any]) -> Profile:
     )
 
 
-def _cycled(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:
-    return tuple(turns[k % len(turns)]._replace(k=k) for k in range(count)) if turns else ()
-
-
-def _together(turns: Sequence[Turn]) -> Turn:
+def _together(turns: Sequence[TurnCost]) -> TurnCost:
     """One turn that does the work of all; operations of a kind become one."""
     sums: dict[tuple[str, str, int], Op] = {}
     for op in (op for turn in turns for op in turn.ops):
@@ -146,12 +153,12 @@ def _together(turns: Sequence[Turn]) -> Turn:
             memory=op.memory,
         )
     totals = (sum(turn[field] for turn in turns) for field in range(2, 5))
-    return Turn(-1, tuple(sums.values()), *totals)
+    return TurnCost(-1, tuple(sums.values()), *totals)
 
 
-def _parts_together(parts: Iterable[Part]) -> tuple[Part, ...]:
+def _parts_together(parts: Iterable[PartCost]) -> tuple[PartCost, ...]:
     """The gradients of several micro-batches of a block as one."""
-    sums: dict[tuple[str, str, int], Part] = {}
+    sums: dict[tuple[str, str, int], PartCost] = {}
     for part in parts:
         known = sums.setdefault((part.layer, part.block, part.visit), part._replace(nbytes=0, reduce_s=0.0))
         added = known._replace(nbytes=known.nbytes + part.nbytes, reduce_s=known.reduce_s + part.reduce_s)

@@ -9,7 +9,7 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
-from l2l_core.forecast.costs import COPY_LANES, CopySpeed, Job, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.forecast.costs import COPY_LANES, CopySpeed, Job, LayerCost, Memory, Op, PartCost, Stay, TurnCost
 from l2l_core.trace import Event, Trace, visits_of
 
 
@@ -34,7 +34,7 @@ class Recording:
             self._indices[event.k].append(index)
         self._pushed = _moved(self._lanes["d2h"], "push")
         self._demand: dict[int, int] = defaultdict(int)  # by index of compute event
-        self._parts: dict[tuple[int, int], list[Part]] = defaultdict(list)  # by visit and micro-batch
+        self._parts: dict[tuple[int, int], list[PartCost]] = defaultdict(list)  # by visit and micro-batch
         self._moved: dict[str, dict[tuple[int, int], int]] = {
             kind: defaultdict(int) for kind in ("batch", "fetch", "stash")
         }
@@ -79,7 +79,7 @@ class Recording:
         reduced = [event for event in eps if event.kind == "reduce" and event.k >= 0]
         for push, reduce in zip(apart, reduced, strict=False):
             seconds = reduce.stop_s - reduce.start_s
-            part = Part(push.layer, push.nbytes, reduce.layer, reduce.nbytes, seconds, push.visit)
+            part = PartCost(push.layer, push.nbytes, reduce.layer, reduce.nbytes, seconds, push.visit)
             self._parts[push.visit, push.k].append(part)
         rest = [e for e in eps if not (e.kind == "reduce" and e.k >= 0) and not self._follows_push(e)]
         return [Job(e.kind, e.layer, e.k, e.stop_s - e.start_s, e.nbytes) for e in rest]
@@ -89,9 +89,9 @@ class Recording:
         kinds = ("reduce",) if self._settings.get("update") == "deferred" else ("reduce", "update")
         return event.kind in kinds and event.k < 0 and event.layer in self._pushed
 
-    def _layers(self) -> dict[str, Layer]:
+    def _layers(self) -> dict[str, LayerCost]:
         loads = _moved(self._lanes["h2d"], "load")
-        layers = {key: Layer(nbytes, self._pushed.get(key, 0)) for key, nbytes in loads.items()}
+        layers = {key: LayerCost(nbytes, self._pushed.get(key, 0)) for key, nbytes in loads.items()}
         for event in filter(self._follows_push, self._lanes["eps"]):
             seconds = {f"{event.kind}_s": event.stop_s - event.start_s}
             layers[event.layer] = layers[event.layer]._replace(block_bytes=event.nbytes, **seconds)
@@ -113,13 +113,13 @@ class Recording:
         moved = any((event.visit, event.k) in self._moved[kind] for kind in ("fetch", "stash"))
         return bool(forward) and (forward[-1].k != event.k or moved)
 
-    def _turns(self, visit: int, group: Sequence[tuple[Event, Op]]) -> tuple[Turn, ...]:
+    def _turns(self, visit: int, group: Sequence[tuple[Event, Op]]) -> tuple[TurnCost, ...]:
         by_k: dict[int, list[Op]] = defaultdict(list)
         for event, op in group:
             by_k[event.k].append(op)
         moved = [self._moved[kind] for kind in ("batch", "fetch", "stash")]
         return tuple(
-            Turn(k, tuple(self._with_parts(visit, k, ops)), *(bytes_of.get((visit, k), 0) for bytes_of in moved))
+            TurnCost(k, tuple(self._with_parts(visit, k, ops)), *(bytes_of.get((visit, k), 0) for bytes_of in moved))
             for k, ops in by_k.items()
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
@@ -46,6 +46,15 @@ class Rehearsed:
     seconds: float
 
 
+class _Pass(NamedTuple):
+    """One step without effect."""
+
+    trace: Trace
+    seconds: float  # with what comes before its first event and after its last one
+    learned: Metered
+    way: list[Unit]  # through the layers
+
+
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """A relay's parts, as a rehearsal needs them.
@@ -69,18 +78,18 @@ class Rehearsal:
         config = replace(config, micro_batches=len(micro_batches), seed=0)
         with self._parts_apart() as parts, self._dry_store(parts) as dry:
             passing = partial(self._pass, parts, dry, micro_batches, config)
-            learned, way = passing(None, self.predicted)[2:]
-            if way != list(self.predicted):  # layers that are visited twice, say: then prefetch learns, and so do we
-                learned, way = passing(None, way)[2:]
-                self.learn(way)
-            replayed = None if config.meter == "always" else learned
-            timed: list[tuple[Trace, float]] = []
-            while not timed or (len(timed) < MOST_PASSES and sum(s for _, s in timed) < ENOUGH_S):
-                timed.append(passing(replayed, way)[:2])
-        trace, seconds = sorted(timed, key=lambda one: one[0].span_s)[len(timed) // 2]
+            metered = passing(None, self.predicted)
+            if metered.way != list(self.predicted):  # some are visited twice, say: prefetch learns, and so do we
+                metered = passing(None, metered.way)
+                self.learn(metered.way)
+            replayed = None if config.meter == "always" else metered.learned
+            timed: list[_Pass] = []
+            while not timed or (len(timed) < MOST_PASSES and sum(one.seconds for one in timed) < ENOUGH_S):
+                timed.append(passing(replayed, metered.way))
+        usual = sorted(timed, key=lambda one: one.trace.span_s)[len(timed) // 2]
         return Rehearsed(
-            profile=Profile.of(trace),
-            around_s=max(0.0, seconds - trace.span_s),
+            profile=Profile.of(usual.trace),
+            around_s=max(0.0, usual.seconds - usual.trace.span_s),
             state_bytes=sum(map(dry.update.state_bytes_of, _blocks_of(parts))),
             passes=len(timed),
             seconds=time.perf_counter() - began_s,
@@ -130,8 +139,8 @@ class Rehearsal:
         config: RelayConfig,
         replay: Metered | None,
         predicted: Sequence[Unit],
-    ) -> tuple[Trace, float, Metered, list[Unit]]:
-        """One step without effect: its trace, its seconds, what it learned, and the way it went."""
+    ) -> _Pass:
+        """Make one step without effect."""
         began_s = time.perf_counter()
         trace = parts.new_trace(config)
         seeds = [config.micro_batch_seed(0, k) for k in range(len(micro_batches))]
@@ -142,7 +151,7 @@ class Rehearsal:
             seconds = time.perf_counter() - began_s
         finally:
             put_buffers_back()
-        return trace, seconds, ran.metered, ran.way
+        return _Pass(trace, seconds, ran.metered, ran.way)
 
 
 def _blocks_of(parts: Parts) -> list[Block]:
@@ -152,26 +161,3 @@ def _blocks_of(parts: Parts) -> list[Block]:
 def _unlimited(device: Device) -> Device:
     """The same kind of device without a budget and with the fastest link; a real one is what it is."""
     return EmulatedDevice() if isinstance(device, EmulatedDevice) else device
-
-
-def representatives(forms: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Which micro-batches of a step to rehearse, and which of those stands for each.
-
-    Micro-batches of one form in a row are alike but for the first two, that find the pipeline filling, and the very last.
-
-    Args:
-        forms: shapes of every micro-batch.
-
-    Returns:
-        Indices into `forms`; and for each micro-batch the position in them.
-    """
-    chosen: list[int] = []
-    stands: list[int] = []
-    start = 0
-    for k, form in enumerate(forms):
-        if form != forms[start]:
-            start = k
-        if k - start < 3 or k == len(forms) - 1:
-            chosen.append(k)
-        stands.append(len(chosen) - 1)
-    return chosen, stands

@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device
-from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, Turn
+from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, TurnCost
 from l2l_core.forecast.profile import Profile
-from l2l_core.rules import MAX_UNDER_WAY, cuts, pieces_of_copy, weight_itemsize, weight_slots
+from l2l_core.forecast.virtual_lane import VirtualLane
+from l2l_core.rules import MAX_UNDER_WAY, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.trace import Event, MemorySample, Trace
 
 MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
@@ -69,54 +69,8 @@ def _count_events(profile: Profile) -> int:
 
 def _trained(profile: Profile) -> set[str]:
     """Layers that gradients come from."""
-    turns = [*profile.start, *(turn for stay in profile.stays for turn in stay.turns)]
-    apart = {part.layer for turn in turns for op in turn.ops for part in op.parts}
+    apart = {part.layer for turn in profile.turns for op in turn.ops for part in op.parts}
     return apart | {key for key, layer in profile.layers.items() if layer.push_bytes}
-
-
-class _Lane:
-    """A copy lane: what is issued starts when the lane is free. `Lane` of `l2l_core/step/traffic/lanes.py`, in numbers."""
-
-    def __init__(
-        self, name: str, speed: CopySpeed, figures: Mapping[str, Any], pieces: int, events: list[Event]
-    ) -> None:
-        bytes_per_s = figures.get(f"{name}_bytes_per_s") or speed.bytes_per_s
-        self._fixed_s = max(speed.fixed_s, figures.get("latency_s") or 0.0)
-        self._s_per_byte = 1 / bytes_per_s
-        self._name, self._pieces, self._add = name, pieces, events.append
-        self._free_s = 0.0
-        self._waiting: deque[int] = deque()  # pieces of the copy that trickles
-        self._what = "", ""  # its kind and layer
-        self._then: Callable[[float], None] = lambda done_s: None
-
-    def send(self, t: float, kind: str, layer: str, nbytes: int, k: int = -1, visit: int = -1) -> float:
-        """Issue a copy at `t`; returns when it is done."""
-        start_s = self._free_s if self._free_s > t else t
-        self._free_s = stop_s = start_s + self._fixed_s + nbytes * self._s_per_byte
-        self._add(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit))
-        return stop_s
-
-    def trickle(
-        self, t: float, kind: str, layer: str, nbytes: int, itemsize: int, then: Callable[[float], None]
-    ) -> None:
-        """Issue the first piece of a copy, the others turn by turn; `then` hears when the last one is done."""
-        self.flush(t)
-        edges = cuts(nbytes // itemsize, itemsize, self._pieces)
-        self._waiting.extend(itemsize * (stop - start) for start, stop in pairwise(edges))
-        self._what, self._then = (kind, layer), then
-        self.turn(t)
-
-    def turn(self, t: float) -> None:
-        """Let one piece follow."""
-        if self._waiting:
-            done_s = self.send(t, *self._what, self._waiting.popleft())
-            if not self._waiting:
-                self._then(done_s)
-
-    def flush(self, t: float) -> None:
-        """Send what still waits."""
-        while self._waiting:
-            self.turn(t)
 
 
 @dataclass(slots=True)
@@ -139,7 +93,8 @@ class _Replay:
         self._samples: list[MemorySample] = []
         pieces = pieces_of_copy(profile.micro_batches, config.ahead, config.stash)
         self._h2d, self._d2h = (
-            _Lane(name, profile.copies.get(name, CopySpeed()), figures, pieces, self._events) for name in COPY_LANES
+            VirtualLane(name, profile.copies.get(name, CopySpeed()), figures, pieces, self._events)
+            for name in COPY_LANES
         )
         self._t = 0.0  # how far compute, and with it the host's main thread, has come
         self._stalled_s = 0.0  # of it, spent waiting since the last compute event
@@ -215,7 +170,7 @@ class _Replay:
         at = bisect_left(visits, index)
         return visits[at] if at < len(visits) else math.inf
 
-    def _relay(self, stay: Stay, turn: Turn, following: tuple[Stay, Turn] | None) -> None:
+    def _relay(self, stay: Stay, turn: TurnCost, following: tuple[Stay, TurnCost] | None) -> None:
         """The stash of a turn is there, and that of the following one begins to arrive."""
         if not self._on_host:
             return
@@ -228,11 +183,11 @@ class _Replay:
             self._fetch(stay, turn)
             self._wait(self._arrives_s)
 
-    def _fetch(self, stay: Stay, turn: Turn) -> None:
+    def _fetch(self, stay: Stay, turn: TurnCost) -> None:
         if turn.fetch_bytes:
             self._arrives_s = self._h2d.send(self._t, "fetch", stay.layer, turn.fetch_bytes, turn.k, stay.visit)
 
-    def _work(self, turn: Turn) -> None:
+    def _work(self, turn: TurnCost) -> None:
         """The compute events of a turn."""
         add, k = self._events.append, turn.k
         for kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory in turn.ops:
@@ -249,7 +204,7 @@ class _Replay:
             if memory:
                 self._remember(memory)
 
-    def _park(self, turn: Turn, visit: int) -> None:
+    def _park(self, turn: TurnCost, visit: int) -> None:
         """The stash of a turn begins to leave, when that of the turn before has left."""
         if not self._on_host:
             return

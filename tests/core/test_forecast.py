@@ -49,9 +49,10 @@ from l2l_core import (
 )
 from l2l_core.forecast import rehearsal
 from l2l_core.forecast.families import shapes_of_config
-from l2l_core.forecast.limits import hiding_micro_batches, pattern
-from l2l_core.forecast.rehearsal import representatives
-from l2l_core.forecast.stretch import MemoryWalk, stretch
+from l2l_core.forecast.limits import hiding_micro_batches
+from l2l_core.forecast.memory_walk import MemoryWalk
+from l2l_core.forecast.stands import pattern, representatives
+from l2l_core.forecast.stretch import stretch
 from l2l_core.rules import MAX_UNDER_WAY
 
 MACHINE = Machine(flops_per_s=1e9, update_params_per_s=1e6, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)

@@ -18,13 +18,14 @@ from test_memory import gpt2, padded_batch
 from l2l_core import Drop, EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
 from l2l_core.trace.bounds import Bound
 from workbench.session.session import Session
-from workbench.what_if.base import Base
 from workbench.what_if.differences import changed_settings, differences, forecast_error, what_if_table
 from workbench.what_if.guess import Guess, guess
 from workbench.what_if.known_steps import KnownSteps
+from workbench.what_if.measured_step import MeasuredStep
 from workbench.what_if.picture import draw_what_if, row_of
+from workbench.what_if.question import Question
 from workbench.what_if.rescale import MOST_EVENTS
-from workbench.what_if.what_if import Answer, Question, answer, measured
+from workbench.what_if.what_if import Answer, answer, measured
 
 MACHINE = Machine(1e10, 1e9, 1e9, 1e9)
 
@@ -40,7 +41,7 @@ def ran(rows: int = 12, **settings: Any) -> Trace:
 
 
 def asked(trace: Trace, **settings: Any) -> Answer:
-    base = Base.of(trace)
+    base = MeasuredStep.of(trace)
     return answer(base, replace(Question.of(base), **settings))
 
 
@@ -175,7 +176,9 @@ def test_a_measured_step_of_a_thousand_layers_needs_as_much_memory_with_the_stas
     assert deep.per_layer > 1 and any("layers" in words for words in deep.by_formula)
     on_device = asked(ran(), depth=1000)
     grown = (on_device.device_bytes["stash"] - asked(ran(), depth=500).device_bytes["stash"]) / 500
-    assert grown == pytest.approx(Base.of(ran()).boundary_bytes * 4, rel=0.3), "one input per layer and micro-batch"
+    assert grown == pytest.approx(MeasuredStep.of(ran()).boundary_bytes * 4, rel=0.3), (
+        "one input per layer and micro-batch"
+    )
 
 
 # -- what must hold --------------------------------------------------------------------------------------------------
@@ -193,7 +196,7 @@ def test_a_faster_link_is_never_slower_and_moves_the_same(stash: str) -> None:
 def test_more_layers_ahead_need_one_more_slot_each() -> None:
     held = [asked(ran(), ahead=n).device_bytes["weights"] for n in range(5)]
     steps = {b - a for a, b in zip(held, held[1:], strict=False)}
-    assert steps == {int(Base.of(ran()).largest_bytes)}
+    assert steps == {int(MeasuredStep.of(ran()).largest_bytes)}
 
 
 def test_a_link_without_limit_where_one_was_measured_takes_no_time() -> None:
@@ -359,7 +362,7 @@ def ran_partly_frozen(rows: int = 12, **settings: Any) -> Trace:
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("settings", [{"ahead": 3}, {"ahead": 0}, {"precision": "bf16"}], ids=str)
 def test_gradients_of_adapters_are_known_under_other_settings(stash: str, settings: dict[str, Any]) -> None:
-    found = answer(base := Base.of(ran_partly_frozen(stash=stash)), replace(Question.of(base), **settings))
+    found = answer(base := MeasuredStep.of(ran_partly_frozen(stash=stash)), replace(Question.of(base), **settings))
     truth = measured(ran_partly_frozen(stash=stash, **settings))
     assert found.device_bytes["gradients"] == truth.device_bytes["gradients"] < truth.device_bytes["weights"] / 3
     pushes = [sum(e.nbytes for e in a.trace.lanes["d2h"] if e.kind == "push") for a in (found, truth)]

@@ -19,7 +19,7 @@ from workbench.panels.style import STYLE
 from workbench.panels.what_if_view import View, box
 from workbench.pictures import Picture, Table, bundle_of
 from workbench.session import Snapshot
-from workbench.what_if import Answer, Base, Guess, KnownSteps, Question, answer, forecast_error, guess, measured
+from workbench.what_if import Answer, Guess, KnownSteps, MeasuredStep, Question, answer, forecast_error, guess, measured
 
 PACE_S = 1.0  # between two answers that nobody asked for, while steps come fast
 SHARE = 0.1  # of the time, for those
@@ -37,7 +37,7 @@ class WhatIf:
     """
 
     def __init__(self, step: Trace | Profile, **settings: Any) -> None:
-        self._base = Base.of(step)
+        self._base = MeasuredStep.of(step)
         self._was = measured(self._base) if self._base.trace is not None else None
         self._view = View(Question.of(self._base), self._ask)
         self._view.controls.put(**settings)
@@ -82,7 +82,7 @@ class WhatIfPanel(Panel):
             layout={"width": "auto"},
         )
         self._rehearse.on_click(lambda _: self._press_rehearse())
-        self._rehearsed: Base | None = None
+        self._rehearsed: MeasuredStep | None = None
         self._view: View | None = None  # made when it is first wanted
         self._place = ipywidgets.VBox()
         self._forecasts = Latest("what-if")
@@ -181,7 +181,7 @@ class WhatIfPanel(Panel):
         """The rehearsal is over: what is asked now rests on it. On the session's thread."""
         self._rehearse.disabled = False
         try:
-            self._rehearsed = Base(Profile.of(future.result().trace), name="a rehearsal")
+            self._rehearsed = MeasuredStep(Profile.of(future.result().trace), name="a rehearsal")
         except Exception as error:
             self._refuse(error)
             return

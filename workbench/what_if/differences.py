@@ -8,7 +8,8 @@ from typing import Any
 
 from l2l_core.trace import CATEGORIES, LANES, format_bytes
 from workbench.pictures import LANE_NAMES, Table, format_seconds
-from workbench.what_if.what_if import Answer, Question
+from workbench.what_if.question import Question
+from workbench.what_if.what_if import Answer
 
 _ALIKE = 0.02  # relative; what differs by less is called the same
 _HIDDEN = 0.02  # of the step; a lane that exposes less is hidden

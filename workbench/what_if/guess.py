@@ -9,10 +9,12 @@ import math
 from dataclasses import dataclass, field, replace
 
 from l2l_core import Machine, Profile, Shapes
+from l2l_core.rules import weight_itemsize
 from workbench.session import Snapshot
-from workbench.what_if.base import Base
+from workbench.what_if.measured_step import MeasuredStep
+from workbench.what_if.question import Question
 from workbench.what_if.rescale import rescale
-from workbench.what_if.what_if import Answer, Question, simulated, target_of
+from workbench.what_if.what_if import Answer, simulated
 
 _TOKENS = 512  # of a micro-batch that nobody has seen
 _GUESS = Machine(2e10, 2e8, 1e10, 1e10, "a core of about 20 GFLOP/s, and memory of 10 GB/s")
@@ -78,14 +80,15 @@ def guess(known: Guess, question: Question) -> Answer:
         layer_trained=[math.ceil(share * layer) for share in known.shares(depth)],
         shell_trained=round((shell if trained is None else trained) * question.width),
         tokens=tokens,
-        boundary_bytes=max(1, round((4 if question.precision == "fp32" else 2) * tokens * width)),
+        boundary_bytes=max(1, round(weight_itemsize(question.precision) * tokens * width)),
         micro_batches=question.micro_batches,
         stash=question.stash,
         precision=question.precision,
     )
-    base = Base(Profile.of_shapes(shapes, known.machine))
-    profile, per_layer = rescale(base, replace(target_of(base, replace(question, width=1.0)), rows=1.0))
+    base = MeasuredStep(Profile.of_shapes(shapes, known.machine))
+    # width and rows are in the shapes already
+    profile, per_layer = rescale(base, replace(question, width=1.0, same_batch=False))
     trace = simulated(profile, question, {})
     assumed = f"{known.tokens:,} tokens per micro-batch on {known.machine.name}"
     basis = f"a guess by formula, no step measured yet: {assumed} are assumed"
-    return Answer(question, trace, basis, guessed=True, per_layer=per_layer)
+    return Answer(question=question, trace=trace, basis=basis, guessed=True, per_layer=per_layer)

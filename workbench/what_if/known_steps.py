@@ -7,8 +7,9 @@ import threading
 from l2l_core import Trace
 from workbench.readings import batch_bytes
 from workbench.session import Snapshot
-from workbench.what_if.base import Base
-from workbench.what_if.what_if import Answer, Question, measured
+from workbench.what_if.measured_step import MeasuredStep
+from workbench.what_if.question import Question
+from workbench.what_if.what_if import Answer, measured
 
 _MOST = 6  # steps that are kept
 _KIND = ("stash", "precision", "micro_batches", "ahead")
@@ -23,7 +24,7 @@ class KnownSteps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._traces: dict[tuple[object, ...], Trace] = {}  # the newest last
-        self._bases: dict[int, Base] = {}
+        self._bases: dict[int, MeasuredStep] = {}
         self._like: object = None
         self._last: Answer | None = None
 
@@ -54,7 +55,7 @@ class KnownSteps:
             self._last = measured(self._base(trace))
         return self._last
 
-    def nearest(self, question: Question) -> Base:
+    def nearest(self, question: Question) -> MeasuredStep:
         """The costs of the step whose settings are nearest to those of a question; of several, the newest."""
 
         def far(trace: Trace) -> tuple[bool, ...]:
@@ -64,13 +65,13 @@ class KnownSteps:
             trace = min(reversed(self._traces.values()), key=far)
         return self._base(trace)
 
-    def _base(self, trace: Trace) -> Base:
+    def _base(self, trace: Trace) -> MeasuredStep:
         """Made outside of the lock: of a step of many events that takes a while."""
         with self._lock:
             known = self._bases.get(id(trace))
         if known is not None:
             return known
-        made = Base.of(trace)
+        made = MeasuredStep.of(trace)
         with self._lock:
             if any(kept is trace for kept in self._traces.values()):
                 self._bases[id(trace)] = made

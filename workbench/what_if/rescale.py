@@ -8,113 +8,106 @@ it is not: a measurement. `formulas` names what is by formula.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
 from l2l_core import Profile
-from l2l_core.forecast import SHELL, Layer, Memory, Op, Part, Stay, Turn
+from l2l_core.forecast import (
+    SHELL,
+    START,
+    LayerCost,
+    Memory,
+    Op,
+    PartCost,
+    Repeated,
+    StandIn,
+    Stay,
+    TurnCost,
+    in_chunks,
+    in_turn,
+    repeat,
+    stack_of,
+)
 from l2l_core.rules import pieces_of_copy
-from workbench.what_if.base import Base, Target, has
+from workbench.what_if.measured_step import MeasuredStep
+from workbench.what_if.question import Question
 from workbench.what_if.rescale_memory import Memories
 
 MOST_EVENTS = 2000  # of a simulation that answers at once; beyond, micro-batches and then layers are taken together
 MOST_LAYERS = 120  # that are simulated one by one then
 
-Chunk = tuple[str, str, int]  # key, the measured layer whose costs it has, and how many layers it stands for
 
-
-def rescale(base: Base, target: Target) -> tuple[Profile, int]:
+def rescale(base: MeasuredStep, question: Question) -> tuple[Profile, int]:
     """The profile of a step with these settings, and how many layers one simulated layer stands for at most.
 
     A step of very many events has its micro-batches taken together (`Profile.micro_batches` is 1 then), and its layers in
     chunks.
     """
-    is_long = events_of(base, target) > MOST_EVENTS
+    is_long = events_of(base, question) > MOST_EVENTS
     base = base.together if is_long else base
-    stack = base.stack(target.depth)
-    chunks = _chunks(stack, base.turning, MOST_LAYERS if is_long else len(stack))
-    return _Scaled(base, target, chunks, is_long).profile(), max(times for *_, times in chunks)
+    keys = stack_of(base.keys, question.depth, base.turning, base.alike)
+    stack = in_chunks(keys, base.turning, MOST_LAYERS if is_long else len(keys))
+    return _Scaled(base, question, stack, is_long).profile(), max(layer.times for layer in stack)
 
 
-def events_of(base: Base, target: Target) -> int:
+def events_of(base: MeasuredStep, question: Question) -> int:
     """About how many events the step has with every layer and micro-batch by itself."""
-    visits = target.depth * (len(base.profile.stays) + 1) / max(1, base.depth)
-    on_host = target.stash == "host"
-    pieces = pieces_of_copy(target.micro_batches, target.ahead, target.stash)
-    return int(visits * (target.micro_batches * (3 if on_host else 1) + pieces + 2))
+    visits = question.depth * (len(base.profile.stays) + 1) / max(1, base.depth)
+    on_host = question.stash == "host"
+    pieces = pieces_of_copy(question.micro_batches, question.ahead, question.stash)
+    return int(visits * (question.micro_batches * (3 if on_host else 1) + pieces + 2))
 
 
-def formulas(settings: Mapping[str, Any], depth: int, target: Target) -> list[str]:
-    """What is by formula if a step with `settings` and so many layers was measured, in words."""
-    found = []
-    if target.depth != depth:
+def formulas(base: MeasuredStep, question: Question) -> list[str]:
+    """What is by formula where another step was measured, in words."""
+    settings, found = base.profile.settings, []
+    if question.depth != base.depth:
         found.append("layers repeated or left out")
-    if target.width != 1:
+    if question.width != 1:
         found.append("weights and compute with the square of the width, activations in proportion to it")
-    if target.rows != 1:
+    if question.rows_of(base) != 1:
         found.append("compute and activations in proportion to the rows of a micro-batch")
-    if target.stash != settings.get("stash", target.stash):
+    if question.stash != settings.get("stash", question.stash):
         found.append("the stash from what one layer hands to the next")
-    if target.precision != settings.get("precision", target.precision):
+    if question.precision != settings.get("precision", question.precision):
         found.append("bytes from the precision's, with compute as fast as measured")
     return found
-
-
-def _chunks(stack: Sequence[str], turning: str, most: int) -> list[Chunk]:
-    """The stack in at most so many pieces of about the same size; the ends are by themselves."""
-    inner = max(0, len(stack) - 2)
-    pieces = min(inner, max(1, most - 2))
-    edges = sorted(
-        {0, *(1 + round(i * inner / pieces) for i in range(pieces + 1) if pieces), len(stack) - 1, len(stack)}
-    )
-    used: Counter[str] = Counter()
-    chunks = []
-    for start, stop in pairwise(edges):
-        part = stack[start:stop]
-        source = turning if turning in part else part[len(part) // 2]
-        chunks.append((f"{source}+{used[source]}" if used[source] else source, source, len(part)))
-        used[source] += 1
-    return chunks
 
 
 class _Scaled:
     """One scaled profile in the making."""
 
-    def __init__(self, base: Base, target: Target, chunks: Sequence[Chunk], together: bool) -> None:
-        self._base, self._target, self._old = base, target, base.profile
-        self._chunks: dict[str, list[Chunk]] = {}
-        for chunk in chunks:
-            self._chunks.setdefault(chunk[1], []).append(chunk)
-        self._count = target.micro_batches / base.micro_batches if together else 1.0  # that a turn stands for
-        self._turns, self._together = (1, True) if together else (target.micro_batches, False)
-        weights = sum(times * base.weight_bytes(source) for *_, source, times in chunks) * target.width**2
-        self._memories = Memories(base, target, weights + target.width * base.weight_bytes(SHELL))
+    def __init__(self, base: MeasuredStep, question: Question, stack: Sequence[StandIn], together: bool) -> None:
+        self._question, self._old, self._stack = question, base.profile, stack
+        self._rows = question.rows_of(base)
+        self._count = question.micro_batches / base.micro_batches if together else 1.0  # that a turn stands for
+        self._turns_each, self._together = (1, True) if together else (question.micro_batches, False)
+        weights = sum(each.times * base.weight_bytes(each.source) for each in stack) * question.width**2
+        self._memories = Memories(base, question, weights + question.width * base.weight_bytes(SHELL))
 
     def profile(self) -> Profile:
-        old, target = self._old, self._target
-        start = tuple(self._turn(-1, old.start, k, 1, "", {}) for k in range(self._turns)) if old.start else ()
-        now = {name: getattr(target, name) for name in ("micro_batches", "stash", "precision", "ahead")}
+        old, question = self._old, self._question
+        # in order of time, since the memories add up
+        before = Repeated(START, Stay("", -1, old.start), StandIn("", "", 1), {})
+        start = self._stay(before).turns if old.start else ()
+        now = {name: getattr(question, name) for name in ("micro_batches", "stash", "precision", "ahead")}
         return replace(
             old,
             layers=self._layers(),
             start=start,
-            stays=tuple(self._stays()),
-            closing=tuple(job._replace(seconds=job.seconds * target.width**2) for job in old.closing),
+            stays=tuple(map(self._stay, repeat(old.stays, self._stack))),
+            closing=tuple(job._replace(seconds=job.seconds * question.width**2) for job in old.closing),
             settings={**old.settings, **now},
             memory=self._memories.first,
         )
 
-    def _layers(self) -> dict[str, Layer]:
-        old, width = self._old.layers, self._target.width
-        chunks = [chunk for each in self._chunks.values() for chunk in each]
-        made = {key: self._layer(old[source], times * width**2) for key, source, times in chunks}
+    def _layers(self) -> dict[str, LayerCost]:
+        old, width = self._old.layers, self._question.width
+        made = {key: self._layer(old[source], times * width**2) for key, source, times in self._stack}
         return {**made, **({SHELL: self._layer(old[SHELL], width)} if SHELL in old else {})}
 
-    def _layer(self, layer: Layer, factor: float) -> Layer:
-        return Layer(
+    def _layer(self, layer: LayerCost, factor: float) -> LayerCost:
+        return LayerCost(
             _floats(layer.load_bytes * factor * self._memories.item),
             _floats(layer.push_bytes * factor),
             _floats(layer.block_bytes * factor),
@@ -122,49 +115,38 @@ class _Scaled:
             layer.update_s * factor,
         )
 
-    def _stays(self) -> Iterator[Stay]:
-        """Every stay once per chunk of its layer, backward in reverse; visits are numbered anew."""
-        plan = []
-        for index, stay in enumerate(self._old.stays):
-            chunks = self._chunks.get(stay.layer, [])
-            plan += [(index, stay, chunk) for chunk in (chunks if has(stay, "forward") else reversed(chunks))]
-        numbers: list[dict[str, int]] = [{} for _ in plan]
-        visit = 0
-        for kind in ("forward", "backward"):
-            for place, (_, stay, _) in enumerate(plan):
-                if has(stay, kind):
-                    numbers[place][kind], visit = visit, visit + 1
-        for place, (index, stay, (key, _, times)) in enumerate(plan):
-            turns = tuple(self._turn(index, stay.turns, k, times, key, numbers[place]) for k in range(self._turns))
-            yield Stay(key, next(iter(numbers[place].values()), stay.visit), turns)
+    def _stay(self, new: Repeated) -> Stay:
+        turns = new.stay.turns
+        stands = in_turn(len(turns), self._turns_each)
+        made = tuple(self._turn(new, turns[stand], k) for k, stand in enumerate(stands))
+        return Stay(new.layer.key, next(iter(new.visits.values()), new.stay.visit), made)
 
-    def _turn(self, index: int, turns: Sequence[Turn], k: int, times: int, key: str, visits: Mapping[str, int]) -> Turn:
-        """The k-th turn of a stay."""
-        position = _stand_in(k, self._turns, len(turns))
-        turn, many = turns[position], times * self._count
-        memory = self._memories.turn(index, position, turn, many)
-        fetched, parked = self._memories.moved(turn, is_start=index < 0)
-        ops = [self._op(op, many, key, visits, held) for op, held in zip(turn.ops, memory, strict=True)]
-        return Turn(
+    def _turn(self, new: Repeated, turn: TurnCost, k: int) -> TurnCost:
+        """The k-th turn of a stay, from the one that stands for it."""
+        many = new.layer.times * self._count
+        memory = self._memories.turn(new.index, turn, many)
+        fetched, parked = self._memories.moved(turn, is_start=new.index == START)
+        ops = [self._op(op, many, new, held) for op, held in zip(turn.ops, memory, strict=True)]
+        return TurnCost(
             turn.k if self._together else k,
-            tuple(self._spread(ops, times) if self._together else ops),
-            round(turn.batch_bytes * self._target.rows * self._count),
+            tuple(self._spread(ops, new.layer.times) if self._together else ops),
+            round(turn.batch_bytes * self._rows * self._count),
             round(fetched * many),
             round(parked * many),
         )
 
-    def _op(self, op: Op, many: float, key: str, visits: Mapping[str, int], memory: Memory) -> Op:
-        width = self._target.width
+    def _op(self, op: Op, many: float, new: Repeated, memory: Memory) -> Op:
+        width = self._question.width
         is_layers = op.kind in ("forward", "backward")
-        on_host = self._target.stash == "host"
+        on_host = self._question.stash == "host"
         return Op(
             op.kind,
-            key if is_layers else op.layer,
-            visits.get(op.kind, op.visit),
-            op.seconds * many * self._target.rows * (width**2 if is_layers else width),
+            new.layer.key if is_layers else op.layer,
+            new.visits.get(op.kind, op.visit),
+            op.seconds * many * self._rows * (width**2 if is_layers else width),
             op.overhead_s * many,
             round(op.demand_bytes * many * self._memories.moves) if on_host else 0,
-            tuple(self._part(part, key, visits) for part in op.parts),
+            tuple(self._part(part, new) for part in op.parts),
             memory,
         )
 
@@ -173,31 +155,22 @@ class _Scaled:
 
         Otherwise copies that run beside the work would seem to run before it.
         """
-        pieces = times * self._target.micro_batches
+        pieces = times * self._question.micro_batches
         late_s = sum(op.overhead_s for op in ops) * (1 - 1 / pieces)
         early = [op._replace(overhead_s=op.overhead_s / pieces) for op in ops]
         return [*early, Op("shell", SHELL, -1, 0.0, late_s)] if late_s else early
 
-    def _part(self, part: Part, key: str, visits: Mapping[str, int]) -> Part:
+    def _part(self, part: PartCost, new: Repeated) -> PartCost:
         """A gradient of the shell, or of weights that several layers share."""
-        width = self._target.width
-        return Part(
-            part.layer if part.layer == SHELL else key,
+        width = self._question.width
+        return PartCost(
+            part.layer if part.layer == SHELL else new.layer.key,
             _floats(part.nbytes * self._count * width),
             part.block,
             _floats(part.block_bytes * width),
             part.reduce_s * self._count * width,
-            visits.get("backward", part.visit),
+            new.visits.get("backward", part.visit),
         )
-
-
-def _stand_in(k: int, count: int, known: int) -> int:
-    """Which of the known turns stands for the k-th of so many: the first and the last for themselves, the inner ones in turn."""
-    if count == 1 or known == 1:
-        return 0
-    if k == count - 1:
-        return known - 1
-    return k if k < known - 1 else 1 + (k - 1) % max(1, known - 2)
 
 
 def _floats(nbytes: float) -> int:

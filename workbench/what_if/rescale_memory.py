@@ -9,17 +9,16 @@ on the device room for one that leaves and one that arrives, and an input with i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from l2l_core.forecast import SHELL, Memory, Turn
+from l2l_core.forecast import SHELL, START, Memory, TurnCost, WalkedTurn
 from l2l_core.rules import gradient_slots, weight_share, weight_slots
 from l2l_core.trace import CATEGORIES
 from workbench.readings import BF16_FACTOR
-from workbench.what_if.base import START, STASH, Base, Level, Levels, Target, level_of
+from workbench.what_if.measured_step import MeasuredStep
+from workbench.what_if.question import Question
 
-WEIGHTS, GRADIENTS, ACTIVATIONS, OPTIMIZER, OTHER = map(
-    CATEGORIES.index, ("weights", "gradients", "activations", "optimizer", "other")
-)
+Bytes = Mapping[str, float]  # by category
 
 
 class Memories:
@@ -27,7 +26,7 @@ class Memories:
 
     Args:
         base: the measured step.
-        target: its new settings.
+        question: its new settings.
         weight_bytes: of the new model, in float32.
 
     Attributes:
@@ -36,36 +35,34 @@ class Memories:
         first: the samples before the first turn.
     """
 
-    def __init__(self, base: Base, target: Target, weight_bytes: float) -> None:
+    def __init__(self, base: MeasuredStep, question: Question, weight_bytes: float) -> None:
         settings = base.profile.settings
-        was, ahead = settings.get("precision", target.precision), settings.get("ahead", 1)
-        self._base, self._target = base, target
-        self._on_host, self._now_on_host = settings.get("stash", target.stash) == "host", target.stash == "host"
-        self.item = weight_share(target.precision) / weight_share(was)
-        self.moves = target.rows * target.width * self.item
+        was, ahead = settings.get("precision", question.precision), settings.get("ahead", 1)
+        self._base, self._question, rows = base, question, question.rows_of(base)
+        self._on_host, self._now_on_host = settings.get("stash", question.stash) == "host", question.stash == "host"
+        self.item = weight_share(question.precision) / weight_share(was)
+        self.moves = rows * question.width * self.item
         graph = {0.5: 1 / BF16_FACTOR, 2.0: BF16_FACTOR}.get(self.item, 1.0)
-        self._grow = {ACTIVATIONS: target.rows * target.width * graph, STASH: self.moves, OTHER: target.rows}
+        self._grow = {"activations": rows * question.width * graph, "stash": self.moves, "other": rows}
         weights = base.weight_bytes(SHELL), base.largest_bytes
         gradients = base.gradient_bytes(SHELL), base.largest_gradient_bytes
         self._weights = (
             weight_share(was) * _slots(weights, weight_slots(ahead), 1),
-            weight_share(target.precision) * _slots(weights, weight_slots(target.ahead), target.width),
+            weight_share(question.precision) * _slots(weights, weight_slots(question.ahead), question.width),
         )
         self._gradients = (
             _slots(gradients, gradient_slots(ahead), 1),
-            _slots(gradients, gradient_slots(target.ahead), target.width),
+            _slots(gradients, gradient_slots(question.ahead), question.width),
         )
         before = sum(map(base.weight_bytes, base.profile.layers))
         self._model = weight_bytes / before if before else 1.0
         self._image = base.boundary_bytes * self.moves
         self._first_image = self._kept_at_first()
-        self._ring = 2 * base.largest_image_bytes * self.moves * ((target.ahead > 0) - (ahead > 0))
-        self._state = {place: list(level) for place, level in base.first.items()}
-        self.first: Memory = tuple(
-            (place, self._sample(place, level_of(held), level_of(held))) for place, held in base.profile.memory
-        )
+        self._ring = 2 * base.largest_image_bytes * self.moves * ((question.ahead > 0) - (ahead > 0))
+        self._state = {place: dict.fromkeys(CATEGORIES, 0.0) | dict(held) for place, held in base.walk.first.items()}
+        self.first: Memory = tuple((place, self._sample(place, held, held)) for place, held in base.profile.memory)
 
-    def moved(self, turn: Turn, is_start: bool) -> tuple[float, float]:
+    def moved(self, turn: TurnCost, is_start: bool) -> tuple[float, float]:
         """Bytes of one layer and micro-batch that arrive before a turn, and that leave after it."""
         if not self._now_on_host:
             return 0.0, 0.0
@@ -75,82 +72,80 @@ class Memories:
             return 0.0, self._first_image
         return self._image * (2 if _direction(turn) < 0 else 1), self._image
 
-    def turn(self, index: int, position: int, turn: Turn, many: float) -> list[Memory]:
+    def turn(self, index: int, turn: TurnCost, many: float) -> list[Memory]:
         """Samples by operation; `many` layers and micro-batches are taken together."""
-        before, after = self._base.levels[index, position]
+        walked = self._base.walk.turns[index, turn.k]
         found: list[list[tuple[str, Mapping[str, int]]]] = []
-        for op in turn.ops:
+        for op, steps in zip(turn.ops, walked.steps, strict=True):
             samples: list[tuple[str, Mapping[str, int]]] = []
-            for place, held in op.memory:
-                level = level_of(held)
+            for (place, held), (_, more) in zip(op.memory, steps, strict=True):
                 made = self._on_device if place == "device" else self._at_host
-                samples.append((place, self._sample(place, level, made(level, before[place], after[place], many))))
+                samples.append((place, self._sample(place, held, made(held, more, walked, many))))
             found.append(samples)
-        self._go_on(before, after, turn, many, is_start=index == START)
+        self._go_on(walked, many, is_start=index == START)
         if self._now_on_host and not self._on_host and found:  # nothing told of the host's memory when it was measured
-            standing = list(self._base.first["host"])
-            standing[STASH] = self._state["host"][STASH]
-            found[-1].append(("host", self._sample("host", self._base.first["host"], standing)))
+            first = self._base.walk.first["host"]
+            standing = {**first, "stash": self._state["host"]["stash"]}
+            found[-1].append(("host", self._sample("host", first, standing)))
         return [tuple(samples) for samples in found]
 
-    def _on_device(self, level: Level, before: Level, after: Level, many: float) -> Sequence[float]:
-        made, state = list(level), self._state["device"]
-        for c, grow in self._grow.items():
+    def _on_device(self, held: Bytes, more: Bytes, walked: WalkedTurn, many: float) -> Bytes:
+        """What there is on the device where there was `held`, `more` than before the turn."""
+        made, state = dict(held), self._state["device"]
+        before, added = walked.before["device"], walked.added["device"]
+        for name, grow in self._grow.items():
             if self._on_host:
-                made[c] = level[c] * grow
+                made[name] = held.get(name, 0) * grow
             elif self._now_on_host:
-                made[c] = max(0.0, level[c] - before[c] + before[c] / self._base.micro_batches) * grow
+                # images of the turns before have left: of what was there before, one micro-batch's share stays
+                made[name] = max(0.0, more.get(name, 0) + before.get(name, 0) / self._base.micro_batches) * grow
             else:
-                further = (many - 1) * max(0.0, after[c] - before[c])
-                made[c] = state[c] + (level[c] - before[c] + further) * grow
+                further = (many - 1) * max(0.0, added.get(name, 0))
+                made[name] = state[name] + (more.get(name, 0) + further) * grow
         if self._on_host and self._now_on_host:
-            made[STASH] += self._ring if level[STASH] else 0.0
+            made["stash"] += self._ring if held.get("stash") else 0.0
         elif self._on_host:
-            made[STASH] = state[STASH]
+            made["stash"] = state["stash"]
         elif self._now_on_host:
-            ring = 2 * max(self._first_image, self._image) if self._target.ahead else 0.0
-            made[STASH] = ring + 2 * self._image
+            ring = 2 * max(self._first_image, self._image) if self._question.ahead else 0.0
+            made["stash"] = ring + 2 * self._image
         return made
 
-    def _at_host(self, level: Level, before: Level, after: Level, many: float) -> Sequence[float]:
-        made = list(level)
-        further = (many - 1) * max(0.0, after[STASH] - before[STASH])
-        more = (level[STASH] - before[STASH] + further) * self._grow[STASH]
-        made[STASH] = self._state["host"][STASH] + more if self._now_on_host else 0.0
-        return made
+    def _at_host(self, held: Bytes, more: Bytes, walked: WalkedTurn, many: float) -> Bytes:
+        further = (many - 1) * max(0.0, walked.added["host"].get("stash", 0))
+        stash = self._state["host"]["stash"] + (more.get("stash", 0) + further) * self._grow["stash"]
+        return {**held, "stash": stash if self._now_on_host else 0.0}
 
-    def _go_on(self, before: Levels, after: Levels, turn: Turn, many: float, is_start: bool) -> None:
+    def _go_on(self, walked: WalkedTurn, many: float, is_start: bool) -> None:
         """From a turn to the next one."""
-        stash = {place: level[STASH] for place, level in self._state.items()}
+        stash = {place: held["stash"] for place, held in self._state.items()}
         for place, state in self._state.items():
-            for c, grow in self._grow.items():
-                state[c] += many * (after[place][c] - before[place][c]) * grow
+            for name, grow in self._grow.items():
+                state[name] += many * walked.added[place].get(name, 0) * grow
         if self._on_host != self._now_on_host:
+            turn = walked.turn
             kept = turn.stash_bytes * self.moves if self._on_host else self._first_image if is_start else self._image
             change = many * kept * (1 if is_start else _direction(turn))
-            self._state["device"][STASH] = max(0.0, stash["device"] + change)
-            self._state["host"][STASH] = stash["host"] + max(0.0, change)
+            self._state["device"]["stash"] = max(0.0, stash["device"] + change)
+            self._state["host"]["stash"] = stash["host"] + max(0.0, change)
 
     def _kept_at_first(self) -> float:
         """What the first turn of a micro-batch leaves on the device."""
-        turns = [self._base.levels[START, i] for i, _ in enumerate(self._base.profile.start)]
-        kept = [
-            (after["device"][c] - before["device"][c]) * grow
-            for before, after in turns
-            for c, grow in self._grow.items()
-        ]
+        walked = [self._base.walk.turns[START, turn.k].added["device"] for turn in self._base.profile.start]
+        kept = [added.get(name, 0) * grow for added in walked for name, grow in self._grow.items()]
         return sum(kept) / self._base.micro_batches
 
-    def _sample(self, place: str, old: Level, made: Sequence[float]) -> dict[str, int]:
-        """A level with what does not depend on turns: slots and buffers on the device, the model on the host."""
-        level = list(made)
+    def _sample(self, place: str, old: Bytes, made: Bytes) -> dict[str, int]:
+        """A sample with what does not depend on turns: slots and buffers on the device, the model on the host."""
+        weights, gradients, optimizer = (old.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+        level = dict(made)
         if place == "device":
-            level[WEIGHTS] = _moved_on(old[WEIGHTS], *self._weights)
-            level[GRADIENTS] = _moved_on(old[GRADIENTS], *self._gradients)
+            level["weights"] = _moved_on(weights, *self._weights)
+            level["gradients"] = _moved_on(gradients, *self._gradients)
         else:
-            level[WEIGHTS], level[OPTIMIZER] = old[WEIGHTS] * self._model, old[OPTIMIZER] * self._model
-            level[GRADIENTS] = old[GRADIENTS] * self._target.width**2
-        return {name: nbytes for name, n in zip(CATEGORIES, level, strict=True) if (nbytes := round(n)) > 0}
+            level["weights"], level["optimizer"] = weights * self._model, optimizer * self._model
+            level["gradients"] = gradients * self._question.width**2
+        return {name: nbytes for name in CATEGORIES if (nbytes := round(level.get(name, 0))) > 0}
 
 
 def _slots(nbytes: tuple[float, float], count: int, width: float) -> float:
@@ -164,7 +159,7 @@ def _moved_on(old: float, was: float, now: float) -> float:
     return now + old - was if old >= was else old * now / was
 
 
-def _direction(turn: Turn) -> int:
+def _direction(turn: TurnCost) -> int:
     """1 in forward, -1 in backward, 0 where both are, or neither."""
     kinds = {op.kind for op in turn.ops}
     return ("forward" in kinds) - ("backward" in kinds)

@@ -1,0 +1,187 @@
+"""The costs of a step of a model that was never built: its shapes, a machine's figures, and settings in place of a trace.
+
+Weights, gradients and optimizer state are counted; activations and stash are estimates of what the families' layers keep,
+and compute is operations over achieved speed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from l2l_core.config import RelayConfig
+from l2l_core.forecast.costs import SHELL, Job, Memory, Op, PartCost, Stay, TurnCost
+from l2l_core.forecast.families import ModelShapes, count, slot_numel
+from l2l_core.forecast.formula import Machine, Shapes, cost_of_moving
+from l2l_core.forecast.from_costs import Costs
+from l2l_core.forecast.profile import Profile
+from l2l_core.forecast.stands import pattern
+from l2l_core.rules import gradient_slots, weight_itemsize, weight_slots
+
+_KNOWN = 4  # micro-batches that are written out; more are as these
+_LOGITS = 12  # bytes per output and token: logits, their float32 copy or log-softmax, and the gradient
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredStep:
+    """A model, and a step of it."""
+
+    model: ModelShapes
+    machine: Machine
+    config: RelayConfig
+    rows: int  # of a micro-batch
+    length: int
+    state_bytes: int  # of the optimizer, per parameter
+    emulated: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight on the device."""
+        return weight_itemsize(self.config.precision)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.rows * self.length
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes that one layer hands to the next, per micro-batch."""
+        return self.tokens * self.model.width * self.itemsize
+
+    @property
+    def gradient_bytes(self) -> tuple[int, int]:
+        """Bytes of the gradient of a layer, and of that of the shell."""
+        layer, shell = (4 * slot_numel(shapes) for shapes in self.model.trained)
+        return layer, shell
+
+    @property
+    def parts_shell(self) -> bool:
+        """Whether the shell's gradients leave micro-batch by micro-batch: the head is the embedding, and is trained."""
+        return self.model.tied and bool(self.model.trained[1])
+
+
+def costs_of(step: ConfiguredStep) -> Costs:
+    """What a forecast of the step is made of."""
+    model, machine, micro_batches = step.model, step.machine, step.config.micro_batches
+    known = min(micro_batches, _KNOWN)
+    profile = _profile_of(step, known)
+    layer, shell = (4 * slot_numel(shapes) for shapes in (model.layer, model.shell))
+    wire = 0.5 if step.config.precision == "bf16" and not step.emulated else 0.0
+    weights = model.depth * layer + shell
+    learning = [step.state_bytes * count(shapes) for shapes in model.trained]  # state of a layer's, and of the shell's
+    return Costs(
+        profile=profile,
+        stands=pattern(known, micro_batches),
+        around_s=0.0,
+        host={"weights": round(weights * (1 + wire)), "optimizer": model.depth * learning[0] + learning[1]},
+        pooled_bytes=0,
+        layer_host_bytes={key: round(layer * (1 + wire)) + learning[0] for key in profile.layers if key != SHELL},
+        basis=f"formula: {model.num_params:,} parameters, {model.depth} layers of {model.layer_params:,}; {machine.name}: "
+        f"{machine.flops_per_s / 1e12:.3g} TFLOP/s, {machine.update_params_per_s / 1e6:.3g} M parameters/s updated",
+    )
+
+
+def _profile_of(step: ConfiguredStep, micro_batches: int) -> Profile:
+    """Costs by formula, with the memory of every turn.
+
+    Attention's products count as `2 * length * width` more parameters: 4 operations per token, position and width.
+    """
+    model, machine = step.model, step.machine
+    products = 2 * step.length * model.width
+    head = model.head_params if not model.per_row else max(1, model.head_params // 3)
+    shapes = Shapes(
+        layer_params=[count(model.layer) + products] * model.depth,
+        shell_params=head,
+        layer_trained=[count(model.trained[0]) + products] * model.depth,
+        shell_trained=head if model.trained[1] else 0,
+        tokens=step.tokens,
+        boundary_bytes=step.boundary_bytes,
+        micro_batches=micro_batches,
+        stash=step.config.stash,
+        precision=step.config.precision,
+    )
+    profile = Profile.of_shapes(shapes, machine)
+    moved = [
+        cost_of_moving(machine, step.config.precision, slot_numel(held), slot_numel(trained), count(trained))
+        for held, trained in zip((model.layer, model.shell), model.trained, strict=True)
+    ]
+    layers = {key: moved[key == SHELL] for key in profile.layers}
+    if step.parts_shell:
+        profile = _with_parts(profile, slot_numel(model.shell), model.head_params)
+        layers[SHELL] = layers[SHELL]._replace(push_bytes=0)
+    # updates that wait for all gradients
+    late = list(layers) if step.config.update == "deferred" else [SHELL] if step.parts_shell else []
+    updates = [Job("update", key, -1, layers[key].update_s, layers[key].block_bytes) for key in late]
+    closing = tuple(job for job in updates if job.nbytes)
+    memory = _Memory(step)
+    return profile.with_turns(lambda _, turns: map(memory.fill, turns), layers=layers, closing=closing, memory=())
+
+
+def _with_parts(profile: Profile, shell_numel: int, head_params: int) -> Profile:
+    """The shell's gradients leave with every micro-batch: the head's after the loss, the embedding's with the first layer's."""
+
+    def part(nbytes: int, visit: int) -> tuple[PartCost, ...]:
+        return (PartCost(SHELL, nbytes, SHELL, 4 * shell_numel, 0.0, visit),)
+
+    def parted(stay: Stay, is_last: bool) -> Stay:
+        turns = []
+        for turn in stay.turns:
+            ops = [op._replace(parts=part(4 * head_params, stay.visit)) if op.kind == "loss" else op for op in turn.ops]
+            if is_last:
+                ops[-1] = ops[-1]._replace(parts=part(4 * shell_numel, stay.visit))
+            turns.append(turn._replace(ops=tuple(ops)))
+        return stay._replace(turns=tuple(turns))
+
+    last = len(profile.stays) - 1
+    return replace(profile, stays=tuple(parted(stay, index == last) for index, stay in enumerate(profile.stays)))
+
+
+class _Memory:
+    """Both memories, turn by turn, as the loop would book them."""
+
+    def __init__(self, step: ConfiguredStep) -> None:
+        model, config = step.model, step.config
+        layer, shell = slot_numel(model.layer), slot_numel(model.shell)
+        self._slots = {
+            "weights": step.itemsize * (shell + weight_slots(config.ahead) * layer),
+            "gradients": step.gradient_bytes[1] + gradient_slots(config.ahead) * step.gradient_bytes[0],
+        }
+        self._on_host, self._boundary = config.stash == "host", step.boundary_bytes
+        # the images that leave and arrive; in backward each is an input and a gradient
+        self._ring = 4 * self._boundary if self._on_host and config.ahead else 0
+        graph = model.graphs[config.precision].nbytes(model, step.rows, step.length)
+        out = (step.rows if model.per_row else step.tokens) * model.outputs * _LOGITS
+        # a fresh gradient of one parameter is beside the slot until it is added
+        largest = [4 * max((count((shape,)) for shape in shapes), default=0) for shapes in model.trained]
+        self._highest = {
+            "shell": 2 * step.boundary_bytes,
+            "forward": graph,
+            "backward": graph + 2 * step.boundary_bytes + largest[0],
+            "loss": graph + out + largest[1],
+        }
+        self._ids = 24 * step.tokens  # ids, labels and a mask, of 8 bytes
+        self._parked: Counter[str] = Counter()
+        self._overhead_s = step.machine.overhead_s
+
+    def fill(self, turn: TurnCost) -> TurnCost:
+        """The turn, with samples; the memories go on from there."""
+        return turn._replace(ops=tuple(self._op(op) for op in turn.ops))
+
+    def _op(self, op: Op) -> Op:
+        high = self._sample(self._highest[op.kind])
+        if op.kind in ("shell", "forward"):
+            self._parked["stash"] += self._boundary
+            self._parked["other"] += self._ids if op.kind == "shell" else 0
+        elif op.kind == "backward":
+            self._parked["stash"] -= self._boundary
+        return op._replace(overhead_s=self._overhead_s, memory=(*high, *self._sample(0)))
+
+    def _sample(self, activations: int) -> Memory:
+        """What is there now, with so many bytes of activations."""
+        parked = dict(self._parked)
+        if not self._on_host:
+            return (("device", {**self._slots, **parked, "activations": activations}), ("host", {}))
+        here = {"stash": self._ring + 2 * self._boundary, "other": self._ids}
+        waiting = {"stash": sum(parked.values())}
+        return (("device", {**self._slots, **here, "activations": activations}), ("host", waiting))

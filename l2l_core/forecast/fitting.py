@@ -1,0 +1,84 @@
+"""Settings with which a step by formula would fit where it does not, the cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from l2l_core.forecast.configured_step import ConfiguredStep, costs_of
+from l2l_core.forecast.memory_walk import MemoryWalk
+from l2l_core.rules import MAX_UNDER_WAY
+from l2l_core.trace import format_bytes
+
+Make = Callable[[ConfiguredStep], ConfiguredStep | None]
+
+
+class Change(NamedTuple):
+    """Settings that make a step smaller."""
+
+    kind: str  # of one kind the last change that was taken is named, since it holds those before it
+    words: str
+    make: Make  # gives None where the step is so already
+
+
+def advise(step: ConfiguredStep, batch: int, memory_bytes: int | None, host_bytes: int | None) -> str:
+    """Settings that together make the step fit, in words; each is taken only if its place still lacks room."""
+    taken: dict[str, str] = {}  # words by kind
+    limits = {"device": memory_bytes, "host": host_bytes}
+    for place, limit in limits.items():
+        for change in _changes(place, batch):
+            if limit is None or _need(step, place) <= limit:
+                break
+            other = change.make(step)
+            if other is not None and _need(other, place) < _need(step, place):
+                taken[change.kind] = change.words
+                step = other
+    lacking = [
+        f"{format_bytes(need)} on the {place}"
+        for place, limit in limits.items()
+        if limit is not None and (need := _need(step, place)) > limit
+    ]
+    settings = ", ".join(taken.values())
+    if lacking:
+        return f"even with {settings or 'other settings'} it would need {' and '.join(lacking)}"
+    return f"would fit with {settings}"
+
+
+def _need(step: ConfiguredStep, place: str) -> int:
+    """Bytes at the peak; of gradients in host memory as many as there may be."""
+    costs = costs_of(step)
+    high = MemoryWalk(costs.profile).rise(place, costs.stands, {}).high
+    if place == "device":
+        return high
+    layer, shell = step.gradient_bytes
+    many = step.model.depth if step.config.update == "deferred" else min(MAX_UNDER_WAY, step.model.depth)
+    apart = step.config.micro_batches + 1 if step.parts_shell else 1
+    return high + sum(costs.host.values()) + many * layer + apart * shell
+
+
+def _changes(place: str, batch: int) -> list[Change]:
+    """What makes a step smaller at a place, the cheapest first."""
+
+    def config(**settings: Any) -> Make:
+        return lambda step: replace(step, config=replace(step.config, **settings))
+
+    def optimizer(nbytes: int) -> Make:
+        return lambda step: replace(step, state_bytes=nbytes) if step.state_bytes > nbytes else None
+
+    def single(step: ConfiguredStep) -> ConfiguredStep | None:
+        return replace(step, rows=1, config=replace(step.config, micro_batches=batch)) if step.rows > 1 else None
+
+    if place == "device":
+        return [
+            Change("stash", "stash='host'", config(stash="host")),
+            Change("rows", f"micro_batches={batch}", single),
+            Change("precision", "precision='bf16'", config(precision="bf16")),
+            Change("ahead", "ahead=0", config(ahead=0)),
+        ]
+    return [
+        Change("update", "update='eager'", config(update="eager", max_grad_norm=None)),
+        Change("optimizer", "4 bytes of optimizer state per parameter (one moment, or two in bfloat16)", optimizer(4)),
+        Change("optimizer", "an optimizer without state (SGD)", optimizer(0)),
+        Change("precision", "precision='fp32'", config(precision="fp32")),
+    ]

@@ -1,0 +1,89 @@
+"""The forecast of a relay's next step: which costs apply, and for which link and budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from l2l_core.batches import Batch, form_of, split
+from l2l_core.config import RelayConfig
+from l2l_core.devices import Device, EmulatedDevice
+from l2l_core.forecast.costs import COPY_LANES
+from l2l_core.forecast.forecast import Forecast
+from l2l_core.forecast.from_costs import forecast_costs
+from l2l_core.forecast.measured_costs import costs_of_rehearsal, costs_of_step
+from l2l_core.forecast.rehearsal import Rehearsal
+from l2l_core.step import Kind
+from l2l_core.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """What a relay knows of the step that it made last.
+
+    Attributes:
+        trace: of the last step or attempt, if there was any.
+        number: of the last finished step.
+        kind: of what kind it was, if that is known.
+        now: the same for an empty batch, as things stand.
+    """
+
+    trace: Trace | None
+    number: int
+    kind: Kind | None
+    now: Kind
+
+    def forms(self) -> list[Any] | None:
+        """Shapes of its micro-batches; None if it failed, or the model, its layers or settings are others now."""
+        trace, kind = self.trace, self.kind
+        if trace is None or kind is None or trace.step != self.number:
+            return None
+        if (kind.training, kind.layers) != (self.now.training, self.now.layers):
+            return None
+        if any(trace.settings.get(name) != value for name, value in asdict(kind.config).items() if name != "seed"):
+            return None
+        return list(kind.shapes)
+
+
+def forecast_step(
+    rehearsal: Rehearsal,
+    batch: Batch,
+    config: RelayConfig,
+    device: Device | Mapping[str, Any],
+    host_limit_bytes: int | None,
+    last: LastStep,
+) -> Forecast:
+    """The forecast of a relay's step: from its last one if that was of the same kind, else from a rehearsal.
+
+    Arguments and errors are those of `Relay.forecast`; `rehearsal` has the relay's parts.
+    """
+    if not isinstance(config, RelayConfig):
+        raise TypeError(f"config={config!r}: give a RelayConfig, or None for the relay's own")
+    if host_limit_bytes is not None and not host_limit_bytes > 0:
+        raise ValueError(f"host_bytes={host_limit_bytes!r}: must be positive, or None for no limit")
+    figures = _figures_of(device)
+    micro_batches = split(batch, config.micro_batches)
+    costs, recorded = None, last.forms()
+    if recorded is not None and last.trace is not None and not _is_faster(figures, last.trace.settings):
+        costs = costs_of_step(rehearsal, last.trace, recorded, [form_of(each) for each in micro_batches], config)
+    costs = costs or costs_of_rehearsal(rehearsal, micro_batches, config)
+    return forecast_costs(costs, config, figures, host_limit_bytes)
+
+
+def _figures_of(device: Device | Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of a link and a budget, checked."""
+    if isinstance(device, Device):
+        return device.figures()
+    if not isinstance(device, Mapping):
+        raise TypeError(f"device={device!r}: give a Device, or figures such as {{'h2d_bytes_per_s': 1e9}}")
+    known = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
+    if unknown := [name for name in device if name not in known]:
+        raise ValueError(f"device has the figure {unknown[0]!r}: known are {', '.join(known)}")
+    return EmulatedDevice(**device).figures()  # checks the values
+
+
+def _is_faster(figures: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
+    """Whether a link is asked for without a limit, where a limit hid how fast it is."""
+    names = [f"{lane}_bytes_per_s" for lane in COPY_LANES]
+    return any(recorded.get(name) and not figures.get(name) for name in names)

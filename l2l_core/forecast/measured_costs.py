@@ -1,0 +1,119 @@
+"""The costs of a relay's step, measured: in its last step if that was of the same kind, else in a rehearsal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from l2l_core.batches import form_of
+from l2l_core.config import RelayConfig
+from l2l_core.eps.blocks import Block
+from l2l_core.forecast.costs import Memory
+from l2l_core.forecast.from_costs import Costs
+from l2l_core.forecast.profile import Profile
+from l2l_core.forecast.rehearsal import Rehearsal
+from l2l_core.forecast.stands import representatives
+from l2l_core.forecast.stretch import with_memory
+from l2l_core.rules import weight_itemsize
+from l2l_core.trace import Trace
+
+
+def costs_of_rehearsal(rehearsal: Rehearsal, micro_batches: Sequence[Any], config: RelayConfig) -> Costs:
+    """Costs from a rehearsal of at most a few of these micro-batches."""
+    chosen, stands = representatives([form_of(micro_batch) for micro_batch in micro_batches])
+    found = rehearsal.run([micro_batches[k] for k in chosen], config)
+    wire_bytes = max((held.get("weights", 0) for place, held in _samples(found.profile) if place == "host"), default=0)
+    host = {**_standing(rehearsal), "optimizer": found.state_bytes}
+    host["weights"] = host.get("weights", 0) + wire_bytes
+    how = f"{len(chosen)} of {len(stands)} micro-batches" if len(chosen) < len(stands) else "all micro-batches"
+    basis = f"a rehearsal of {how}, timed {found.passes} time(s), in {found.seconds:.2g} s"
+    return _costs(rehearsal, found.profile, stands, found.around_s, host, basis, wire_bytes)
+
+
+def costs_of_step(
+    rehearsal: Rehearsal, trace: Trace, recorded: Sequence[Any], asked: Sequence[Any], config: RelayConfig
+) -> Costs | None:
+    """Costs from the last step; None if it was of another kind.
+
+    Args:
+        rehearsal: whose parts they are.
+        trace: of the step.
+        recorded, asked: forms of its micro-batches, and of those to forecast.
+        config: to forecast.
+    """
+    known, others = representatives(recorded), representatives(asked)
+    was = trace.settings
+    same = ("stash", "precision", "update", "max_grad_norm", "rollback", "meter")
+    if (
+        [recorded[k] for k in known.chosen] != [asked[k] for k in others.chosen]
+        or any(was.get(name) != getattr(config, name) for name in same)
+        # one without overlap has other rings and buffers; that there are further slots is reckoned below
+        or (was["ahead"] > 0) != (config.ahead > 0)
+        or was.get("metered") != (config.meter == "always")
+    ):
+        return None
+    stands = (
+        [known.chosen[position] for position in others.stands] if list(recorded) != list(asked) else range(len(asked))
+    )
+    profile = Profile.of(trace)
+    slot_bytes = weight_itemsize(config.precision) * rehearsal.parts.slot_numel
+    profile = with_memory(profile, partial(_with_more_slots, (config.ahead - was["ahead"]) * slot_bytes))
+    around_s = min((event.start_s for event in trace.events), default=0.0)
+    return _costs(rehearsal, profile, stands, around_s, _standing(rehearsal), f"step {trace.step}, measured", 0)
+
+
+def _standing(rehearsal: Rehearsal) -> dict[str, int]:
+    """Host bytes that are there whatever the step."""
+    held = rehearsal.parts.host.by_category()
+    return {name: n for name, n in held.items() if name not in ("gradients", "stash")}
+
+
+def _costs(
+    rehearsal: Rehearsal,
+    profile: Profile,
+    stands: Sequence[int],
+    around_s: float,
+    host: Mapping[str, int],
+    basis: str,
+    wire_bytes: int,
+) -> Costs:
+    weights, trained = _weights_of(dict.fromkeys(b for unit in rehearsal.parts.units for b in unit.blocks))
+    wire = wire_bytes / weights if weights else 0.0  # per byte of a master
+    state = host.get("optimizer", 0) / trained if trained else 0.0  # per byte of one that is trained
+    own = {u.key: _weights_of(b for b in u.blocks if not b.shared) for u in rehearsal.parts.layers}
+    return Costs(
+        profile=with_memory(profile, _stash_alone),
+        stands=list(stands),
+        around_s=around_s,
+        host={name: n for name, n in host.items() if n},
+        pooled_bytes=rehearsal.parts.host.by_category().get("gradients", 0),
+        layer_host_bytes={key: round(n * (1 + wire) + learns * state) for key, (n, learns) in own.items()},
+        basis=basis,
+    )
+
+
+def _weights_of(blocks: Iterable[Block]) -> tuple[int, int]:
+    """Bytes of masters, and of those among them that are trained."""
+    each = [(block.nbytes, 4 * block.trained.numel) for block in blocks]
+    return sum(nbytes for nbytes, _ in each), sum(trained for _, trained in each)
+
+
+def _samples(profile: Profile) -> list[tuple[str, Mapping[str, int]]]:
+    return [*profile.memory, *(sample for turn in profile.turns for op in turn.ops for sample in op.memory)]
+
+
+def _with_more_slots(nbytes: int, memory: Memory) -> Memory:
+    """Samples with so many bytes of weights more on the device."""
+    return tuple(
+        (place, {**held, "weights": held.get("weights", 0) + nbytes} if place == "device" else held)
+        for place, held in memory
+    )
+
+
+def _stash_alone(memory: Memory) -> Memory:
+    """Samples with nothing but the stash on the host."""
+    return tuple(
+        (place, held if place == "device" else {name: n for name, n in held.items() if name == "stash"})
+        for place, held in memory
+    )

@@ -1,0 +1,105 @@
+"""Who stands for whom where a step is known by a few of its micro-batches and layers: the rules, without costs.
+
+There are several, because what is known differs: micro-batches that may be chosen, those that were recorded, layers that may
+be of different sizes. `stretch.py` does what the rules say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+# -- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+class Representatives(NamedTuple):
+    """Micro-batches of a step, by index; and for each of its micro-batches the position of its own among them."""
+
+    chosen: list[int]
+    stands: list[int]
+
+
+def representatives(forms: Sequence[Any]) -> Representatives:
+    """Which micro-batches of a step to rehearse, given the shapes of all, and which of those stands for each.
+
+    Micro-batches of one form in a row are alike but for the first two, that find the pipeline filling, and the very last.
+    """
+    chosen: list[int] = []
+    stands: list[int] = []
+    start = 0
+    for k, form in enumerate(forms):
+        if form != forms[start]:
+            start = k
+        if k - start < 3 or k == len(forms) - 1:
+            chosen.append(k)
+        stands.append(len(chosen) - 1)
+    return Representatives(chosen, stands)
+
+
+def pattern(known: int, count: int) -> list[int]:
+    """Which of `known` micro-batches stands for each of `count` of their size."""
+    usual = max(0, min(2, known - 2)) if known > 1 else 0
+    head = list(range(usual))
+    last = [known - 1] if count > 1 else []
+    middle = [usual] * max(0, count - len(head) - len(last))
+    return (head + middle + last)[:count] if count >= len(head) + len(last) else (head[: count - len(last)] + last)
+
+
+def in_turn(known: int, count: int) -> list[int]:
+    """The same with all that are known: the first and the last stand for themselves, the inner ones in turn.
+
+    `pattern` lets one stand for all inner ones, so that equal ones follow one another; this keeps how they were spread.
+    """
+    if known == 1 or count == 1:
+        return [0] * count
+    return [*(k if k < known - 1 else 1 + (k - 1) % max(1, known - 2) for k in range(count - 1)), known - 1]
+
+
+# -- layers ----------------------------------------------------------------------------------------------------------
+
+
+class StandIn(NamedTuple):
+    """A layer of another stack, or several as one, with the costs of one that is known."""
+
+    key: str  # its own
+    source: str  # of the layer that is known
+    times: int  # how many layers it stands for
+
+
+def from_the_middle(keys: Sequence[str], middle: float, turning: str) -> list[str]:
+    """Layers in the order in which a stack can do without them: nearest to `middle` first, the one where forward turns never."""
+    at = {key: index for index, key in enumerate(keys)}
+    return sorted((key for key in keys if key != turning), key=lambda key: abs(at[key] - middle))
+
+
+def stack_of(keys: Sequence[str], depth: int, turning: str, alike: Sequence[str]) -> list[str]:
+    """The known layers that stand for those of a stack of `depth`: inner ones repeated, or less of the middle.
+
+    Copies are shared out among all layers that are `alike`, so that none counts for more than the others.
+    """
+    further = depth - len(keys)
+    if further < 0:
+        gone = set(from_the_middle(keys, (len(keys) - 1) / 2, turning)[:-further])
+        return [key for key in keys if key not in gone]
+    ends = [round((i + 1) * further / len(alike)) for i in range(len(alike))]
+    more = {key: end - begin for key, begin, end in zip(alike, [0, *ends], ends, strict=False)}
+    return [key for key in keys for _ in range(1 + more.get(key, 0))]
+
+
+def in_chunks(stack: Sequence[str], turning: str, most: int) -> list[StandIn]:
+    """The stack in at most so many pieces of about the same size; the ends are by themselves."""
+    inner = max(0, len(stack) - 2)
+    pieces = min(inner, max(1, most - 2))
+    edges = sorted(
+        {0, *(1 + round(i * inner / pieces) for i in range(pieces + 1) if pieces), len(stack) - 1, len(stack)}
+    )
+    used: Counter[str] = Counter()
+    chunks = []
+    for start, stop in pairwise(edges):
+        part = stack[start:stop]
+        source = turning if turning in part else part[len(part) // 2]
+        chunks.append(StandIn(f"{source}+{used[source]}" if used[source] else source, source, len(part)))
+        used[source] += 1
+    return chunks

@@ -1,0 +1,58 @@
+"""A copy lane on a virtual clock: `Lane` of `l2l_core/step/traffic/lanes.py`, in numbers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+from l2l_core.forecast.costs import CopySpeed
+from l2l_core.rules import cuts
+from l2l_core.trace import Event
+
+
+class VirtualLane:
+    """One direction of the link. What is issued starts when the lane is free; a whole layer goes in pieces, one per turn."""
+
+    def __init__(
+        self, name: str, speed: CopySpeed, figures: Mapping[str, Any], pieces: int, events: list[Event]
+    ) -> None:
+        bytes_per_s = figures.get(f"{name}_bytes_per_s") or speed.bytes_per_s
+        # what was measured holds the latency of its own link: adding the one asked for would count it twice
+        self._fixed_s = max(speed.fixed_s, figures.get("latency_s") or 0.0)
+        self._s_per_byte = 1 / bytes_per_s
+        self._name, self._pieces, self._add = name, pieces, events.append
+        self._free_s = 0.0
+        self._waiting: deque[int] = deque()  # pieces of the copy that trickles
+        self._what = "", ""  # its kind and layer
+        self._then: Callable[[float], None] = lambda done_s: None
+
+    def send(self, t: float, kind: str, layer: str, nbytes: int, k: int = -1, visit: int = -1) -> float:
+        """Issue a copy at `t`; returns when it is done."""
+        start_s = self._free_s if self._free_s > t else t
+        self._free_s = stop_s = start_s + self._fixed_s + nbytes * self._s_per_byte
+        self._add(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit))
+        return stop_s
+
+    def trickle(
+        self, t: float, kind: str, layer: str, nbytes: int, itemsize: int, then: Callable[[float], None]
+    ) -> None:
+        """Issue the first piece of a copy, the others turn by turn; `then` hears when the last one is done."""
+        self.flush(t)  # a lane has one copy that trickles; the one before must be over
+        edges = cuts(nbytes // itemsize, itemsize, self._pieces)
+        self._waiting.extend(itemsize * (stop - start) for start, stop in pairwise(edges))
+        self._what, self._then = (kind, layer), then
+        self.turn(t)
+
+    def turn(self, t: float) -> None:
+        """Let one piece follow."""
+        if self._waiting:
+            done_s = self.send(t, *self._what, self._waiting.popleft())
+            if not self._waiting:
+                self._then(done_s)
+
+    def flush(self, t: float) -> None:
+        """Send what still waits."""
+        while self._waiting:
+            self.turn(t)

@@ -1,0 +1,117 @@
+"""A measured step as questions about other steps need it: its costs, and what is read off them once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+
+from l2l_core import Profile, Trace
+from l2l_core.forecast import SHELL, MemoryWalk
+from l2l_core.rules import weight_share
+
+
+class MeasuredStep:
+    """The costs of a step, its trace if it was one that ran, and what it is called."""
+
+    def __init__(self, profile: Profile, trace: Trace | None = None, name: str = "a profile") -> None:
+        self.profile, self.trace, self.name = profile, trace, name
+
+    @staticmethod
+    def of(step: Trace | Profile | MeasuredStep) -> MeasuredStep:
+        """Make one of whatever is known of a step.
+
+        Raises:
+            TypeError: `step` is nothing of a step.
+            ValueError: the trace holds no whole training step.
+        """
+        if isinstance(step, MeasuredStep):
+            return step
+        if isinstance(step, Trace):
+            return MeasuredStep(Profile.of(step), step, f"step {step.step + 1}")
+        if isinstance(step, Profile):
+            return MeasuredStep(step)
+        raise TypeError(f"{step!r} is no step: give the Trace of a finished one (StepResult.trace), or a Profile")
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Keys of the layers, in order of the stack."""
+        return [key for key in self.profile.layers if key != SHELL]
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.keys)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many the step had, also where they are taken together."""
+        return self.profile.settings.get("micro_batches") or self.profile.micro_batches
+
+    @cached_property
+    def together(self) -> MeasuredStep:
+        """The same step with the micro-batches of a stay taken together."""
+        return MeasuredStep(self.profile.aggregated(), self.trace, self.name)
+
+    def weight_bytes(self, key: str) -> float:
+        """Bytes that the weights of a layer or the shell take in float32, in which their masters are."""
+        layer = self.profile.layers.get(key)
+        precision = self.profile.settings.get("precision", "fp32")
+        return layer.load_bytes / weight_share(precision) if layer else 0.0
+
+    @cached_property
+    def largest_bytes(self) -> float:
+        """Bytes that the largest layer takes in float32: a slot has room for it."""
+        return max(map(self.weight_bytes, self.keys), default=0.0)
+
+    def gradient_bytes(self, key: str) -> float:
+        """Bytes that are trained of a layer or the shell, in float32, as far as the step has shown it."""
+        layer = self.profile.layers.get(key)
+        return (layer.push_bytes if layer else 0.0) + sum(self._apart.get(key, {}).values())
+
+    @cached_property
+    def _apart(self) -> dict[str, dict[str, int]]:
+        """Bytes of the gradients that leave micro-batch by micro-batch, by layer and by the name that the EPS has for them."""
+        found: dict[str, dict[str, int]] = {}
+        for part in (part for turn in self.profile.turns for op in turn.ops for part in op.parts):
+            found.setdefault(part.layer, {})[part.block] = part.block_bytes
+        return found
+
+    @cached_property
+    def largest_gradient_bytes(self) -> float:
+        """Bytes that are trained of the layer that trains most, in float32: a gradient slot has room for them."""
+        return max(map(self.gradient_bytes, self.keys), default=0.0)
+
+    @cached_property
+    def walk(self) -> MemoryWalk:
+        """What fills the memories before and after every turn."""
+        return MemoryWalk(self.profile)
+
+    @cached_property
+    def boundary_bytes(self) -> float:
+        """Bytes that one layer hands to the next, per micro-batch."""
+        forward = [turn for stay in self.profile.stays if stay.has("forward") for turn in stay.turns]
+        # taken together, a turn stands for all micro-batches, and its stash is theirs
+        count = len(forward) * self.micro_batches / self.profile.micro_batches or 1
+        if self.profile.settings.get("stash") == "host":
+            return sum(turn.stash_bytes for turn in forward) / count
+        samples = [held for turn in self.profile.turns for op in turn.ops for p, held in op.memory if p == "device"]
+        return max(held.get("stash", 0) for held in (self.walk.first["device"], *samples)) / count
+
+    @cached_property
+    def largest_image_bytes(self) -> int:
+        """The most bytes that left or arrived at one turn."""
+        turns = [turn for stay in self.profile.stays for turn in stay.turns]
+        return max((max(turn.stash_bytes, turn.fetch_bytes) for turn in turns), default=0)
+
+    @cached_property
+    def turning(self) -> str:
+        """The layer that back-propagates first."""
+        return next(stay.layer for stay in self.profile.stays if stay.is_backward)
+
+    @cached_property
+    def alike(self) -> list[str]:
+        """Layers that stand for further ones: those of the most frequent size, but for the ends if there are others."""
+        others = [key for key in self.keys if key != self.turning]
+        inner = others[1:] or others or [self.turning]
+        size = Counter(map(self.weight_bytes, inner)).most_common(1)[0][0]
+        return [key for key in inner if self.weight_bytes(key) == size]

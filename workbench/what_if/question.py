@@ -1,0 +1,82 @@
+"""A question about a step: the settings of one that may never have run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from l2l_core import Profile, RelayConfig, Trace
+from workbench.session import Snapshot
+from workbench.what_if.measured_step import MeasuredStep
+
+Stash = Literal["device", "host"]
+Precision = Literal["fp32", "bf16"]
+
+_DEEPEST, _MOST = 100_000, 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Settings of a step that may never have run.
+
+    Attributes:
+        depth: layers.
+        width: of the model, as a multiple of the measured one.
+        micro_batches: per step.
+        same_batch: whether more micro-batches share the rows of the measured batch, as in a relay whose setting is changed;
+            otherwise micro-batches keep their size and the batch grows.
+        ahead: layers loaded ahead of the one that computes.
+        stash, precision: as in `RelayConfig`.
+        h2d_bytes_per_s, d2h_bytes_per_s: of the link; None: no limit but that of the machine that was measured.
+        memory_bytes: of the device, None without a limit.
+
+    Raises:
+        ValueError: a value out of range; says which would be valid.
+    """
+
+    depth: int
+    width: float = 1.0
+    micro_batches: int = 1
+    same_batch: bool = True
+    ahead: int = 1
+    stash: Stash = "device"
+    precision: Precision = "fp32"
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    memory_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("depth", _DEEPEST), ("micro_batches", _MOST)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r}: must be an integer from 1 to {most:,}")
+        if not 0 < self.width < math.inf:
+            raise ValueError(f"width={self.width!r}: must be a positive factor, as 2 for twice the measured width")
+        for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r}: must be positive, or None for no limit")
+        RelayConfig(micro_batches=self.micro_batches, ahead=self.ahead, stash=self.stash, precision=self.precision)
+
+    @staticmethod
+    def of(step: Trace | Profile | MeasuredStep) -> Question:
+        """Ask for the settings with which a step was measured."""
+        base = MeasuredStep.of(step)
+        return Question(depth=base.depth, **_known(base.profile.settings))
+
+    @staticmethod
+    def next_of(now: Snapshot) -> Question:
+        """Ask for the settings of a session's next step."""
+        config = {name: getattr(now.config, name) for name in ("micro_batches", "ahead", "stash", "precision")}
+        return Question(depth=max(1, len(now.layers)), **_known({**now.figures, **config}))
+
+    def rows_of(self, base: MeasuredStep) -> float:
+        """How many rows a micro-batch has, as a multiple of those of a measured step."""
+        return base.micro_batches / self.micro_batches if self.same_batch else 1.0
+
+
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in fields(Question)} - {"depth", "width", "same_batch"}
+    return {name: settings[name] for name in names & {*settings}}
