@@ -5,15 +5,15 @@ Begin reading at `forward.py`, `call.py`, `crossing.py`.
 """
 
 from l2l_core.step.micro_batch.attributes import Attributes as Attributes
-from l2l_core.step.micro_batch.call import KEEP_AT_THE_TURN as KEEP_AT_THE_TURN
-from l2l_core.step.micro_batch.call import RECOMPUTE as RECOMPUTE
 from l2l_core.step.micro_batch.call import Call as Call
-from l2l_core.step.micro_batch.call import Keeper as Keeper
-from l2l_core.step.micro_batch.call import Pass as Pass
 from l2l_core.step.micro_batch.crossing import Crossing as Crossing
 from l2l_core.step.micro_batch.crossing import functions_seen as functions_seen
 from l2l_core.step.micro_batch.forward import Forward as Forward
 from l2l_core.step.micro_batch.forward import Shadows as Shadows
 from l2l_core.step.micro_batch.hooks import SideOutputs as SideOutputs
 from l2l_core.step.micro_batch.hooks import UserHooks as UserHooks
+from l2l_core.step.micro_batch.keepers import KEEP_AT_THE_TURN as KEEP_AT_THE_TURN
+from l2l_core.step.micro_batch.keepers import RECOMPUTE as RECOMPUTE
+from l2l_core.step.micro_batch.keepers import Keeper as Keeper
+from l2l_core.step.micro_batch.shared import Pass as Pass
 from l2l_core.step.micro_batch.sight import OutOfSight as OutOfSight

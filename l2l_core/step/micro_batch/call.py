@@ -13,24 +13,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from l2l_core.devices import Device
 from l2l_core.eps.blocks import Unit, check_stamps, stamps_of
-from l2l_core.model import Ambient, is_cache, refuse_hidden
+from l2l_core.model import Ambient, refuse_hidden
 from l2l_core.step.graph import (
-    Asides,
-    BufferOrder,
     Reach,
     Root,
     Segment,
     Sink,
     Start,
-    enter,
     is_entry,
     nested,
     reach,
@@ -41,153 +37,15 @@ from l2l_core.step.graph import (
     unasked,
     uses_of,
 )
-from l2l_core.step.micro_batch.attributes import Attributes, Place, check_layer, of_layer
+from l2l_core.step.micro_batch.arguments import Arguments, Given, Graph, Input
+from l2l_core.step.micro_batch.attributes import Place
 from l2l_core.step.micro_batch.crossing import Crossing
-from l2l_core.step.micro_batch.empty_caches import EmptyCache, LentCache
-from l2l_core.step.micro_batch.hooks import Locator, SideOutputs, UserHooks, alive
-from l2l_core.step.micro_batch.influence import Influence
-from l2l_core.step.micro_batch.recomputes import Recomputes, Sum, differs
+from l2l_core.step.micro_batch.hooks import Locator, alive
+from l2l_core.step.micro_batch.keepers import Keeper
+from l2l_core.step.micro_batch.recomputes import Sum, differs
+from l2l_core.step.micro_batch.shared import Pass
 from l2l_core.step.micro_batch.traces import Traces
-from l2l_core.step.traffic import Clock, Meter, Stash
 from l2l_core.surgery import same_random_numbers
-from l2l_core.trace import Trace
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What all calls of one pass over the model share."""
-
-    device: Device
-    stash: Stash
-    asides: Asides
-    trace: Trace
-    sides: SideOutputs
-    user_hooks: UserHooks
-    meter: Meter
-    clock: Clock
-    attributes: Attributes
-    order: BufferOrder
-    check_call: Callable[[], None]  # refuses what no layer may be called in
-    runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
-    influence: Influence = field(default_factory=Influence)
-    recomputes: Recomputes = field(default_factory=Recomputes)
-    nesting: set[Unit] = field(default_factory=set)  # layers that run a backward of their own in theirs
-    buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
-
-    def buffers_of(self, unit: Unit) -> list[torch.Tensor | None]:
-        """Values of a unit's buffers now; the same list as before if none has changed."""
-        last = self.buffer_values.get(unit)
-        if last is None or not unit.buffers.equal(last):
-            self.buffer_values[unit] = unit.buffers.copy()
-        return self.buffer_values[unit]
-
-    def note(self, call: Call, outputs: Any) -> None:
-        """A layer has run for the first time: what it did to its buffers and to the hidden state."""
-        if call.buffers:
-            self.order.layer_ran(call.k, call.unit.buffers, call.buffers, self.buffers_of(call.unit))
-        self.influence.note(call.unit, call.tensors, outputs)
-
-    def expect_unchanged(self, unit: Unit) -> Callable[[], None]:
-        """A check that nobody sets a layer's attributes while a micro-batch waits for it to run first."""
-        runs, found = self.runs[unit], self._noted_on(unit)
-        return lambda: self._check_noted(unit, found) if self.runs[unit] == runs else None
-
-    def _noted_on(self, unit: Unit) -> dict[Place, Any]:
-        return {**(of_layer(unit) if self.stash.metering else {}), **self.attributes.set_on(unit)}
-
-    def _check_noted(self, unit: Unit, found: dict[Place, Any]) -> None:
-        if new := self.attributes.set_on(unit).keys() - found.keys():
-            found = {**found, **dict.fromkeys(new)}  # it was not there when the micro-batch came
-        check_layer(unit, found)
-
-    @contextmanager
-    def watched(self, in_layer: bool = False) -> Iterator[None]:
-        """Run a block of backward under the stash's watch, where it needs one."""
-        if self.stash.metering or self.stash.guards_layers or (self.stash.guards and not in_layer):
-            with self.stash.in_backward(), self.stash.watch:
-                yield
-        else:
-            yield
-
-    def timed(self, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:
-        """Start a compute event; calling the result ends it."""
-        self.meter.enter(kind, layer, k)
-        self.clock.start(kind, layer, k, visit)
-
-        def end() -> None:
-            self.clock.stop()
-            self.meter.leave()
-
-        return end
-
-
-@dataclass(slots=True)
-class _Graph:
-    """Edges of a layer's graph from which backward can start."""
-
-    inputs: list[GradientEdge]  # aligned with Call.inputs; roots for gradients that inputs already have
-    outputs: list[GradientEdge]  # aligned with Call.outputs
-    sides: dict[Locator, GradientEdge]
-
-
-@dataclass(slots=True)
-class _Given:
-    """What a run of the layer gave out."""
-
-    flat: list[Any]
-    spec: Any
-    own: dict[int, Any]  # arguments by the id of what the layer saw of them: an entry, a lent cache
-    new: dict[int, torch.Tensor]  # tensors that are no argument, by id
-    flowing: list[torch.Tensor]  # those of them that receive a gradient
-    lent: dict[EmptyCache, LentCache]
-
-    def check_caches(self) -> None:
-        """Raise TypeError if the layer would have found something in a cache that it was lent empty."""
-        for cache, lent in self.lent.items():
-            cache.first_run(lent)
-
-
-@dataclass(slots=True)
-class _Input:
-    """A differentiable argument, and where its gradient gathers."""
-
-    tensor: torch.Tensor
-    sink: Sink
-
-
-class Keeper(Protocol):
-    """What becomes of the graph that a call's first run has made, until backward comes to the call.
-
-    Attributes:
-        keeps: whether it outlives the run. Then no layer may come to lie where this one's weights are while it is there.
-    """
-
-    @property
-    def keeps(self) -> bool: ...
-
-    def gives_way(self, call: Call, run: Pass) -> None:
-        """The call's micro-batch goes on to another layer, or waits, or the layer's weights go."""
-
-
-class _Recompute:
-    """The graph goes at once: backward runs the layer again."""
-
-    keeps = False
-
-    def gives_way(self, call: Call, run: Pass) -> None:
-        pass
-
-
-class _KeepAtTheTurn:
-    """The graph stays while its micro-batch is at work: where that was the last layer, backward comes to it at once."""
-
-    keeps = True
-
-    def gives_way(self, call: Call, run: Pass) -> None:
-        call.drop_graph(run)
-
-
-RECOMPUTE, KEEP_AT_THE_TURN = _Recompute(), _KeepAtTheTurn()
 
 Priors = Callable[[int, Callable[[], Counter[torch.Tensor]]], list[Root]]  # what a run of a micro-batch has to add to
 
@@ -196,21 +54,19 @@ Priors = Callable[[int, Callable[[], Counter[torch.Tensor]]], list[Root]]  # wha
 class Call:
     """The call of `unit` by micro-batch `k`.
 
-    Invariant: what `inputs` and `leaves` hold is the stash of this call; it is let go when backward is done.
+    Invariant: what `arguments` hold is the stash of this call; it is let go when backward is done.
     """
 
     unit: Unit
     real: Callable[..., Any]  # the layer's own forward
     k: int
-    leaves: list[Any]
-    spec: Any
-    inputs: list[_Input]
+    arguments: Arguments
     visit: int = -1
     outputs: list[Sink] = field(default_factory=list)
     side_sinks: dict[Locator, Sink] = field(default_factory=dict)
     segment: Segment | None = None  # of shell code before the call, back-propagated after it
     keeper: Keeper | None = None
-    kept: _Graph | None = None
+    kept: Graph | None = None
     ambient: Ambient | None = None
     context: contextvars.Context | None = None
     buffers: list[torch.Tensor | None] | None = None  # the unit's buffers as the forward saw them
@@ -228,28 +84,22 @@ class Call:
         kwargs: dict[str, Any],
         crossing: Crossing,
     ) -> Call:
-        """Take a call's arguments and cut their graph.
+        """A call that waits for its layer.
 
         Raises:
             TypeError: an argument hides tensors (a cache, an object that is no pytree).
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
-        inputs: dict[int, _Input] = {}
-        for index, leaf in enumerate(leaves):
-            if is_cache(leaf):
-                leaves[index] = EmptyCache(leaf, f"argument {index} of layer {unit.name}")
-            elif not isinstance(leaf, torch.Tensor):
-                refuse_hidden(leaf, f"argument {index} of layer {unit.name}")
-            elif leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
-                inputs[id(leaf)] = _Input(leaf, crossing.sink_of(leaf))
-        call = Call(unit, real, k, leaves, spec, list(inputs.values()))
-        call.context = contextvars.copy_context()
-        return call
+        return Call(unit, real, k, Arguments.of(unit.name, args, kwargs, crossing), context=contextvars.copy_context())
+
+    @property
+    def inputs(self) -> list[Input]:
+        """Its differentiable arguments."""
+        return self.arguments.inputs
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor among the arguments."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return self.arguments.tensors
 
     @property
     def awaited(self) -> list[torch.Tensor]:
@@ -261,6 +111,12 @@ class Call:
     def needs_backward(self) -> bool:
         """Whether the layer gave out anything that can receive a gradient; handing on what it is given is not enough."""
         return bool(self.outputs or self.side_sinks)
+
+    def note(self, run: Pass, outputs: Any) -> None:
+        """The layer has run for the first time: what it did to its buffers and to the hidden state."""
+        if self.buffers:
+            run.order.layer_ran(self.k, self.unit.buffers, self.buffers, run.buffers_of(self.unit))
+        run.influence.note(self.unit, self.tensors, outputs)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -302,8 +158,8 @@ class Call:
         if sides:
             self.kept = None  # what a graph has saved cannot be cut
             edges = [get_gradient_edge(tensor) for tensor in sides.values()]
-            found = self._check_graph([edge for edge in edges if edge.node._sequence_nr() >= began], began)
-            self._mark_parts(starts, found.reads())
+            new = [edge for edge in edges if edge.node._sequence_nr() >= began]
+            self._mark_parts(starts, self._check_graph(new, began).reads())
         self._cut_sides(run, sides, left, crossing)
         return outputs
 
@@ -354,26 +210,13 @@ class Call:
             )
         return found
 
-    def _run(self, run: Pass) -> tuple[_Given, _Graph]:
-        """The layer itself, on entries."""
+    def _run(self, run: Pass) -> tuple[Given, Graph]:
         buffers = [buffer for buffer in self.unit.buffers.now() if buffer is not None]
         with run.stash.working(self.k, self.unit.key, [*self.tensors, *buffers]), run.attributes.in_layer():
             run.asides.release(self.tensors)
-            entered = {id(i.tensor): enter(i.tensor, i.sink) for i in self.inputs}
-            lent = {leaf: leaf.lend() for leaf in self.leaves if isinstance(leaf, EmptyCache)}
-            seen = entered | {id(cache): own for cache, own in lent.items()}
-            args, kwargs = pytree.tree_unflatten([seen.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
-            flat, spec = pytree.tree_flatten(self.real(*args, **kwargs), is_leaf=is_cache)
-        own: dict[int, Any] = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
-        own.update((id(seen), cache.original) for cache, seen in lent.items())
-        passed = {id(leaf) for leaf in self.leaves} | set(own)
-        new = {id(t): t for t in flat if isinstance(t, torch.Tensor) and id(t) not in passed}
-        flowing = [t for t in new.values() if t.requires_grad and torch.is_grad_enabled()]
-        graph = _Graph([get_gradient_edge(entered[id(i.tensor)]) for i in self.inputs], [], {})
-        graph.outputs = [get_gradient_edge(t) for t in flowing]
-        return _Given(flat, spec, own, new, flowing, lent), graph
+            return self.arguments.run(self.real)
 
-    def _leave(self, run: Pass, given: _Given, crossing: Crossing) -> Any:
+    def _leave(self, run: Pass, given: Given, crossing: Crossing) -> Any:
         """The outputs as the shell shall see them: entries, what the layer was given, and copies of weights."""
         if given.flowing:
             self.segment = crossing.turn()
@@ -449,7 +292,7 @@ class Call:
                 run_backward(roots + priors(self.k, uses))
         stop()
 
-    def _recompute(self, run: Pass) -> _Graph:
+    def _recompute(self, run: Pass) -> Graph:
         assert self.context is not None and self.ambient is not None
         self.check_unchanged()
         return self.context.run(self._recompute_in_context, run)
@@ -468,7 +311,7 @@ class Call:
                 f"recomputed from: {cause}. Change a copy instead (x = x + y rather than x += y, ReLU(inplace=False))"
             )
 
-    def _recompute_in_context(self, run: Pass) -> _Graph:
+    def _recompute_in_context(self, run: Pass) -> Graph:
         with (
             run.user_hooks.silenced(),
             self.ambient.active(),
@@ -518,7 +361,7 @@ class Call:
 
     def release(self) -> None:
         """Let go of the stash."""
-        self.leaves, self.inputs, self.segment, self.buffers = [], [], None, None
+        self.arguments, self.segment, self.buffers = Arguments([], None, []), None, None
         self.context = self.ambient = self.kept = None
 
 

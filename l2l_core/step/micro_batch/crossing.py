@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -21,18 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from l2l_core.step.graph import Asides, Segment, Sink, enter, enter_in_place, is_entry, is_leaf, reach, sequence_number
-
-# Functions that mean the tensor itself, not what flows through it.
-_HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
-_OF_THE_OBJECT = _HOOKS | frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("register_post_accumulate_grad_hook", "requires_grad_", "detach_", "__hash__", "__repr__")
-)
-_BACKWARD = frozenset((torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward))
-_VIEWING = ("T", "mT", "H", "mH", "real", "imag")  # properties that make a differentiable view
-_IN_PLACE = frozenset(
-    f"__i{name}__" for name in "add and floordiv lshift mod mul or pow rshift sub truediv xor".split()
-)
+from l2l_core.step.micro_batch.operations import Extent, operation_of
 
 
 class Crossing(TorchFunctionMode):
@@ -51,7 +40,7 @@ class Crossing(TorchFunctionMode):
         self._entries: dict[tuple[Any, int], torch.Tensor] = {}  # of the present segment
         self.autocasts = False  # some layer was called under an autocast that keeps its casts
         self._casts: Counter[torch.Tensor] = Counter()
-        self._outputs: dict[Any, _Output] = {}  # of the last layer call, by the node of their entry
+        self._outputs: dict[Any, Extent] = {}  # of the last layer call, by the node of their entry
         self._changed: dict[int, int] = {}  # storages that were changed through a view, and when
         self._was_in_place = False  # something older than a layer call was changed in place after it
 
@@ -97,7 +86,7 @@ class Crossing(TorchFunctionMode):
     def leave(self, tensor: torch.Tensor, sink: Sink) -> torch.Tensor:
         """`tensor`, which a layer gives out, as the following segment shall see it."""
         shown = enter(tensor, sink)
-        self._outputs[shown.grad_fn] = _Output.of(tensor)
+        self._outputs[shown.grad_fn] = Extent.of(tensor)
         self._entered(shown, sink)
         return self.asides.note(shown, self._k)
 
@@ -193,7 +182,7 @@ class Crossing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = _kind_of(func)
+        kind = operation_of(func)
         if kind.hooks and (node := args[0].grad_fn) is not None and is_entry(node):
             self._to_be_hooked(args[0], node)
         is_first = len(self.segments) == 1  # nothing is older than the present segment
@@ -303,7 +292,7 @@ class Crossing(TorchFunctionMode):
         sink = self.sink_of(tensor)
         self.asides.forget(tensor)
         self._was_in_place = True
-        lies = _Output.of(tensor)
+        lies = Extent.of(tensor)
         if lies.is_view:
             self._note_changed(tensor)
         try:
@@ -332,66 +321,6 @@ class Crossing(TorchFunctionMode):
         raise RuntimeError(
             f"the model calls {func.__name__}() in its own code after a layer call: the graph before it is not there, layers "
             "run backward one at a time. Do it before the first layer, or within one layer"
-        )
-
-
-class _Kind(NamedTuple):
-    """What the crossing has to know of a function.
-
-    Attributes:
-        hooks: it puts a hook on the tensor.
-        asks_the_object: it means the tensor itself, not what flows through it: an attribute that is no view, a hook.
-        differentiates: it runs backward.
-        is_in_place: it changes its first argument.
-    """
-
-    hooks: bool
-    asks_the_object: bool
-    differentiates: bool
-    is_in_place: bool
-
-
-@lru_cache(maxsize=4096)
-def _kind_of(func: Any) -> _Kind:
-    name = getattr(func, "__name__", "")
-    sets, gets = name == "__set__", name == "__get__" and getattr(func.__self__, "__name__", "") not in _VIEWING
-    changes = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return _Kind(func in _HOOKS, func in _OF_THE_OBJECT or sets or gets, func in _BACKWARD, changes)
-
-
-class _Output(NamedTuple):
-    """Where what a layer gives out lies.
-
-    Attributes:
-        storage, first, last: which bytes it may touch.
-        is_view: whether it is a view in the layer.
-        keeps_strides: whether a gradient in its strides gives its base one in the base's.
-    """
-
-    storage: int
-    first: int
-    last: int
-    is_view: bool
-    keeps_strides: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Output:
-        base, shape = tensor._base, tensor.shape
-        strides = [stride for stride, size in zip(tensor.stride(), shape, strict=True) if size > 1]
-        last = sum((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True) if size > 1)
-        first = tensor.storage_offset()
-        is_whole = base is None or tensor.numel() == base.numel()
-        in_order = base is None or (base.is_contiguous() and strides == sorted(strides, reverse=True))
-        storage = tensor.untyped_storage()._cdata
-        return _Output(storage, first, first + last, base is not None, is_whole or in_order)
-
-    def overlaps(self, other: _Output) -> bool:
-        """Whether another one may lie in the same bytes."""
-        return (
-            other is not self
-            and self.storage == other.storage
-            and self.first <= other.last
-            and other.first <= self.last
         )
 
 

@@ -18,8 +18,10 @@ from torch import nn
 from l2l_core.eps.blocks import SHELL, Unit
 from l2l_core.model import Ambient, call_of
 from l2l_core.step.micro_batch.attributes import Place
-from l2l_core.step.micro_batch.call import RECOMPUTE, Call, Keeper, Pass
+from l2l_core.step.micro_batch.call import Call
 from l2l_core.step.micro_batch.crossing import Crossing
+from l2l_core.step.micro_batch.keepers import RECOMPUTE, Keeper
+from l2l_core.step.micro_batch.shared import Pass
 
 
 class _Coroutine(greenlet.greenlet):
@@ -152,7 +154,7 @@ class Forward:
                 outputs = call.first(self._run, self.keeper, self.crossing)
             finally:
                 after = Ambient.take()
-            self._run.note(call, outputs)  # no mode is on: nobody sees it
+            call.note(self._run, outputs)  # no mode is on: nobody sees it
             call.prove(self._run)
         finally:
             shell.reseeded(after.random).put()

@@ -1,0 +1,109 @@
+"""What a layer is called with, cut from what it was made by; and the layer's run on it.
+
+The first run and every recompute go this way, so that the same code gives the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from l2l_core.model import is_cache, refuse_hidden
+from l2l_core.step.graph import Sink, enter
+from l2l_core.step.micro_batch.crossing import Crossing
+from l2l_core.step.micro_batch.empty_caches import EmptyCache, LentCache
+from l2l_core.step.micro_batch.hooks import Locator
+
+
+@dataclass(slots=True)
+class Graph:
+    """Edges of a layer's graph from which backward can start."""
+
+    inputs: list[GradientEdge]  # aligned with Arguments.inputs; roots for gradients that inputs already have
+    outputs: list[GradientEdge]  # aligned with Call.outputs
+    sides: dict[Locator, GradientEdge]
+
+
+@dataclass(slots=True)
+class Given:
+    """What a run of the layer gave out."""
+
+    flat: list[Any]
+    spec: Any
+    own: dict[int, Any]  # arguments by the id of what the layer saw of them: an entry, a lent cache
+    new: dict[int, torch.Tensor]  # tensors that are no argument, by id
+    flowing: list[torch.Tensor]  # those of them that receive a gradient
+    lent: dict[EmptyCache, LentCache]
+
+    def check_caches(self) -> None:
+        """Raise TypeError if the layer would have found something in a cache that it was lent empty."""
+        for cache, lent in self.lent.items():
+            cache.first_run(lent)
+
+
+@dataclass(slots=True)
+class Input:
+    """A differentiable argument, and where its gradient gathers."""
+
+    tensor: torch.Tensor
+    sink: Sink
+
+
+@dataclass(slots=True)
+class Arguments:
+    """A call's arguments.
+
+    Invariant: what they hold is the stash of the call.
+
+    Attributes:
+        leaves: tensors, caches and plain values, in the order of `spec`.
+        inputs: the differentiable tensors among them, each once.
+    """
+
+    leaves: list[Any]
+    spec: Any
+    inputs: list[Input]
+
+    @staticmethod
+    def of(layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], crossing: Crossing) -> Arguments:
+        """Take arguments and cut their graph.
+
+        Raises:
+            TypeError: an argument hides tensors (a cache, an object that is no pytree).
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
+        inputs: dict[int, Input] = {}
+        for index, leaf in enumerate(leaves):
+            if is_cache(leaf):
+                leaves[index] = EmptyCache(leaf, f"argument {index} of layer {layer}")
+            elif not isinstance(leaf, torch.Tensor):
+                refuse_hidden(leaf, f"argument {index} of layer {layer}")
+            elif leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
+                inputs[id(leaf)] = Input(leaf, crossing.sink_of(leaf))
+        return Arguments(leaves, spec, list(inputs.values()))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor among them."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def run(self, layer: Callable[..., Any]) -> tuple[Given, Graph]:
+        """Call the layer with entries in place of differentiable arguments, and with caches lent empty."""
+        entered = {id(i.tensor): enter(i.tensor, i.sink) for i in self.inputs}
+        lent = {leaf: leaf.lend() for leaf in self.leaves if isinstance(leaf, EmptyCache)}
+        seen = entered | {id(cache): own for cache, own in lent.items()}
+        args, kwargs = pytree.tree_unflatten([seen.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
+        flat, spec = pytree.tree_flatten(layer(*args, **kwargs), is_leaf=is_cache)
+        own: dict[int, Any] = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
+        own.update((id(seen), cache.original) for cache, seen in lent.items())
+        passed = {id(leaf) for leaf in self.leaves} | set(own)
+        new = {id(t): t for t in flat if isinstance(t, torch.Tensor) and id(t) not in passed}
+        flowing = [t for t in new.values() if t.requires_grad and torch.is_grad_enabled()]
+        graph = Graph([get_gradient_edge(entered[id(i.tensor)]) for i in self.inputs], [], {})
+        graph.outputs = [get_gradient_edge(t) for t in flowing]
+        return Given(flat, spec, own, new, flowing, lent), graph

@@ -1,0 +1,49 @@
+"""What becomes of the graph that a layer's first run has made, until backward comes to it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from l2l_core.step.micro_batch.shared import Pass
+
+
+class Graphed(Protocol):
+    """A call, as far as a keeper knows it."""
+
+    def drop_graph(self, run: Pass) -> None:
+        """Let the graph go; backward will recompute it."""
+
+
+class Keeper(Protocol):
+    """Decides on the graphs of the calls of a visit.
+
+    Attributes:
+        keeps: whether it outlives the run. Then no layer may come to lie where this one's weights are while it is there.
+    """
+
+    @property
+    def keeps(self) -> bool: ...
+
+    def gives_way(self, call: Graphed, run: Pass) -> None:
+        """The call's micro-batch goes on to another layer, or waits, or the layer's weights go."""
+
+
+class _Recompute:
+    """The graph goes at once: backward runs the layer again."""
+
+    keeps = False
+
+    def gives_way(self, call: Graphed, run: Pass) -> None:
+        pass
+
+
+class _KeepAtTheTurn:
+    """The graph stays while its micro-batch is at work: where that was the last layer, backward comes to it at once."""
+
+    keeps = True
+
+    def gives_way(self, call: Graphed, run: Pass) -> None:
+        call.drop_graph(run)
+
+
+RECOMPUTE, KEEP_AT_THE_TURN = _Recompute(), _KeepAtTheTurn()

@@ -1,0 +1,83 @@
+"""What all calls of one pass over the model share: `Pass`, which the code calls `run`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from l2l_core.devices import Device
+from l2l_core.eps.blocks import Unit
+from l2l_core.step.graph import Asides, BufferOrder
+from l2l_core.step.micro_batch.attributes import Attributes, Place, check_layer, of_layer
+from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
+from l2l_core.step.micro_batch.influence import Influence
+from l2l_core.step.micro_batch.recomputes import Recomputes
+from l2l_core.step.traffic import Clock, Meter, Stash
+from l2l_core.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Device traffic, hooks and watches of a pass, and what its calls have found out so far."""
+
+    device: Device
+    stash: Stash
+    asides: Asides
+    trace: Trace
+    sides: SideOutputs
+    user_hooks: UserHooks
+    meter: Meter
+    clock: Clock
+    attributes: Attributes
+    order: BufferOrder
+    check_call: Callable[[], None]  # refuses what no layer may be called in
+    runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
+    influence: Influence = field(default_factory=Influence)
+    recomputes: Recomputes = field(default_factory=Recomputes)
+    nesting: set[Unit] = field(default_factory=set)  # layers that run a backward of their own in theirs
+    buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
+
+    def buffers_of(self, unit: Unit) -> list[torch.Tensor | None]:
+        """Values of a unit's buffers now; the same list as before if none has changed."""
+        last = self.buffer_values.get(unit)
+        if last is None or not unit.buffers.equal(last):
+            self.buffer_values[unit] = unit.buffers.copy()
+        return self.buffer_values[unit]
+
+    def expect_unchanged(self, unit: Unit) -> Callable[[], None]:
+        """A check that nobody sets a layer's attributes while a micro-batch waits for it to run first."""
+        runs, found = self.runs[unit], self._noted_on(unit)
+        return lambda: self._check_noted(unit, found) if self.runs[unit] == runs else None
+
+    def _noted_on(self, unit: Unit) -> dict[Place, Any]:
+        return {**(of_layer(unit) if self.stash.metering else {}), **self.attributes.set_on(unit)}
+
+    def _check_noted(self, unit: Unit, found: dict[Place, Any]) -> None:
+        if new := self.attributes.set_on(unit).keys() - found.keys():
+            found = {**found, **dict.fromkeys(new)}  # it was not there when the micro-batch came
+        check_layer(unit, found)
+
+    @contextmanager
+    def watched(self, in_layer: bool = False) -> Iterator[None]:
+        """Run a block of backward under the stash's watch, where it needs one."""
+        if self.stash.metering or self.stash.guards_layers or (self.stash.guards and not in_layer):
+            with self.stash.in_backward(), self.stash.watch:
+                yield
+        else:
+            yield
+
+    def timed(self, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:
+        """Start a compute event; calling the result ends it."""
+        self.meter.enter(kind, layer, k)
+        self.clock.start(kind, layer, k, visit)
+
+        def end() -> None:
+            self.clock.stop()
+            self.meter.leave()
+
+        return end
