@@ -192,7 +192,7 @@ class TrainLoop:
         k, run = forward.k, self._run
         run.stash.fetch([forward.result], k)
         stop = run.timed("loss", "shell", k)
-        with run.stash.working(k, "shell"), run.watched():
+        with run.at_work.turn(k, "shell"), run.watched():
             loss = forward.result / self._divisors[k]
             forward.result = None
             tail = self._checks.loss(forward, loss)

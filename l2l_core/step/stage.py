@@ -39,9 +39,11 @@ from l2l_core.step.micro_batch import (
 from l2l_core.step.parts import Parts
 from l2l_core.step.plan import Plan
 from l2l_core.step.traffic import (
+    AtWork,
     Clock,
     Gradient,
     GradientSlots,
+    Images,
     Lane,
     Link,
     Meter,
@@ -49,6 +51,7 @@ from l2l_core.step.traffic import (
     Prefetch,
     Stash,
     Takers,
+    Watch,
     Ways,
     before_reads,
 )
@@ -117,22 +120,24 @@ class Stage:
         on_host = self.config.stash == "host"
         enter(parts.shell.buffers.on(parts.device, "shell buffers"))
         exempt = model_tensors(parts)
+        at_work = AtWork()
+        self._images = Images(parts.device, parts.host, at_work, exempt)
         self.stash = Stash(
             parts.device,
-            parts.host,
-            on_host=on_host,
+            self._images,
+            at_work,
+            is_on_host=on_host,
             overlap=self.config.ahead > 0,
             metering=self._replay is None,
             h2d=self.h2d,
             d2h=self.d2h,
             clock=self.clock,
-            exempt=exempt,
         )
         attributes = [v for m in parts.model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
-        order = self.stash.order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], attributes)
+        order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], attributes)
         later(order.close)
-        self.stash.guards_layers = on_host and not torch.is_grad_enabled()
-        self._asides = Asides(self.stash.asked, self.stash.touch, active=torch.is_grad_enabled())
+        self._watch = Watch(self.stash, order)
+        self._asides = Asides(self._watch.asked, self.stash.touch, active=torch.is_grad_enabled())
         later(self.stash.clear)
         later(self._asides.close)
         if on_host:
@@ -153,19 +158,22 @@ class Stage:
             self._plan.resident,
         )
         later(self.prefetch.close)
-        self.stash.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
+        self._images.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
         enter(functions_seen())
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
         sides = SideOutputs()
         attributes = Attributes(parts.shell_modules(), parts.layers, self._asides, self._replay is None)
         layers = {unit.module: unit for unit in parts.layers}
-        enter(OutOfSight(parts.model, layers, self.stash, self._asides, sides, attributes, order))
+        enter(OutOfSight(parts.model, layers, self._watch, self._asides, sides, attributes, order))
         self.shadows = enter(Shadows(layers))
         enter(attributes)
         check = partial(refuse_cached, parts.model)
         self.run = Pass(
             parts.device,
+            at_work,
             self.stash,
+            self._watch,
+            self.stash.metering or (on_host and not torch.is_grad_enabled()),
             self._asides,
             self.trace,
             sides,
@@ -185,8 +193,8 @@ class Stage:
         self._stack.callback(device.recycle, flat)
         device.ledger.book("weights", "shell", flat.nbytes)
         self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
-        self.stash.exempt([flat], weights=True)
-        self.stash.exempt([master for unit in self.parts.units for master in unit.masters], weights=True)
+        self._images.exempt([flat], weights=True)
+        self._images.exempt([master for unit in self.parts.units for master in unit.masters], weights=True)
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         with self.clock.stalled():
             self.loads(shell.key, [(part, self.parts.place.lend(block)) for part, block in pairs]).wait()
@@ -200,7 +208,7 @@ class Stage:
     @contextmanager
     def _visiting(self, unit: Unit) -> Iterator[None]:
         """What a visit needs on the device besides weights: the layer's buffers, which are part of no image."""
-        with unit.buffers.on(self.parts.device, "buffers") as copies, self.stash.exempting(copies):
+        with unit.buffers.on(self.parts.device, "buffers") as copies, self._images.exempting(copies):
             yield
 
     def shake(self) -> None:
@@ -225,7 +233,7 @@ class Stage:
         self._stack.callback(slots.close)
         shell = GradientSlots(ways, [parts.shell], 1, "shell")
         self._stack.callback(shell.close)
-        self.stash.exempt([*slots.flats, *shell.flats])
+        self._images.exempt([*slots.flats, *shell.flats])
         return slots, shell.take(parts.shell)
 
     def forwards(self, micro_batches: Sequence[Any], task: Task, seeds: Sequence[int]) -> list[Forward]:
@@ -234,10 +242,10 @@ class Stage:
         base.put()
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
             base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
-        if self.stash.guards_forward:
+        if self._watch.guards_shell:
             base = replace(
                 base,
-                dispatch_modes=(*base.dispatch_modes, self.stash.watch),
+                dispatch_modes=(*base.dispatch_modes, self._watch),
             )
         for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             bring, run, crossing = (

@@ -217,7 +217,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     original, make = Meter.sample, stage.Stash
 
     def sample(meter: Meter) -> None:
-        physical = sum(s.nbytes() for held in list(stashes_made[-1]._held.values()) if (s := held.ref()) is not None)
+        physical = sum(
+            s.nbytes() for held in list(stashes_made[-1].images.held.values()) if (s := held.ref()) is not None
+        )
         booked = meter._device.by_category()
         pairs.append((physical, sum(n for name, n in booked.items() if name not in ("weights", "gradients"))))
         original(meter)

@@ -185,7 +185,7 @@ class Call:
             RuntimeError: it does not.
         """
         if self.left_traces and self.needs_backward and self.kept is None:
-            with run.stash.working(self.k, "shell"), self._buffers_as_seen(run), same_random_numbers():
+            with run.at_work.turn(self.k, "shell"), self._buffers_as_seen(run), same_random_numbers():
                 with _attributes_kept(self.unit), run.attributes.proving():
                     self._recompute(run)
 
@@ -212,7 +212,7 @@ class Call:
 
     def _run(self, run: Pass) -> tuple[Given, Graph]:
         buffers = [buffer for buffer in self.unit.buffers.now() if buffer is not None]
-        with run.stash.working(self.k, self.unit.key, [*self.tensors, *buffers]), run.attributes.in_layer():
+        with run.at_work.turn(self.k, self.unit.key, [*self.tensors, *buffers]), run.attributes.in_layer():
             run.asides.release(self.tensors)
             return self.arguments.run(self.real)
 
@@ -238,7 +238,7 @@ class Call:
 
     def _apart(self, run: Pass, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it if it lies in a weight, whose slot will hold another layer's soon, or in a buffer."""
-        return _copied(tensor.detach()) if run.stash.is_exempt(tensor) else tensor
+        return _copied(tensor.detach()) if run.stash.images.is_exempt(tensor) else tensor
 
     def _cut_sides(
         self, run: Pass, tensors: dict[Locator, torch.Tensor], left: dict[int, int], crossing: Crossing
@@ -273,7 +273,7 @@ class Call:
             return
         run.stash.fetch(self.awaited, self.k, self.unit.key)
         stop = run.timed("backward", self.unit.key, self.k, self.visit)
-        with run.stash.working(self.k, "shell"), self._buffers_as_seen(run):
+        with run.at_work.turn(self.k, "shell"), self._buffers_as_seen(run):
             graph = self.kept or self._recompute(run)
             roots = taken(zip(graph.outputs, self.outputs, strict=True))
             roots += taken((graph.sides[at], sink) for at, sink in self.side_sinks.items())
@@ -288,7 +288,7 @@ class Call:
                     weights[edge.node.variable][1].add(grad)  # type: ignore[attr-defined]
             roots += taken((edge, item.sink) for edge, item in zip(graph.inputs, self.inputs, strict=True))
             self.kept = None
-            with run.stash.working(self.k, self.unit.key, None), run.watched(in_layer=True):
+            with run.at_work.turn(self.k, self.unit.key, None), run.watched(in_layer=True):
                 run_backward(roots + priors(self.k, uses))
         stop()
 
@@ -352,7 +352,7 @@ class Call:
         assert self.segment is not None, f"{self.unit.key} k={self.k} has no segment"
         if self.segment.is_awaited:
             stop = run.timed("shell", "shell", self.k, self.visit)
-            with run.stash.working(self.k, "shell", None), run.watched():
+            with run.at_work.turn(self.k, "shell", None), run.watched():
                 run_backward(self.segment.take() + priors(self.k, lambda: self.segment.uses))  # type: ignore[union-attr]
             stop()
         for grad in [*self.segment.gradients(), *(i.sink.grad for i in self.inputs)]:

@@ -62,7 +62,7 @@ class Forward:
         self._run.order.begin_turn()
         engine = Ambient.take()
         try:
-            with self._run.stash.working(self.k, SHELL), self._run.attributes.turn(self.k, self._attributes):
+            with self._run.at_work.turn(self.k, SHELL), self._run.attributes.turn(self.k, self._attributes):
                 self._greenlet.switch()
         finally:
             engine.put()
@@ -141,10 +141,9 @@ class Forward:
         return shell
 
     def _run_layer(self, call: Call, shell: Ambient, check: Callable[[], None]) -> Any:
-        stash = self._run.stash
         self.crossing.autocasts |= shell.autocasts and shell.autocast_cache
         inner = shell.without(self.crossing)
-        call.ambient = inner if stash.metering or stash.guards_layers else inner.without(stash.watch)
+        call.ambient = inner if self._run.watches_layers else inner.without(self._run.watch)
         call.ambient.put()
         try:
             try:

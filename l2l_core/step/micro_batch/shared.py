@@ -17,7 +17,7 @@ from l2l_core.step.micro_batch.attributes import Attributes, Place, check_layer,
 from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
 from l2l_core.step.micro_batch.influence import Influence
 from l2l_core.step.micro_batch.recomputes import Recomputes
-from l2l_core.step.traffic import Clock, Meter, Stash
+from l2l_core.step.traffic import AtWork, Clock, Meter, Stash, Watch
 from l2l_core.trace import Trace
 
 
@@ -26,7 +26,10 @@ class Pass:
     """Device traffic, hooks and watches of a pass, and what its calls have found out so far."""
 
     device: Device
+    at_work: AtWork
     stash: Stash
+    watch: Watch
+    watches_layers: bool  # when activations are counted; and in inference, where nobody else is on guard
     asides: Asides
     trace: Trace
     sides: SideOutputs
@@ -65,8 +68,8 @@ class Pass:
     @contextmanager
     def watched(self, in_layer: bool = False) -> Iterator[None]:
         """Run a block of backward under the stash's watch, where it needs one."""
-        if self.stash.metering or self.stash.guards_layers or (self.stash.guards and not in_layer):
-            with self.stash.in_backward(), self.stash.watch:
+        if self.watches_layers or (self.stash.guards and not in_layer):
+            with self.at_work.backward(), self.watch:
                 yield
         else:
             yield

@@ -27,7 +27,7 @@ from l2l_core.step.graph import Asides, BufferOrder, sequence_number
 from l2l_core.step.micro_batch.attributes import Attributes
 from l2l_core.step.micro_batch.crossing import Crossing, crossing_in_force
 from l2l_core.step.micro_batch.hooks import SideOutputs
-from l2l_core.step.traffic import Stash, Watch
+from l2l_core.step.traffic import Watch
 
 
 class OutOfSight:
@@ -40,13 +40,14 @@ class OutOfSight:
         self,
         model: nn.Module,
         layers: Iterable[nn.Module],
-        stash: Stash,
+        watch: Watch,
         asides: Asides,
         sides: SideOutputs,
         attributes: Attributes,
         order: BufferOrder,
     ) -> None:
-        self._stash, self._asides, self._sides = stash, asides, sides
+        self._watch, self._stash, self._at_work = watch, watch.stash, watch.at_work
+        self._asides, self._sides = asides, sides
         self._attributes, self._order = attributes, order
         self._parts = {part: list(part.modules()) for part in parts_of(model)}
         inside = {module for layer in layers for module in layer.modules()}
@@ -105,7 +106,7 @@ class OutOfSight:
     def _bring(self, given: Iterable[Any], attributes: Iterable[Any]) -> None:
         """Have what the part reads, or may read, on the device and off guard: no mode sees it in compiled code."""
         self._asides.ask(given)
-        self._asides.ask(attributes, self._stash.at_work)  # another micro-batch's may be about to be replaced
+        self._asides.ask(attributes, self._at_work.k)  # another micro-batch's may be about to be replaced
 
     @contextmanager
     def _out_of_sight(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -113,7 +114,7 @@ class OutOfSight:
         for part in inner:
             self._take_away(part)
         try:
-            with self._sides.paused(), self._stash.in_part(), function_modes_without(Crossing):
+            with self._sides.paused(), self._at_work.compiled_part(), function_modes_without(Crossing):
                 yield
         finally:
             for part in inner:
@@ -132,7 +133,7 @@ class OutOfSight:
         before = buffers.copy()
         yield
         after = before if buffers.equal(before) else buffers.copy()
-        self._order.part_ran(self._stash.at_work, buffers, before, after)
+        self._order.part_ran(self._at_work.k, buffers, before, after)
 
     def _made(self, out: Any, began: int) -> None:
         """What the part gives out and what autograd has saved in it is kept like that of any other code."""
@@ -149,7 +150,7 @@ class OutOfSight:
 
     def _note(self, tensors: Iterable[torch.Tensor]) -> None:
         """These were there when the part had run; some are weights and other tensors of the model."""
-        self._stash.after({}, [tensor for tensor in tensors if not self._stash.is_exempt(tensor)])
+        self._watch.made([tensor for tensor in tensors if not self._stash.images.is_exempt(tensor)], {})
 
     def _touch(self, saved: Sequence[torch.Tensor], _grads: Any) -> None:
         """Compiled backward is about to read what it has saved, which no mode sees."""
@@ -208,7 +209,7 @@ def _hide_engine() -> None:
 def _refuse_function(compiler: Any) -> None:
     """Compiled code is about to run in this thread: refuse it in shell code, unless it is a part, which was entered properly."""
     watches = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watch)]
-    if callable(compiler) and (crossing_in_force() is not None or any(watch.stash.needs_watch for watch in watches)):
+    if callable(compiler) and (crossing_in_force() is not None or any(watch.is_needed for watch in watches)):
         raise RuntimeError(
             "the model's own code calls a compiled function (torch.compile on a function) outside of its layers: it would be "
             "compiled together with what the relay does around each operation. Make it the forward of a module of the model and "

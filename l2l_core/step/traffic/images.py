@@ -1,0 +1,175 @@
+"""Whose a storage is, whether it is on the device, and how many bytes of it are booked where."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from l2l_core.devices import Device, Ledger, Ticket
+from l2l_core.step.graph import unasked
+from l2l_core.step.traffic.at_work import NOBODY, AtWork
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """One storage.
+
+    Invariant: its bytes are on the device (`resident`), all of them, or its host copy is up to date; so an exception may
+    come at any moment. On the device they are booked by themselves (`counted`), or covered by the ring, or are activations
+    that a profile includes.
+    """
+
+    key: int
+    ref: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    category: str
+    owner: str
+    k: int  # whose image it is part of; NOBODY: stays on the device
+    exact: bool  # to be booked by itself
+    maker: int = NOBODY  # the micro-batch that was at work when it was made
+    resident: bool = True
+    covered: bool = False  # leaves or arrives
+    counted: bool = False
+    host: torch.Tensor | None = None
+    dirty: bool = True  # the host copy is missing or old
+    ticket: Ticket | None = None  # of its last copy
+
+
+Moving = tuple[torch.UntypedStorage, Held]
+
+
+class Images:
+    """Every storage that forwards have made and still keep, by micro-batch.
+
+    Invariant: a storage is held as long as it lives and no longer: nobody is kept alive by being counted.
+
+    Args:
+        device, host: where images live and where they wait.
+        at_work: whose turn it is.
+        exempt: tensors of the model, whose storages are part of no image.
+    """
+
+    def __init__(self, device: Device, host: Ledger, at_work: AtWork, exempt: Iterable[torch.Tensor]) -> None:
+        self._device, self._host, self._at_work = device, host, at_work
+        self.held: dict[int, Held] = {}
+        self._by_k: dict[int, dict[int, Held]] = {}
+        self._free: dict[int, list[torch.Tensor]] = {}  # host buffers by their bytes
+        self._exempt = {tensor.untyped_storage()._cdata for tensor in exempt}
+        self.weights: set[int] = set()  # storages in which a forward may change nothing
+
+    # -- what belongs to whom ------------------------------------------------------------------------------------------
+
+    def of(self, k: int) -> list[Held]:
+        """What the image of micro-batch `k` consists of."""
+        return list(self._by_k.get(k, {}).values())
+
+    def find(self, tensors: Iterable[torch.Tensor]) -> list[Moving]:
+        """The held storages in which tensors lie, each once."""
+        with unasked():
+            keys = dict.fromkeys([t.untyped_storage()._cdata for t in tensors])
+        return [(s, h) for key in keys if (h := self.held.get(key)) is not None and (s := h.ref()) is not None]
+
+    def add(self, storage: torch.UntypedStorage, k: int, category: str, exact: bool, owner: str | None = None) -> Held:
+        """A storage that was made just now; part of image `k`."""
+        key = storage._cdata
+        ref = weakref.ref(storage, lambda _: self.forget(key))
+        owner = self._at_work.owner if owner is None else owner
+        held = Held(key, ref, storage.nbytes(), category, owner, k, exact, self._at_work.k)
+        self.count(held)
+        self.held[key] = held
+        if k != NOBODY:
+            self._by_k.setdefault(k, {})[key] = held
+        return held
+
+    def hold(self, tensor: torch.Tensor, k: int, category: str, owner: str, is_new: bool) -> None:
+        """Make `tensor`'s storage part of image `k` and book it exactly; one that is not held yet if it `is_new`.
+
+        Storages of the model itself (a slice of a weight or of a position table) are part of no image.
+        """
+        storage = tensor.untyped_storage()
+        held = self.held.get(storage._cdata)
+        if storage._cdata in self._exempt or (held is None and not is_new):
+            return
+        if held is None:
+            held = self.add(storage, k, category, exact=False, owner=owner)
+        if held.k == NOBODY and held.k != k:
+            held.k = k
+            self._by_k.setdefault(k, {})[storage._cdata] = held
+        self._recategorise(held, category, owner)
+
+    def stay(self, held: Held) -> None:
+        """Let a storage stay on the device: made once, at the first micro-batch, and kept by the model (a table, say)."""
+        for key, other in list(self._by_k.get(held.k, {}).items()):
+            if other is held:
+                del self._by_k[held.k][key]
+        held.k = NOBODY
+
+    def forget(self, key: int) -> None:
+        """A storage is gone, or is ours no longer."""
+        held = self.held.pop(key, None)
+        if held is None:
+            return
+        self._by_k.get(held.k, {}).pop(key, None)
+        self.uncount(held)
+        if held.host is not None:
+            self._free.setdefault(held.nbytes, []).append(held.host)
+            held.host = None
+
+    def exempt(self, tensors: Iterable[torch.Tensor], weights: bool = False) -> None:
+        """Storages of these are part of no image either; in those of `weights` a forward may change nothing."""
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._exempt |= keys
+        self.weights |= keys if weights else set()
+
+    @contextmanager
+    def exempting(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Storages of these are part of no image in the block."""
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors} - self._exempt
+        self._exempt |= keys
+        try:
+            yield
+        finally:
+            self._exempt -= keys
+
+    def is_exempt(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in a storage of the model or of the engine."""
+        return tensor.untyped_storage()._cdata in self._exempt
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def count(self, held: Held) -> None:
+        """Book a storage on the device, if it is to be booked by itself."""
+        if held.exact and not held.covered and not held.counted:
+            self._device.ledger.book(held.category, held.owner, held.nbytes)
+            held.counted = True
+
+    def uncount(self, held: Held) -> None:
+        """Book it no longer."""
+        if held.counted:
+            self._device.ledger.release(held.category, held.owner, held.nbytes)
+            held.counted = False
+
+    def _recategorise(self, held: Held, category: str, owner: str) -> None:
+        if held.counted:
+            self._device.ledger.move(held.category, held.owner, category, owner, held.nbytes)
+        held.category, held.owner, held.exact = category, owner, True
+        if held.resident:
+            self.count(held)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Bytes on the host for a copy, (nbytes,); `forget` takes them back."""
+        free = self._free.get(nbytes)
+        if free:
+            return free.pop()
+        self._host.book("stash", "images", nbytes)
+        return self._device.host_empty(nbytes, torch.uint8)
+
+    def clear(self) -> None:
+        """Give the host's bytes back; nothing is held any more."""
+        self._host.release("stash", "images", sum(n * len(buffers) for n, buffers in self._free.items()))
+        self._free.clear()
+        self._by_k.clear()
