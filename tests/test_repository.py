@@ -323,6 +323,13 @@ def test_headless_rooms_know_no_widgets_and_pictures_are_pure() -> None:
 HEADLESS = {"readings", "session", "pictures", "runs", "what_if", "commands"}
 
 
+def test_only_the_eps_touches_masters() -> None:
+    """Where weights are is a matter of the EPS: others ask a block, or a place."""
+    others = [path for path in core_files().values() if "eps" not in path.relative_to(CORE).parts]
+    touching = [str(path) for path in others if re.search(r"block\.master\b", path.read_text(encoding="utf-8"))]
+    assert len(others) > 100 and not touching, touching
+
+
 def test_reference_is_written_with_torch_alone() -> None:
     # the oracle must not share code with what it judges
     path = CORE / "model" / "reference.py"

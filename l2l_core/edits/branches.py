@@ -250,15 +250,15 @@ class Branches:
         if counting:
             masters, state = self._editor.optimizer_side(block)
             states = [clone_state(state[master]) if master in state else None for master in masters]
-            values = self.keep(self._empty(block.layout.numel).copy_(block.master), block.version, states)
+            values = self.keep(self._empty(block.layout.numel).copy_(block.values), block.version, states)
             for state in counting:
                 state.values[block] = values
 
     def _exchange(self, block: Block, values: Values) -> None:
         """Make values of a block the live ones; branches that counted on the live ones keep these."""
         masters, state = self._editor.optimizer_side(block)
-        old = self.keep(block.master, block.version, [state.pop(master, None) for master in masters])
-        block.hold(values.master, masters)
+        states = [state.pop(master, None) for master in masters]
+        old = self.keep(block.hold(values.master, masters), block.version, states)
         block.version = values.version
         state.update({m: known for m, known in zip(masters, values.states, strict=True) if known is not None})
         for other in self.others.values():

@@ -77,16 +77,14 @@ class Parked:
 
     def _empty_weights(self) -> None:
         for block, side in self.sides.items():
-            block.master, block.views, block.cast = torch.empty(0), [], None
-            for param in (*block.params, *side.masters):
-                param.data = torch.empty(0)
+            block.let_go(side.masters)
 
     def contents(self) -> dict[Block, tuple[torch.Tensor, list[dict[str, Any] | None]]]:
         """Master and state of each parameter, by block; what is on disk is mapped from there."""
         held = {} if self.path is None else load_file(self.path)
         return {
             block: (
-                held.get(f"{index}/master", block.master),
+                held.get(f"{index}/master", block.values),
                 [
                     {key: _bring(value, held) for key, value in side.state[master].items()}
                     if master in side.state
@@ -110,7 +108,7 @@ class Parked:
         self.path = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        held = {f"{i}/master": block.master for i, block in enumerate(self.sides)}
+        held = {f"{i}/master": block.values for i, block in enumerate(self.sides)}
         for index, side in enumerate(self.sides.values()):
             for number, master in enumerate(side.masters):
                 for key, value in side.state.get(master, {}).items():

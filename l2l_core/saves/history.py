@@ -141,7 +141,7 @@ class Restorer:
 
     def _fill(self, part: Part, unit: Unit) -> None:
         for (block, side), saved in zip(self.editor.parking[unit].sides.items(), part["blocks"], strict=True):
-            block.master.copy_(saved["master"])
+            block.fill(saved["master"])
             block.version, block.warmup = saved["version"], saved["warmup"]
             self.editor.train_only(block, saved["trained"])
             side.groups[:] = saved["groups"]

@@ -12,17 +12,17 @@
     [3] in reverse: recompute from the stash, back-propagate, sum the gradient over micro-batches
     [4] the gradient is pushed; the EPS reduces it and updates the layer in the background
 
-Two layers, two micro-batches, one layer ahead, the stash on the host; a row is one turn of one micro-batch, and the lanes
-work while it computes. `x(l,k)` is what layer l reads of micro-batch k, `g` a gradient of it, `w` weights, `dw` their gradient:
+Two layers, two micro-batches, one layer ahead, the stash on the host. A row is one turn: one micro-batch in one visit. What
+it needs arrives while the turn before computes, what it leaves goes while the next one does. `w` are weights, `dw` their
+gradient, `x(l,k)` is what layer l reads of micro-batch k, `image k` all that micro-batch k keeps while others are at work.
 
-    visit  k   computes                 leaves        arrives
-    0      0   forward 0                              w1
-    0      1   forward 0                x(0,0)
-    1      0   forward 1, backward 1    x(0,1)                    the last layer is not run twice
-    1      1   forward 1, backward 1    g(1,0)        x(0,0)
-    2      0   backward 0               dw1, g(1,1)   g(1,0)
-    2      1   backward 0                             x(0,1) ..
-    end                                 dw0
+    visit  k  computes               arrives      leaves
+    0      0  forward 0              w0, x(0,0)   image 0
+    0      1  forward 0                           image 1
+    1, 2   0  forward 1, backward 1  w1           image 0       the last layer turns round at once: it is not run twice
+    1, 2   1  forward 1, backward 1               image 1, dw1
+    3      0  backward 0             x(0,0)                     w0 is still there
+    3      1  backward 0             x(0,1)       dw0
 
 Source: Pudipeddi et al., https://arxiv.org/abs/2002.05645 (L2L and L2L-p).
 """

@@ -53,11 +53,31 @@ class Block:
             self._trained = Trained.of(self.layout, flags)
         return self._trained
 
-    def hold(self, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> None:
-        """Let another buffer, (numel,), be the master: parameters and the optimizer's `twins` of them become its views."""
-        self.master, self.views = master, self.layout.views(master)
+    @property
+    def values(self) -> torch.Tensor:
+        """The weights as they are now, (numel,), to be read; `hold` and `fill` give others."""
+        return self.master
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Let the weights have these values, (numel,)."""
+        self.master.copy_(values)
+
+    def hold(self, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Let another buffer, (numel,), be the master: parameters and the optimizer's `twins` of them become its views.
+
+        Returns:
+            The buffer that was the master.
+        """
+        before, self.master, self.views = self.master, master, self.layout.views(master)
         for param, twin, view in zip(self.params, twins, self.views, strict=True):
             param.data = twin.data = view
+        return before
+
+    def let_go(self, twins: Sequence[nn.Parameter]) -> None:
+        """Hold no weights: somebody has them, on disk, and `hold` will bring them back."""
+        self.master, self.views, self.cast = torch.empty(0), [], None
+        for param in (*self.params, *twins):
+            param.data = torch.empty(0)
 
 
 @dataclass(eq=False, slots=True)
