@@ -1,4 +1,8 @@
-"""The facade: a model whose layers live in the EPS and relay through a device."""
+"""The facade: a model whose layers live in the EPS and relay through a device.
+
+What a person may ask of a relay, one verb after the other, under one lock; the work is done in the rooms. It is long because
+every verb says here what it takes, gives and raises.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from l2l_core.batches import (
     join,
 )
 from l2l_core.config import RelayConfig
-from l2l_core.devices import CudaDevice, Device, EmulatedDevice, Ledger, Process
+from l2l_core.devices import Device, Ledger, Process, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
 from l2l_core.eps import InHostMemory, LayerStore, TornStep
@@ -694,23 +698,3 @@ class Relay:
             Edited.from_(self._editor, self._history),
             parts_of(self._editor, self._history, self._branches),
         )
-
-
-def resolve_device(device: str | Device) -> Device:
-    """A device from its name: "auto" (a GPU if there is one), "cpu" (emulated, without limits), or "cuda[:n]".
-
-    Raises:
-        ValueError: no such device here.
-        TypeError: neither a name nor a Device.
-    """
-    if isinstance(device, Device):
-        return device
-    if not isinstance(device, str):
-        raise TypeError(f"device={device!r}: give 'auto', 'cpu', 'cuda', 'cuda:n' or a Device")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        return EmulatedDevice()
-    if device.split(":")[0] == "cuda":
-        return CudaDevice(device)
-    raise ValueError(f"device={device!r} does not exist: give 'auto', 'cpu', 'cuda', 'cuda:n' or a Device")

@@ -14,6 +14,7 @@ from l2l_core.devices.disk import write_tensors as write_tensors
 from l2l_core.devices.emulated import EmulatedDevice as EmulatedDevice
 from l2l_core.devices.ledger import DeviceOutOfMemory as DeviceOutOfMemory
 from l2l_core.devices.ledger import Ledger as Ledger
+from l2l_core.devices.named import resolve_device as resolve_device
 from l2l_core.devices.process import Process as Process
 from l2l_core.devices.threads import serial_thread as serial_thread
 from l2l_core.devices.threads import sleep_until as sleep_until

@@ -26,9 +26,9 @@ from zoo import BY_NAME, Kind
 
 from l2l_core import CudaDevice, DeviceOutOfMemory, EmulatedDevice, NonFiniteError, Relay, RelayConfig
 from l2l_core.devices import cuda as cuda_module
+from l2l_core.devices import resolve_device
 from l2l_core.devices.pinned import Pinned
 from l2l_core.model.ambient import RandomState
-from l2l_core.relay import resolve_device
 from l2l_core.trace.trace import Trace
 
 LATE = [

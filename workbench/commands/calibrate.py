@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from l2l_core import Device, Machine, Profile, Relay, RelayConfig
-from l2l_core.devices import serial_thread
-from l2l_core.relay import resolve_device
+from l2l_core.devices import resolve_device, serial_thread
 from l2l_core.trace import format_bytes
 
 SIZES = (256, 512, 1024, 2048)  # of square matrices

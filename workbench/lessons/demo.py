@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from l2l_core import Device, DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, StepResult, TornStep
-from l2l_core.relay import resolve_device
+from l2l_core.devices import resolve_device
 from workbench.lessons.corpus import Corpus, byte_entropy, draw_windows, load_corpus
 from workbench.lessons.demo_charts import (
     draw_run,

@@ -1,7 +1,9 @@
 """One layer on one micro-batch: run with its graph cut on both sides, recomputed later, and back-propagated.
 
 Both the first run and the recompute see their differentiable inputs through entries, so that the same code gives the
-same graph. The first run's graph is dropped at once unless this is the last layer, which is not run twice.
+same graph. What becomes of the first run's graph in between is for its keeper to say.
+
+A file of one idea, the life of a call: first run, proof, recompute, backward, release, in this order.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ While shell code runs, a function mode shows every operation of it. A tensor tha
 handed to the operation as an entry, so that graphs of different segments never touch. What the mode does not see (scripted
 code, functions of C++ extensions) is found by a walk over the graph at the end of the forward, before anything is
 trained, and refused; so is a loss that reads the inside of a layer, which the relay would get wrong without a word.
+
+A file of one idea, which tensor belongs to which segment: all of it reads and writes the same few tables.
 """
 
 from __future__ import annotations
