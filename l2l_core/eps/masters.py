@@ -134,7 +134,7 @@ class Masters:
             self.blocks.append(block)
             self.owner[block] = unit
             self._model_params.update(zip(side.masters, block.params, strict=True))
-            part = []
+            part = []  # parts share the state with the whole optimizer, and not the groups: these are cut to the block
             for index, group in enumerate(self.optimizer.param_groups):
                 own = [master for master, its in zip(side.masters, side.groups, strict=True) if its == index]
                 group["params"].extend(own)

@@ -151,12 +151,12 @@ class LayerStore:
         for block in self.gradients.unfolded:
             self._submit(lambda block=block: self._fold(block))  # type: ignore[misc]
         self.wait()
-        if self._config.max_grad_norm is not None:
+        if self._config.max_grad_norm is not None:  # the norm is of all gradients: folded ones, too
             self._submit(self._clip)
         self.wait()
         if self._config.update == "deferred":
             self.update.gathered(self.gradients.whole)
-        whole = dict(self.gradients.whole)
+        whole = dict(self.gradients.whole)  # updates take them out, and hooks afterwards want to see them
         for block in whole:
             self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
         self.wait()

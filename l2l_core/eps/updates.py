@@ -141,7 +141,7 @@ class ByOptimizer:
         return {"update_ratio": moved / size if size else math.inf if moved else 0.0}
 
     def finish(self, whole: Whole) -> None:
-        if self._log:  # a hook may still fail
+        if self._log:  # settings change now, and a hook may still fail
             self._log.append(keep_without(vars(self._optimizer), {"state"}))
         settle(self._optimizer, self._settings)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at

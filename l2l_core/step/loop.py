@@ -142,7 +142,7 @@ class TrainLoop:
         for visit in rest:
             self._store.raise_failure()
             with self._prefetch.visit(visit.unit):  # [1]
-                for call in list(visit.calls):  # [3]
+                for call in list(visit.calls):  # [3] in ascending k, as accumulation over micro-batches adds
                     self._forward.relay(call, next(coming, None))
                     self._backward(call, visit)
                     self._run.stash.park(call.k, call.visit)
@@ -213,12 +213,14 @@ class TrainLoop:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _backward(self, call: Call, visit: Visit) -> None:
-        if visit.gradient is None:
+        if visit.gradient is None:  # taken as late as possible: the slot may still be on its way to the host
             visit.gradient = self._slots.take(visit.unit)
         call.visit = self._order.number_of_backward(visit)
         call.backward(self._run, visit.gradient.priors, self._shell.priors)
         assert call.segment is not None, f"{call.unit.key} k={call.k} has no segment"
-        if self._shell.holds_part_of(call.segment.uses):  # each run's contribution is added by itself
+        # The shell's code before the call may read parameters of which this very run has brought a part: sent off first, that
+        # part comes back as the first summand of the next run (`priors`) instead of being added to its sum.
+        if self._shell.holds_part_of(call.segment.uses):
             self._flush(call.k, call.visit, visit.gradient)
         call.backward_before(self._run, self._shell.priors)
         call.release()

@@ -66,6 +66,7 @@ class Order:
             if forward.waiting is not None and forward is not besides:
                 unit = forward.waiting.unit
                 waiting[unit] = min(waiting.get(unit, (1 << 60, 0)), self._progress(forward, unit))
+        # Of several that are as far along, the first one in the stack: every run of the same model takes the same way.
         return min(waiting, key=waiting.__getitem__, default=None)
 
     def _progress(self, forward: Forward, unit: Unit) -> tuple[int, int]:

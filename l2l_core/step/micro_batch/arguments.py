@@ -99,6 +99,8 @@ class Arguments:
         seen = entered | {id(cache): own for cache, own in lent.items()}
         args, kwargs = pytree.tree_unflatten([seen.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
         flat, spec = pytree.tree_flatten(layer(*args, **kwargs), is_leaf=is_cache)
+        # A layer may return what it was given, or a part of it. The shell then sees its own tensor and not the entry, so that
+        # the gradient takes the way past the layer.
         own: dict[int, Any] = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}
         own.update((id(seen), cache.original) for cache, seen in lent.items())
         passed = {id(leaf) for leaf in self.leaves} | set(own)

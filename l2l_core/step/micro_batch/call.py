@@ -126,6 +126,7 @@ class Call:
         """Run the layer inside its micro-batch's coroutine; return its outputs as the shell shall see them."""
         with unasked():
             self.versions = [tensor._version for tensor in self.tensors]
+        # Autograd numbers nodes as they are made: by these numbers it is told later whose code has made one.
         began, stamps = sequence_number(), stamps_of(self.unit.params)
         traces = Traces(self.unit.module) if run.stash.metering else None
         run.user_hooks.adopt(self.unit.module)
@@ -153,8 +154,9 @@ class Call:
                 run.attributes.layer_changed(place)
         self.sums = run.recomputes.sums_of(given.flowing)
         self.keeper, self.kept = keeper, graph if keeper.keeps else None
+        # Side outputs are what is still alive when the graph is gone, so nothing here may hold on to it.
         left = {id(tensor): at for at, tensor in enumerate(given.flowing)}
-        del given, graph, found  # with them goes what only the layer's own graph kept alive
+        del given, graph, found
         sides = {**alive(seen), **run.sides.attributes(self.unit.module)}
         seen.clear()
         if sides:
@@ -220,7 +222,7 @@ class Call:
 
     def _leave(self, run: Pass, given: Given, crossing: Crossing) -> Any:
         """The outputs as the shell shall see them: entries, what the layer was given, and copies of weights."""
-        if given.flowing:
+        if given.flowing:  # a layer that only hands on what it was given ends no segment: nothing will run at its place
             self.segment = crossing.turn()
         run.asides.note(list(given.new.values()), self.k)  # should the layer keep them
         shown = dict(given.own)
@@ -270,13 +272,16 @@ class Call:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def backward(self, run: Pass, priors: Priors, shell_priors: Priors) -> None:
-        """[2] Recompute, and back-propagate through the layer."""
+        """Recompute, and back-propagate through the layer."""
+        # Nobody used what it gave out: plain training runs none of its nodes either, so weights get no gradient, not zero.
         if all(sink.grad is None for sink in [*self.outputs, *self.side_sinks.values()]):
             return
         run.stash.fetch(self.awaited, self.k, self.unit.key)
         stop = run.timed("backward", self.unit.key, self.k, self.visit)
         with run.at_work.turn(self.k, "shell"), self._buffers_as_seen(run):
             graph = self.kept or self._recompute(run)
+            # All that waits goes into one run as roots. Autograd adds a root to what the run brings, the youngest reader's
+            # first, as in plain training; gradients of two runs, added afterwards, would round otherwise.
             roots = taken(zip(graph.outputs, self.outputs, strict=True))
             roots += taken((graph.sides[at], sink) for at, sink in self.side_sinks.items())
             weights = {
@@ -289,7 +294,7 @@ class Call:
                 for edge, grad in given:
                     weights[edge.node.variable][1].add(grad)  # type: ignore[attr-defined]
             roots += taken((edge, item.sink) for edge, item in zip(graph.inputs, self.inputs, strict=True))
-            self.kept = None
+            self.kept = None  # the run frees what the graph has saved; it must not be run again
             with run.at_work.turn(self.k, self.unit.key, None), run.watched(in_layer=True):
                 run_backward(roots + priors(self.k, uses))
         stop()
@@ -315,7 +320,7 @@ class Call:
 
     def _recompute_in_context(self, run: Pass) -> Graph:
         with (
-            run.user_hooks.silenced(),
+            run.user_hooks.silenced(),  # they ran with the forward, once, as in plain training
             self.ambient.active(),
             run.sides.watching(self.unit.module, strong=True) as seen,
         ):  # type: ignore[union-attr]
@@ -323,7 +328,7 @@ class Call:
             run.recomputes.compare(self.unit.name, self.sums, given.flowing)
             if self.side_sinks or self.attributes:
                 graph.sides = self._find_sides(run, seen)
-            if self.ambient.autocasts:  # type: ignore[union-attr]
+            if self.ambient.autocasts:  # type: ignore[union-attr]  # its casts are of weights that leave with the visit
                 torch.clear_autocast_cache()
         return graph
 

@@ -76,6 +76,7 @@ class Crossing(TorchFunctionMode):
 
     def turn(self) -> Segment:
         """The shell code that follows is a segment of its own; returns the one that has ended."""
+        # Entries are for one segment. The next one gets others, or backward of the two would run together.
         for entry in self._entries.values():
             if _is_changed(entry):
                 self._note_changed(entry)

@@ -168,11 +168,11 @@ class Gradient:
 
     def _taker(self, share: _Share, at: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def take(grad: torch.Tensor) -> None:
-            self._buffer.settle()
+            self._buffer.settle()  # only now: up to the first gradient, what was pushed may still leave
             if share.touched[at]:
                 view.add_(grad)
             else:
-                view.copy_(grad)
+                view.copy_(grad)  # not added to zero: -0.0 + 0.0 is 0.0, and a buffer need not be cleared
                 share.touched[at] = True
 
         return take

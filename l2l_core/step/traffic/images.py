@@ -76,7 +76,7 @@ class Images:
     def add(self, storage: torch.UntypedStorage, k: int, category: str, exact: bool, owner: str | None = None) -> Held:
         """A storage that was made just now; part of image `k`."""
         key = storage._cdata
-        ref = weakref.ref(storage, lambda _: self.forget(key))
+        ref = weakref.ref(storage, lambda _: self.forget(key))  # keys are addresses, and are used again
         owner = self._at_work.owner if owner is None else owner
         held = Held(key, ref, storage.nbytes(), category, owner, k, exact, self._at_work.k)
         self.count(held)

@@ -133,7 +133,7 @@ class Prefetch:
 
     def _issue(self, unit: Unit, keep: Sequence[Unit]) -> None:
         free = [slot for slot in self.slots if slot.unit is None or slot.unit not in (*keep, *self._resident)]
-        slot = max(free, key=self._next_use)
+        slot = max(free, key=self._next_use)  # Belady: what is wanted last goes first, and the plan knows the future
         self._give_up(slot)  # perhaps a load that nobody came for
         slot.unit, copies = unit, []
         for target, block in zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True):

@@ -96,7 +96,7 @@ class Stash:
         """
         if not self.is_on_host:
             return
-        self._drop_leaving()
+        self._drop_leaving()  # its copies had a whole turn's time
         held = [h for h in self.images.of(k) if h.resident and h.key not in self._arriving]
         image = [(s, h) for h in held if (s := h.ref()) is not None and s.resizable()]  # shared with NumPy: it stays
         stale = [(s, h) for s, h in image if h.dirty]
@@ -163,7 +163,7 @@ class Stash:
                     h.resident = True
 
     def _bring(self, away: Sequence[Moving], k: int, layer: str, visit: int) -> None:
-        for storage, h in away:
+        for storage, h in away:  # the storage object stays: views of it, and what autograd has saved, point to it
             storage.resize_(h.nbytes)
         self._send(self._h2d, "fetch", layer, [(_bytes_of(s), _copy_of(h)) for s, h in away], away, k, visit)
 
