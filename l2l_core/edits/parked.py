@@ -44,9 +44,9 @@ class Parked:
         """
         if self.path is not None:
             return
+        tensors = self._tensors()
         handle, name = tempfile.mkstemp(prefix=f"parked-{self.unit.key}-", suffix=".safetensors")
         os.close(handle)
-        tensors = self._tensors()
         try:
             write_tensors(tensors, name)
         except BaseException as error:

@@ -78,8 +78,10 @@ def write(folder: Path, steps: int, manifest: Mapping[str, Any], contents: Mappi
         OSError: disk full (says how much is needed, and free), no permission, and so on.
     """
     if not folder.is_dir():
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        _sync(folder.parent)
+        for path in new:  # a folder is only safe from a power cut when the one that lists it is
+            _sync(path.parent)
     if current := _current(folder):
         _delete_generations(folder, but=current)  # first of all: what crashed saves left may be what fills the disk
     generation = folder / f"step-{steps:08d}-{secrets.token_hex(4)}"

@@ -1,0 +1,29 @@
+"""Devices by the names that PyTorch gives them."""
+
+from __future__ import annotations
+
+import torch
+
+from l2l_core.devices.cuda import CudaDevice
+from l2l_core.devices.device import Device
+from l2l_core.devices.emulated import EmulatedDevice
+
+
+def resolve_device(device: str | Device) -> Device:
+    """A device from its name: "auto" (a GPU if there is one), "cpu" (emulated, without limits), or "cuda[:n]".
+
+    Raises:
+        ValueError: no such device here.
+        TypeError: neither a name nor a Device.
+    """
+    if isinstance(device, Device):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(f"device={device!r}: give 'auto', 'cpu', 'cuda', 'cuda:n' or a Device")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return EmulatedDevice()
+    if device.split(":")[0] == "cuda":
+        return CudaDevice(device)
+    raise ValueError(f"device={device!r} does not exist: give 'auto', 'cpu', 'cuda', 'cuda:n' or a Device")
