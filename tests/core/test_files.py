@@ -478,9 +478,7 @@ def test_everything_is_on_the_disk_before_the_switch(
     assert synced[at_the_switch[0] :] == [tmp_path.stat().st_ino], "the switch itself"
 
 
-def test_folders_on_the_way_are_on_the_disk_too(
-    relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_on_the_way_are_on_the_disk_too(relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     relay.save(tmp_path / "a" / "b" / "c")
