@@ -92,7 +92,8 @@ def _visit(keys: list[str], order: list[int], visit: int, layers: int, micro_bat
         yield Event("h2d", "load", began_s, began_s + 0.6 * micro_batches * TURN_S, keys[order[visit + 1]], -1, 10**7)
     for k in range(micro_batches):
         t = began_s + k * TURN_S
-        yield Event("compute", "backward" if is_backward else "forward", t, t + 0.9 * TURN_S, key, k, 0, visit)
+        kind = "backward" if is_backward else "forward"
+        yield Event("compute", kind, t, t + 0.9 * TURN_S, key, k, 0, visit, 0.0, visit)
         lane, kind = ("h2d", "fetch") if is_backward else ("d2h", "stash")
         yield Event(lane, kind, t + 0.3 * TURN_S, t + 0.5 * TURN_S, key, k, 10**5, visit)
     if is_backward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -47,11 +47,10 @@ class Recording:
         ops = [self._op(index, event, memory[index + 1]) for index, event in enumerate(self._compute)]
         remaining = iter(zip(self._compute, ops, strict=True))
         groups = [list(islice(remaining, len(visit))) for visit in self._visits]
-        stays = [stay for group in groups[1:] for stay in self._stays(group)]
         return {
             "layers": self._layers(),
             "start": self._turns(-1, groups[0]),
-            "stays": tuple(Stay(s[0][0].layer, s[0][0].visit, self._turns(s[0][0].visit, s)) for s in stays),
+            "stays": tuple(Stay(g[0][0].layer, g[0][0].visit, self._turns(g[0][0].visit, g)) for g in groups[1:]),
             "closing": tuple(jobs),
             "copies": {lane: _copy_speed(self._lanes[lane], self._settings) for lane in COPY_LANES},
             "handover_s": self._handover_s(),
@@ -102,16 +101,6 @@ class Recording:
         overhead_s = max(0.0, event.start_s - ended_s - event.stalled_s)
         seconds = event.stop_s - event.start_s
         return Op(event.kind, event.layer, event.visit, seconds, overhead_s, self._demand[index], (), memory)
-
-    def _stays(self, group: Sequence[tuple[Event, Op]]) -> Iterator[Sequence[tuple[Event, Op]]]:
-        """The stays in a visit: one, but two at the turn if the last layer's graphs were dropped and all came back."""
-        turned = [i for i, (e, _) in enumerate(group) if e.kind == "backward" and self._comes_back(e, group[:i])]
-        yield from filter(None, (group[: turned[0]], group[turned[0] :]) if turned else (group,))
-
-    def _comes_back(self, event: Event, before: Sequence[tuple[Event, Op]]) -> bool:
-        forward = [e for e, _ in before if e.kind == "forward"]
-        moved = any((event.visit, event.k) in self._moved[kind] for kind in ("fetch", "stash"))
-        return bool(forward) and (forward[-1].k != event.k or moved)
 
     def _turns(self, visit: int, group: Sequence[tuple[Event, Op]]) -> tuple[TurnCost, ...]:
         by_k: dict[int, list[Op]] = defaultdict(list)

@@ -127,7 +127,7 @@ class _Replay:
                 self._fetch(*first)  # nobody came before it to expect it
             for turn in stay.turns:
                 self._relay(stay, turn, next(following, None))
-                self._work(turn)  # [2]
+                self._work(turn, index)  # [2]
                 self._park(turn, stay.visit)
             if stay.is_backward:
                 self._push(stay.layer)  # [3]
@@ -187,15 +187,15 @@ class _Replay:
         if turn.fetch_bytes:
             self._arrives_s = self._h2d.send(self._t, "fetch", stay.layer, turn.fetch_bytes, turn.k, stay.visit)
 
-    def _work(self, turn: TurnCost) -> None:
-        """The compute events of a turn."""
+    def _work(self, turn: TurnCost, stay: int = -1) -> None:
+        """The compute events of a turn in the stay with this number."""
         add, k = self._events.append, turn.k
         for kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory in turn.ops:
             if demand_bytes:
                 self._wait(self._h2d.send(self._t, "fetch", SHELL, demand_bytes, k))
             start_s = self._t + overhead_s
             self._t = stop_s = start_s + seconds
-            add(Event("compute", kind, start_s, stop_s, layer, k, 0, visit, self._stalled_s))
+            add(Event("compute", kind, start_s, stop_s, layer, k, 0, visit, self._stalled_s, stay))
             self._stalled_s = 0.0
             for part in parts:
                 pushed_s = self._d2h.send(stop_s, "push", part.layer, part.nbytes, k, part.visit)

@@ -11,6 +11,7 @@ from l2l_core.trace.events import LANES as LANES
 from l2l_core.trace.events import PLACES as PLACES
 from l2l_core.trace.events import Event as Event
 from l2l_core.trace.events import MemorySample as MemorySample
+from l2l_core.trace.export import with_stays as with_stays
 from l2l_core.trace.result import StepResult as StepResult
 from l2l_core.trace.roofline import OVERLAPPING as OVERLAPPING
 from l2l_core.trace.roofline import PHASES as PHASES

@@ -169,7 +169,8 @@ class _Adviser:
         """The lane's work of a phase, and the compute under which it can hide."""
         visits = self.work.in_phase(phase.name)
         # the EPS has nothing to do before the turn has given the first gradient; copies hide under their own visits
-        hosts = visits[1:] if lane == "eps" else [visit for visit in visits if visit[lane]]
+        turned = (i for i, visit in enumerate(visits) if any(e.kind == "backward" for e in visit["compute"]))
+        hosts = visits[1 + next(turned, 0) :] if lane == "eps" else [visit for visit in visits if visit[lane]]
         events = [event for visit in hosts for event in visit[lane]]
         return _Load(
             compute_s=_sum_s(event for visit in hosts for event in visit["compute"]),

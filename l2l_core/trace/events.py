@@ -25,6 +25,7 @@ class Event(NamedTuple):
     nbytes: int = 0
     visit: int = -1  # forward visits 0..V-1, backward visits V..2V-1, -1 if none
     stalled_s: float = 0.0  # seconds that compute waited for copies or for the EPS right before the event
+    stay: int = -1  # of compute: number of the stay on the device that it is part of or follows, from 0; -1 if none
 
     def label(self) -> str:
         """A short name: "F L003 k=1", "L L004", "loss k=0". Kinds that share a first letter are spelled out."""

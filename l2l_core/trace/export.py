@@ -29,7 +29,7 @@ PID = 1
 CATEGORIES = {"compute": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "eps": "cpu_op"}
 COPIES = {"h2d": "Memcpy HtoD ", "d2h": "Memcpy DtoH "}
 SCHEMA = "l2l-trace"
-VERSION = 1
+VERSION = 2  # in files of version 1 events say no stays
 
 
 def slack_s(t_s: float) -> float:
@@ -177,19 +177,20 @@ def write_jsonl(path: Path, header: Row, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in (first, *rows)), encoding="utf-8")
 
 
-def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> None:
-    """Hand every row of `path` to the taker of its type, the header first.
+def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> int:
+    """Hand every row of `path` to the taker of its type, the header first; returns the file's version.
 
     Raises ValueError with the file and line if the file is damaged, cut short, or of another schema version.
     """
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
-    promised = 0
+    promised, version = 0, VERSION
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             if number == 1:
-                promised = _check_header(row)
-            take[row.pop("type")](row)
+                promised, version = _check_header(row), row["version"]
+            kind = row.pop("type")
+            take[kind](row | {"stay": -1} if version == 1 and kind == "event" else row)
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(
                 f"{path}, line {number}: this is not what Trace.to_jsonl writes: {type(error).__name__}: {error}"
@@ -199,10 +200,11 @@ def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> None:
             f"{path}, line {len(lines)}: the file ends after {len(lines) - 1} rows of the {promised} "
             "that its header promises; was its writer interrupted?"
         )
+    return version
 
 
 def _check_header(row: Row) -> int:
-    if row["schema"] != SCHEMA or row["version"] != VERSION:
+    if row["schema"] != SCHEMA or row["version"] not in (1, VERSION):
         raise ValueError(f"schema {row['schema']!r} version {row['version']!r}, expected {SCHEMA!r} version {VERSION}")
     return int(row["rows"])
 
@@ -222,3 +224,28 @@ def build(record: type[T], row: Row) -> T:
         if not _IS_A[kind](row[name]):
             raise TypeError(f"{name} is {row[name]!r}, expected {kind}")
     return record(**row)
+
+
+def with_stays(events: Sequence[Event]) -> list[Event]:
+    """The same events in the same order, with the stays that compute events of version 1 do not say.
+
+    A stay begins with another layer, with another visit of a shared one, and at the turn where a graph comes back: there
+    the last layer's forward and backward take turns in one stay, unless its graphs were dropped meanwhile.
+    """
+    told = list(events)
+    moved = {(e.visit, e.k) for e in told if e.kind in ("fetch", "stash")}
+    stay, last = -1, None
+    for i in sorted(range(len(told)), key=lambda i: (told[i].start_s, told[i].stop_s)):
+        event = told[i]
+        if event.lane != "compute":
+            continue
+        if event.kind in ("forward", "backward"):
+            if last is None or last.layer != event.layer:
+                stay += 1
+            elif last.kind == event.kind:
+                stay += last.visit != event.visit
+            elif event.kind == "backward":
+                stay += last.k != event.k or (event.visit, event.k) in moved
+            last = event
+        told[i] = event._replace(stay=stay)
+    return told

@@ -37,16 +37,13 @@ Seconds = Mapping[str, float]  # by lane
 
 
 def visits_of(compute: Sequence[Event]) -> list[list[Event]]:
-    """Compute events by visit, in order; what comes before the first visit is the first group."""
+    """Compute events by stay, in order; what comes before the first layer computes is the first group."""
     groups: list[list[Event]] = [[]]
-    last: Event | None = None
+    last = None
     for event in compute:
-        if event.kind in OVERLAPPING:
-            # at the turn, forward and backward of one visit alternate; a shared layer may be visited twice in a row
-            stays = last is not None and last.layer == event.layer
-            if not stays or (last.visit != event.visit and last.kind == event.kind):  # type: ignore[union-attr]
-                groups.append([])
-            last = event
+        if event.kind in OVERLAPPING and event.stay != last:
+            groups.append([])
+            last = event.stay
         groups[-1].append(event)
     return groups
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from l2l_core.trace.bounds import Bound, bounds
 from l2l_core.trace.events import LANES, PLACES, Event, MemorySample
-from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
+from l2l_core.trace.export import build, read_jsonl, with_stays, write_chrome, write_jsonl
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
 from l2l_core.trace.words import format_bytes
@@ -212,7 +212,9 @@ class Trace:
         Raises ValueError with the file and line if the file is damaged, cut short, or of another schema version.
         """
         trace = cls()
-        read_jsonl(Path(path), {"trace": trace._take_header, "event": trace._take_event, "memory": trace._take_sample})
+        takers = {"trace": trace._take_header, "event": trace._take_event, "memory": trace._take_sample}
+        if read_jsonl(Path(path), takers) == 1:
+            trace._events = with_stays(trace._events)
         return trace
 
     def _take_header(self, row: dict[str, Any]) -> None:

@@ -31,12 +31,20 @@ class Lanes:
         self.free_s: dict[str, float] = defaultdict(float)
 
     def run(
-        self, lane: str, kind: str, from_s: float, seconds: float, layer: str, k: int = -1, visit: int = -1
+        self,
+        lane: str,
+        kind: str,
+        from_s: float,
+        seconds: float,
+        layer: str,
+        k: int = -1,
+        visit: int = -1,
+        stay: int = -1,
     ) -> float:
         start_s = max(from_s, self.free_s[lane])
         stop_s = self.free_s[lane] = start_s + seconds
         if seconds:
-            self.trace.add(Event(lane, kind, start_s, stop_s, layer, k, int(1000 * seconds), visit))
+            self.trace.add(Event(lane, kind, start_s, stop_s, layer, k, int(1000 * seconds), visit, 0.0, stay))
         return stop_s
 
 
@@ -78,10 +86,10 @@ def a_relay(
             now_s = max(now_s, pushed_s[-2])  # one of two gradient slots must be free
         for k in range(micro_batches):
             if index < layers:
-                now_s = lanes.run("compute", "forward", now_s, FORWARD_S, f"L{layer}", k, visit)
+                now_s = lanes.run("compute", "forward", now_s, FORWARD_S, f"L{layer}", k, visit, index)
                 lanes.run("d2h", "stash", now_s, stash_s, f"L{layer}", k)
             if index >= layers - 1:
-                now_s = lanes.run("compute", "backward", now_s, BACKWARD_S, f"L{layer}", k, visit)
+                now_s = lanes.run("compute", "backward", now_s, BACKWARD_S, f"L{layer}", k, visit, index)
         if index >= layers - 1:
             now_s = max(now_s, updated_s[-3])  # three gradients under way at most
             pushed_s.append(lanes.run("d2h", "push", now_s, push_s, f"L{layer}"))
@@ -177,11 +185,11 @@ def test_loads_and_the_stash_on_one_lane() -> None:
     """Two layers: each fetch takes half of its micro-batch's compute, so a load of 3 s needs 6 micro-batches of 1 s."""
     trace = Trace(settings={"micro_batches": 2, "ahead": 1, "stash": "host"})
     for k in range(2):
-        trace.add(Event("compute", "forward", k, k + 1, "L0", k))
+        trace.add(Event("compute", "forward", k, k + 1, "L0", k, stay=0))
         trace.add(Event("h2d", "fetch", k, k + 0.5, "L0", k, 1))
     trace.add(Event("h2d", "load", 1.5, 4.5, "L1", nbytes=3))
-    trace.add(Event("compute", "forward", 4.5, 5.5, "L1", 0))
-    trace.add(Event("compute", "loss", 5.5, 6, "shell", 0))
+    trace.add(Event("compute", "forward", 4.5, 5.5, "L1", 0, stay=1))
+    trace.add(Event("compute", "loss", 5.5, 6, "shell", 0, stay=1))
     assert (of(trace, "forward").lane, of(trace, "forward").settings) == ("h2d", {"micro_batches": 6})
 
 
@@ -199,11 +207,11 @@ def test_a_stash_slower_than_compute_needs_another_place_or_a_faster_link() -> N
 
 def test_without_the_stash_the_loads_may_still_need_more_micro_batches() -> None:
     trace = Trace(settings={"micro_batches": 1, "stash": "host"})
-    trace.add(Event("compute", "forward", 0, 1, "L0", 0))
+    trace.add(Event("compute", "forward", 0, 1, "L0", 0, stay=0))
     trace.add(Event("h2d", "fetch", 0, 2, "L0", 0, nbytes=200))
     trace.add(Event("h2d", "load", 2, 5, "L1", nbytes=300))
-    trace.add(Event("compute", "forward", 5, 6, "L1", 0))
-    trace.add(Event("compute", "backward", 6, 7, "L1", 0))
+    trace.add(Event("compute", "forward", 5, 6, "L1", 0, stay=1))
+    trace.add(Event("compute", "backward", 6, 7, "L1", 0, stay=1))
     assert of(trace, "forward").settings == {"stash": "device", "micro_batches": 3}
     assert "stash='device' with 3 micro-batches of this size instead of 1, or a link of 500 B/s instead of 100 B/s" in (
         of(trace, "forward").advice
@@ -212,19 +220,19 @@ def test_without_the_stash_the_loads_may_still_need_more_micro_batches() -> None
 
 def test_work_that_fits_but_is_waited_for() -> None:
     trace = Trace(settings={"micro_batches": 2, "ahead": 1, "stash": "host"})
-    for start, layer in ((0, "L0"), (6, "L1"), (12, "L2")):
-        trace.add(Event("compute", "forward", start, start + 4, layer, 0))
+    for stay, (start, layer) in enumerate([(0, "L0"), (6, "L1"), (12, "L2")]):
+        trace.add(Event("compute", "forward", start, start + 4, layer, 0, stay=stay))
         trace.add(Event("h2d", "fetch", start + 4, start + 6, layer, 0))
-    trace.add(Event("compute", "backward", 18, 19, "L2", 0))
+    trace.add(Event("compute", "backward", 18, 19, "L2", 0, stay=2))
     assert of(trace, "forward").settings == {"stash": "device"}
     assert of(trace, "forward").advice.endswith("compute waits for the stash: stash='device' would save up to 4 s")
 
     uneven = Trace(settings={"micro_batches": 1, "ahead": 1, "stash": "device"})
-    for start, stop, layer in ((0, 1, "L0"), (4, 10, "L1"), (10, 11, "L2")):
-        uneven.add(Event("compute", "forward", start, stop, layer, 0))
+    for stay, (start, stop, layer) in enumerate([(0, 1, "L0"), (4, 10, "L1"), (10, 11, "L2")]):
+        uneven.add(Event("compute", "forward", start, stop, layer, 0, stay=stay))
     uneven.add(Event("h2d", "load", 0, 4, "L1"))
     uneven.add(Event("h2d", "load", 4, 5, "L2"))
-    uneven.add(Event("compute", "backward", 11, 12, "L2", 0))
+    uneven.add(Event("compute", "backward", 11, 12, "L2", 0, stay=2))
     assert of(uneven, "forward").settings == {"ahead": 2}
     assert of(uneven, "forward").advice.startswith("its 5 s would fit under 7 s of compute")
 
@@ -300,12 +308,15 @@ def test_a_step_under_way_at_any_moment(costs: dict[str, float], ahead: int) -> 
 
 times = st.floats(0, 1e3)
 anything = st.builds(
-    lambda lane, kind, a, b, layer, k, visit: Event(lane, kind, min(a, b), max(a, b), layer, k, 5, visit),
+    lambda lane, kind, a, b, layer, k, visit, stay: Event(
+        lane, kind, min(a, b), max(a, b), layer, k, 5, visit, stay=stay
+    ),
     st.sampled_from(LANES),
     st.sampled_from(["shell", "forward", "backward", "loss", "load", "push", "stash", "fetch", "update", "other"]),
     times,
     times,
     st.sampled_from(["", "shell", "L0", "L1"]),
+    st.integers(-1, 3),
     st.integers(-1, 3),
     st.integers(-1, 3),
 )
@@ -338,8 +349,8 @@ def test_any_events_give_a_sentence(events: list[Event], settings: dict[str, Any
 
 def test_idle_time_that_no_lane_explains() -> None:
     trace = Trace(settings={"micro_batches": 1, "ahead": 1})
-    trace.add(Event("compute", "forward", 0.0, 0.8, "L0", 0))
-    trace.add(Event("compute", "forward", 1.0, 1.8, "L1", 0))
+    trace.add(Event("compute", "forward", 0.0, 0.8, "L0", 0, stay=0))
+    trace.add(Event("compute", "forward", 1.0, 1.8, "L1", 0, stay=1))
     (forward,) = trace.bound_by()
     assert (forward.lane, forward.settings) == ("idle", {})
     assert str(forward) == (
@@ -352,9 +363,9 @@ def test_a_shared_layer_is_visited_again_and_again() -> None:
     trace = Trace()
     for visit in range(3):
         for k in range(2):
-            trace.add(Event("compute", "forward", t := 2 * visit + k, t + 1, "L0", k, visit=visit))
-    trace.add(Event("compute", "backward", 6, 7, "L0", 0, visit=2))
-    trace.add(Event("compute", "backward", 7, 8, "L0", 0, visit=1))
+            trace.add(Event("compute", "forward", t := 2 * visit + k, t + 1, "L0", k, visit=visit, stay=visit))
+    trace.add(Event("compute", "backward", 6, 7, "L0", 0, visit=2, stay=2))
+    trace.add(Event("compute", "backward", 7, 8, "L0", 0, visit=1, stay=3))
     assert [(b.phase, b.span_s) for b in trace.bound_by()] == [("forward", 4), ("backward", 4)]
 
 
@@ -434,9 +445,12 @@ def test_settings_travel_with_the_trace(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     header = json.loads(lines[0])
     del header["settings"]  # as files were written before
-    path.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    header["version"] = 1
+    rows = [json.loads(line) for line in lines[1:]]
+    stays = [row.pop("stay") for row in rows]
+    path.write_text("\n".join(map(json.dumps, [header, *rows])) + "\n")
     old = Trace.from_jsonl(path)
-    assert old.settings == {} and old.events == trace.events
+    assert old.settings == {} and old.events == trace.events and max(stays) == 6
     assert of(old, "forward").settings == {"micro_batches": 6}
 
 

@@ -17,6 +17,7 @@ from test_memory import Chain, chain_batch, squared_error
 from zoo import BY_NAME, Kind
 
 from l2l_core import EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
+from l2l_core.trace import with_stays
 
 KINDS = (
     "chain", "gpt2", "gpt2_untied", "bert", "t5", "whisper", "qwen3_moe", "albert", "resnet", "unet", "lstm_stack",
@@ -36,7 +37,7 @@ def recorded(config: RelayConfig, device: EmulatedDevice | None = None, depth: i
 
 def shape_of(trace: Trace, lane: str) -> list[tuple[Any, ...]]:
     """What happened on a lane, without times."""
-    return [(e.kind, e.layer, e.k, e.nbytes, e.visit) for e in trace.lanes[lane]]
+    return [(e.kind, e.layer, e.k, e.nbytes, e.visit, e.stay) for e in trace.lanes[lane]]
 
 
 # -- a recorded step -------------------------------------------------------------------------------------------------
@@ -57,6 +58,16 @@ def test_a_replay_has_the_same_events_and_bytes(kind: Kind, stash: str, ahead: i
         (m.place, m.bytes_by_category) for m in trace.memory
     ]
     assert replay.peak_bytes("device") == trace.peak_bytes("device")
+
+
+@kinds
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_trace_of_before_stays_were_said_has_them(kind: Kind, stash: str) -> None:
+    """Also where the graphs at the turn are dropped, as in the first step through a layer that is visited repeatedly."""
+    with both(kind, RelayConfig(micro_batches=3, stash=stash)) as pair:
+        events = pair.relay.step(kind.make_batch(7)).trace.since(0)[0]
+    assert max(event.stay for event in events) > 0
+    assert with_stays([event._replace(stay=-1) for event in events]) == events
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])

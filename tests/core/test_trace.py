@@ -368,7 +368,7 @@ def test_jsonl_round_trip(tmp_path: Path) -> None:
     trace, path = a_step(), tmp_path / "t.jsonl"
     trace.to_jsonl(path)
     assert_same(trace, Trace.from_jsonl(path))
-    assert json.loads(path.read_text().splitlines()[0])["version"] == 1
+    assert json.loads(path.read_text().splitlines()[0])["version"] == 2
     Trace().to_jsonl(path)
     assert_same(Trace(), Trace.from_jsonl(str(path)))
 
@@ -393,7 +393,7 @@ def replace_line(lines: list[str], number: int, old: str, new: str) -> list[str]
     [
         (lambda lines: [], 1, "JSONDecodeError"),
         (lambda lines: lines[1:], 1, "KeyError: 'schema'"),
-        (lambda lines: replace_line(lines, 1, '"version": 1', '"version": 2'), 1, "version 2, expected 'l2l-trace'"),
+        (lambda lines: replace_line(lines, 1, '"version": 2', '"version": 3'), 1, "version 3, expected 'l2l-trace'"),
         (lambda lines: replace_line(lines, 1, '"settings": {', '"settings": 3, "x": {'), 1, "TypeError"),
         (lambda lines: lines[:5], 5, "ends after 4 rows of the 13"),
         (lambda lines: [*lines[:5], lines[5][:20]], 6, "JSONDecodeError"),
@@ -402,6 +402,7 @@ def replace_line(lines: list[str], number: int, old: str, new: str) -> list[str]
         (lambda lines: replace_line(lines, 3, '"start_s": 1.0', '"start_s": "1"'), 3, "start_s is '1', expected float"),
         (lambda lines: replace_line(lines, 3, '"kind": "forward", ', ""), 3, "KeyError: 'kind'"),
         (lambda lines: replace_line(lines, 3, '"k":', '"micro":'), 3, "KeyError: 'k'"),
+        (lambda lines: replace_line(lines, 3, '"stay":', '"days":'), 3, "KeyError: 'stay'"),
         (lambda lines: replace_line(lines, 3, '"type": "event"', '"type": "weather"'), 3, "KeyError: 'weather'"),
         (lambda lines: replace_line(lines, 11, '"place": "device"', '"place": "disk"'), 11, "'disk'"),
         (lambda lines: replace_line(lines, 11, "3000", '"3000"'), 11, "bytes_by_category is"),

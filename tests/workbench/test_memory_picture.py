@@ -31,7 +31,7 @@ def step(layers: int = 4, micro_batches: int = 2, event_s: float = 1.0) -> Trace
     visits += [(layers + v, f"L{layers - 1 - v:03d}", "backward") for v in range(layers)]
     for visit, layer, kind in visits:
         for k in range(micro_batches):
-            events.append(Event("compute", kind, t_s, t_s + event_s, layer, k, 0, visit))
+            events.append(Event("compute", kind, t_s, t_s + event_s, layer, k, 0, visit, 0.0, visit))
             t_s += event_s
             high = {"weights": 1000, "activations": 5000 + 100 * visit, "stash": 10 * visit}
             samples.append(MemorySample(t_s + 1e-4 * event_s, "device", high))
@@ -71,6 +71,7 @@ def big(layers: int = 1000, micro_batches: int = 32) -> Columns:
         k=np.tile(np.arange(micro_batches), 2 * layers),
         visit=visit,
         nbytes=np.zeros(count, np.int64),
+        stay=visit,
         kinds=("forward", "backward"),
         layers=[f"L{i:03d}" for i in range(layers)],
         sample_s=np.repeat(start_s, 2) + np.tile([0.95e-3, 0.951e-3], count),

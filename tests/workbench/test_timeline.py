@@ -56,7 +56,8 @@ def huge(layers: int = 1000, micro_batches: int = 32) -> Trace:
         began_s = now_s
         for k in range(micro_batches):
             start_s, stop_s = now_s + 1e-4 * random.random(), now_s + 2e-4 + 1e-3 * random.random()
-            events.append(Event("compute", "forward" if forward else "backward", start_s, stop_s, layer, k, 0, visit))
+            kind = "forward" if forward else "backward"
+            events.append(Event("compute", kind, start_s, stop_s, layer, k, 0, visit, 0.0, visit))
             copy = ("d2h", "stash") if forward else ("h2d", "fetch")
             events.append(Event(*copy, start_s, start_s + 1e-4, layer, k, 100, visit))
             now_s = stop_s

@@ -104,11 +104,10 @@ def phases_of(columns: Columns) -> list[tuple[str, float, float]]:
 
 
 def visits_on(columns: Columns, compute: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Positions in `compute` where visits begin; at the turn, forward and backward of a layer are one."""
+    """Positions in `compute` where visits begin: the first event of a layer in each stay on the device."""
     at = np.flatnonzero(is_kind(columns, compute, OVERLAPPING))
-    kind, layer, visit = (column[compute[at]] for column in (columns.kind, columns.layer, columns.visit))
-    new = (layer[1:] != layer[:-1]) | ((visit[1:] != visit[:-1]) & (kind[1:] == kind[:-1]))
-    return at[np.concatenate([[True], new])] if len(at) else at
+    stay = columns.stay[compute[at]]
+    return at[np.append(True, stay[1:] != stay[:-1])] if len(at) else at
 
 
 def is_kind(columns: Columns, on: NDArray[np.intp], kinds: Collection[str]) -> NDArray[np.bool_]:

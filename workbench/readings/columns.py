@@ -27,6 +27,7 @@ class Columns:
         kind, layer: (events,), indices into `kinds` and `layers`.
         k, visit: (events,), -1 if none.
         nbytes: (events,), int64.
+        stay: (events,), as events say it.
         kinds, layers: names, in order of first appearance; layers are keys.
         sample_s: (samples,), float64.
         sample_place: (samples,), index into `PLACES`.
@@ -42,6 +43,7 @@ class Columns:
     k: NDArray[np.int64]
     visit: NDArray[np.int64]
     nbytes: NDArray[np.int64]
+    stay: NDArray[np.int64]
     kinds: Sequence[str]
     layers: Sequence[str]
     sample_s: NDArray[np.float64]
@@ -82,7 +84,7 @@ class _Reader:
     """Reads a trace once."""
 
     def __init__(self) -> None:
-        self._times, self._numbers = _Rows(3, np.float64), _Rows(6, np.int64)
+        self._times, self._numbers = _Rows(3, np.float64), _Rows(7, np.int64)
         self._sample_times, self._samples = _Rows(1, np.float64), _Rows(1 + len(CATEGORIES), np.int64)
         self._kinds: dict[str, int] = {}
         self._layers: dict[str, int] = {}
@@ -108,6 +110,7 @@ class _Reader:
                         e.k,
                         e.visit,
                         e.nbytes,
+                        e.stay,
                     )
                     for e in new
                 ]
@@ -122,7 +125,7 @@ class _Reader:
         held = self._samples.first(samples)
         return Columns(
             *(times[:, i] for i in range(3)),
-            *(numbers[:, i] for i in range(6)),
+            *(numbers[:, i] for i in range(7)),
             kinds=tuple(kinds),
             layers=tuple(layers),
             sample_s=self._sample_times.first(samples)[:, 0],

@@ -20,7 +20,7 @@ class Computing(NamedTuple):
 
 
 class Visits:
-    """Runs of compute events of one layer. The last layer's forward and backward are one visit.
+    """Stays that have computed. At the turn forward and backward share one, unless the last layer's graphs were dropped.
 
     Args:
         events: of the step.
@@ -37,14 +37,11 @@ class Visits:
     def __init__(self, events: Events, live: bool, earlier: Visits | None) -> None:
         self._keys, self._live, self._earlier = events.keys, live, earlier
         rows = events.of_layers("forward", "backward")
-        rank, visit, kind = events.rank[rows], events.visit[rows], events.kind[rows]
-        new = np.ones(len(rows), bool)
-        new[1:] = (np.diff(rank) != 0) | ((np.diff(visit) != 0) & (np.diff(kind) == 0))
-        firsts = np.flatnonzero(new)
+        firsts = np.flatnonzero(np.append(True, np.diff(events.stay[rows]) != 0)[: len(rows)])
         self.rows = rows[firsts]
         self.start_s = events.start_s[self.rows]
         self.stop_s = np.maximum.reduceat(events.stop_s[rows], firsts) if len(firsts) else events.stop_s[rows]
-        self.layers: list[int] = rank[firsts].tolist()
+        self.layers: list[int] = events.rank[self.rows].tolist()
         self.expected: list[int] = []
         if live:  # as in the step before, or down the stack and back
             depth = len(self._keys)

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 from l2l_core import Event, RelayConfig, Trace
 from l2l_core.edits import Branch, Entry
-from l2l_core.trace import LANES, PLACES, MemorySample
+from l2l_core.trace import LANES, PLACES, MemorySample, with_stays
 from workbench.session import FIGURES, Change, LayerRow, Pasts, Snapshot, StepRow
 
-SCHEMA, VERSION = "l2l-run", 1
+SCHEMA, VERSION = "l2l-run", 2  # in runs of version 1 events say no stays
 PLAIN = (
     "model",
     "num_params",
@@ -196,7 +196,7 @@ def trace_row(trace: Trace) -> Row:
 
 
 def trace_of(row: Mapping[str, Any]) -> Trace:
-    """What `trace_row` made, exactly.
+    """What `trace_row` made, exactly; from the row of a run of version 1, with stays.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: it is no such row.
@@ -204,6 +204,8 @@ def trace_of(row: Mapping[str, Any]) -> Trace:
     words = row["words"]
     events = [Event(LANES[lane], words[kind], start, stop, words[layer], *rest)
               for lane, kind, start, stop, layer, *rest in row["events"]]  # fmt: skip
+    if any(len(event) < len(Event._fields) for event in row["events"]):
+        events = with_stays(events)
     memory = [MemorySample(t_s, PLACES[place], used) for t_s, place, used in row["memory"]]
     header = {name: row[name] for name in ("step", "device", "names", "settings")}
     return Trace.of(events, memory, **header)

@@ -181,7 +181,7 @@ class _Reader:
         if (kind == "run") != (number == 1):
             raise ValueError(f"a line of the type {kind!r} cannot be here")
         if kind == "run":
-            if (row["schema"], row["version"]) != (SCHEMA, VERSION):
+            if row["schema"] != SCHEMA or row["version"] not in (1, VERSION):
                 raise ValueError(
                     f"{row['schema']!r} version {row['version']!r}; this program reads {SCHEMA!r} version {VERSION}"
                 )

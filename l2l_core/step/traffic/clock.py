@@ -15,22 +15,26 @@ class Clock:
 
     Invariant: at most one event is open. An event that has to wait for a copy is cut in two, so that waiting is not
     counted as work.
+
+    Attributes:
+        stay: number of the layer's stay on the device that compute is at, from 0 on; -1 before the first one.
     """
 
     def __init__(self, device: Device, trace: Trace) -> None:
         self._device, self._trace = device, trace
         self._what: tuple[str, str, int, int] = "", "", -1, -1  # kind, layer, micro-batch, visit
         self._stalled_s = 0.0  # since the last event
+        self.stay = -1
         self._stop: Callable[[], None] | None = None
 
     def start(self, kind: str, layer: str, k: int, visit: int = -1) -> None:
         """Open an event."""
         assert self._stop is None, f"{kind} of {layer} begins within {self._what}"
         self._what = kind, layer, k, visit
-        t0, add, stalled_s = self._trace.began_s, self._trace.add, self._stalled_s
+        t0, add, stalled_s, stay = self._trace.began_s, self._trace.add, self._stalled_s, self.stay
         self._stalled_s = 0.0
         self._stop = self._device.start(
-            lambda a, b: add(Event("compute", kind, a - t0, b - t0, layer, k, 0, visit, stalled_s)),
+            lambda a, b: add(Event("compute", kind, a - t0, b - t0, layer, k, 0, visit, stalled_s, stay)),
             f"{kind} {layer} k={k}",
         )
 

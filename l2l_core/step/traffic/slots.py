@@ -99,6 +99,7 @@ class Prefetch:
         self._take_back(slot)
         views = unit.views(slot.flat[: unit.numel])  # what the shell has too is read there: its code may keep a view
         unit.point([self._shell.get(param, view) for param, view in zip(unit.params, views, strict=True)])
+        self._clock.stay += 1
         try:
             with self._visiting(unit):
                 yield
