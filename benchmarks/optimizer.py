@@ -28,7 +28,9 @@ from _common import make_batch, make_gpt2, ratio, report, show, spread, threads
 from torch import nn
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, StepResult, Trace
-from l2l_core.eps.blocks import Block, GradientPiece
+from l2l_core.devices import Copy
+from l2l_core.eps import store as eps_store
+from l2l_core.eps.blocks import Block, GradientPiece, Unit
 
 BYTES_PER_PARAM = 28  # float32: read w, m, v, g; write w, m, v
 PER_WEIGHT_BYTE = BYTES_PER_PARAM // 4
@@ -57,7 +59,7 @@ class Done:
 def clocked(relay: Relay) -> Iterator[Clock]:
     """Measure the EPS's thread during the block; the store is as it was afterwards."""
     store, clock = relay.store, Clock(layers={unit.key for unit in relay.stack})
-    update, check = store._update, store._check_finite
+    update, check = store._update, eps_store._checked
 
     def timed_update(block: Block) -> None:
         began_s = time.thread_time()
@@ -66,16 +68,18 @@ def clocked(relay: Relay) -> Iterator[Clock]:
             clock.seconds += time.thread_time() - began_s
             clock.calls += 1
 
-    def timed_check(*args: object) -> None:
+    def timed_check(unit: Unit, block: Block, piece: GradientPiece) -> float:
         began_s = time.perf_counter()
-        check(*args)  # type: ignore[arg-type]
+        norm = check(unit, block, piece)
         clock.check_s += time.perf_counter() - began_s
+        return norm
 
-    store._update, store._check_finite = timed_update, timed_check  # type: ignore[method-assign]
+    store._update, eps_store._checked = timed_update, timed_check  # type: ignore[method-assign]
     try:
         yield clock
     finally:
-        del store._update, store._check_finite  # the methods of the class again
+        del store._update  # the method of the class again
+        eps_store._checked = check
 
 
 def main() -> None:
@@ -169,6 +173,13 @@ def time_adamw(optimizers: Sequence[torch.optim.Optimizer], count: int) -> dict[
         return {"bytes_per_s": PER_WEIGHT_BYTE * sum(p.nbytes for p in params) / (time.perf_counter() - began_s)}
 
 
+def send(copies: Sequence[Copy]) -> Done:
+    """Copy at once."""
+    for target, source in copies:
+        target.copy_(source)
+    return Done()
+
+
 def time_eps_alone(relay: Relay) -> dict[str, float]:
     """Hand a gradient for every layer to the store, nothing else runs."""
     store, trace = relay.store, Trace()
@@ -177,8 +188,8 @@ def time_eps_alone(relay: Relay) -> dict[str, float]:
         for unit in relay.stack:
             for block in unit.blocks:
                 trained = block.trained
-                flat = store.buffer(trained.numel, bounded=True).fill_(1e-3)
-                store.reduce(unit, block, GradientPiece(flat, trained, (True,) * len(trained.indices)), Done())
+                flat = torch.full((trained.numel,), 1e-3)
+                store.take(unit, block, GradientPiece(flat, trained, (True,) * len(trained.indices)), send)
         store.finish()
     return describe([e for e in trace.events if e.kind == "update"], clock)
 

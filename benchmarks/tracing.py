@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from _common import alternate, make_batch, make_gpt2, medians, ratio, report, sh
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
 from l2l_core.devices import Ledger
-from l2l_core.step import stage
+from l2l_core.step import Parts, stage
 from l2l_core.step.micro_batch import Pass
 from l2l_core.step.traffic import Clock, Meter, Metered
 
@@ -91,7 +92,7 @@ def step_silently(relay: Relay, batch: Any) -> None:
     with (
         replaced(Pass, "timed", _untimed),
         replaced(stage, "Meter", SilentMeter),
-        replaced(Relay, "_new_trace", lambda self: SilentTrace()),
+        replaced(Parts, "new_trace", lambda self, config, step=0: SilentTrace()),
     ):
         relay.step(batch)
 
@@ -169,8 +170,8 @@ def time_compute_event(relay: Relay, times: int = 2000) -> float:
     trace = Trace()
     known = Metered([("forward L000", 1000 + i % 7, i % 5) for i in range(times)])  # changes: every sample is kept
     meter, clock = Meter(*ledgers, trace, known), Clock(relay.device, trace)
-    run = Pass(relay.device, None, trace, None, None, meter, clock, None)  # type: ignore[arg-type]
-    return time_call(lambda: run.timed("forward", "L000", 0, 0)(), times)
+    run = SimpleNamespace(meter=meter, clock=clock)  # what `timed` asks of a pass
+    return time_call(lambda: Pass.timed(run, "forward", "L000", 0, 0)(), times)  # type: ignore[arg-type]
 
 
 def time_event(times: int = 20_000) -> float:
