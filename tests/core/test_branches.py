@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small import assert_same, keys, make_batch, make_gpt, make_relay, whole
 from torch import nn
 
 from l2l_core import (
@@ -29,7 +30,6 @@ from l2l_core import (
     TornStep,
     Unfreeze,
 )
-from tests.core.small import assert_same, keys, make_batch, make_gpt, make_relay, whole
 
 
 @pytest.fixture

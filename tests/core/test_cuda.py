@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from deep_models import Chain as Wide
+from deep_models import squared_error
 from late_cuda import LateDevice, Stream
 from oracle import InCore, assert_equal, assert_state, both, copy_state
-from test_memory import Chain as Wide
-from test_memory import squared_error
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode

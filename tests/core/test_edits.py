@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small import assert_same, keys, make_batch, make_gpt, make_relay, state_of
 from torch import nn
 from transformers import (
     BertConfig,
@@ -45,7 +46,6 @@ from l2l_core import (
     Unfreeze,
 )
 from l2l_core.edits.edit import Edit
-from tests.core.small import assert_same, keys, make_batch, make_gpt, make_relay, state_of
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_memory import Chain, chain_batch, squared_error
+from deep_models import Chain, chain_batch, squared_error
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from l2l_core.devices.threads import serial_thread

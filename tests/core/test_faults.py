@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import small
 import torch
 from patience import HANG_S, wait_until
 from torch import nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, NonFiniteError, Relay, RelayConfig, TornStep
-from tests.core import small
 
 WIDTH, DEPTH, MICRO_BATCHES = 12, 4, 2
 

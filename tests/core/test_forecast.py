@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from deep_models import Chain, chain_batch, squared_error
 from late_cuda import LateDevice
 from oracle import adamw
 from patience import rarely
 from small import assert_same, make_batch, make_relay, whole
 from small import make_gpt as make_small_gpt
-from test_memory import Chain, chain_batch, squared_error
 from transformers import (
     BertConfig,
     BertForMaskedLM,

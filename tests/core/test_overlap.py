@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from deep_models import Chain, Recurring, chain_batch, gpt2, padded_batch, squared_error
 from oracle import assert_equal, assert_state, both, copy_state
 from patience import HANG_S, rarely, wait_until
-from test_memory import Chain, Recurring, chain_batch, gpt2, padded_batch, squared_error
 from torch import nn
 from zoo import BY_NAME, Kind
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small import assert_same, keys, make_batch, make_gpt, make_relay, whole
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2LMHeadModel
 
@@ -30,7 +31,6 @@ from l2l_core import (
 )
 from l2l_core.edits import change
 from l2l_core.saves.codec import Reader, plain_change
-from tests.core.small import assert_same, keys, make_batch, make_gpt, make_relay, whole
 
 
 @pytest.fixture

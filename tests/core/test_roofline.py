@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from deep_models import Chain, chain_batch, squared_error
 from hypothesis import given
 from hypothesis import strategies as st
-from test_memory import Chain, chain_batch, squared_error
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
 from l2l_core.trace.bounds import Bound, _time, micro_batches_to_hide

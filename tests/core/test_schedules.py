@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import keys, make_batch, make_gpt, make_relay
 from torch import nn
 
 from l2l_core import (
@@ -26,7 +27,6 @@ from l2l_core import (
     stacking_by_doubling,
 )
 from l2l_core.edits.layer_drop import draw
-from tests.core.small import keys, make_batch, make_gpt, make_relay
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from deep_models import Chain, chain_batch, squared_error
 from oracle import both
 from patience import rarely
-from test_memory import Chain, chain_batch, squared_error
 from zoo import BY_NAME, Kind
 
 from l2l_core import EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate

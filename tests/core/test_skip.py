@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from small import make_batch, make_gpt, make_relay
 from torch import nn
 
 from l2l_core import EmulatedDevice, Freeze, Insert, LayerDrop, Relay, RelayConfig, Schedule
 from l2l_core.model.reference import train_step
-from tests.core.small import make_batch, make_gpt, make_relay
 
 WAYS = [(1,), (0, 3), (), (2, 1, 3), (4,), (0, 1, 2, 3), (3,)]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from shadow import Batch, Make, Shadow, assert_equal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,7 +37,6 @@ from l2l_core import (
     Swap,
     Unfreeze,
 )
-from tests.core.shadow import Batch, Make, Shadow, assert_equal
 
 WIDTH, MOST_LAYERS, MOST_BRANCHES = 4, 7, 3
 

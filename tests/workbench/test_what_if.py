@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from deep_models import gpt2, padded_batch
 from patience import HANG_S
 from sessions import make_batches, make_relay
-from test_memory import gpt2, padded_batch
 
 from l2l_core import Drop, EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
 from l2l_core.trace.bounds import Bound
