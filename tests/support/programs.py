@@ -1,9 +1,9 @@
 """Random training programs against the relay: draw them, run them, show and reduce them.
 
-python tests/core/programs.py --first 0 --count 1000     a line per bad program, and a summary
-python tests/core/programs.py --show 17                  the program as text
-python tests/core/programs.py --run 17                   one program in this process, with the traceback
-python tests/core/programs.py --reduce 17                a minimal program with the same outcome
+python tests/support/programs.py --first 0 --count 1000     a line per bad program, and a summary
+python tests/support/programs.py --show 17                  the program as text
+python tests/support/programs.py --run 17                   one program in this process, with the traceback
+python tests/support/programs.py --reduce 17                a minimal program with the same outcome
 """
 
 from __future__ import annotations

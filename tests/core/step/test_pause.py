@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -1002,7 +1003,7 @@ assert all(step.equal for step in run_both(kind, 3, config))
 
 def test_parked_attribute_is_not_read() -> None:
     """R19: an unguarded read of an emptied storage would end the process, so it has one of its own."""
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
     done = subprocess.run(
         [sys.executable, "-c", PARKED], capture_output=True, text=True, env=environment, timeout=HANG_S
     )

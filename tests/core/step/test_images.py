@@ -260,7 +260,7 @@ def train_all() -> None:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, tuple[int, str]]:
     here = Path(__file__).parent
-    folders = [str(here.parents[1]), str(here.parent), str(here)]
+    folders = [str(here.parents[2]), str(here.parents[1] / "support"), str(here)]
     code = f"import sys; sys.path[:0] = {folders!r}; import test_images; test_images.train_all()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -25,7 +25,7 @@ from l2l_core import Freeze, Insert, Relay, RelayConfig
 from l2l_core.eps.optimizers.blockwise import check_blockwise
 from l2l_core.eps.optimizers.settings import is_same
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIG = RelayConfig(micro_batches=2)
 
 

@@ -27,7 +27,7 @@ from workbench.runs.recorder import Recorder
 from workbench.runs.report import render_report
 from workbench.session.session import Session
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

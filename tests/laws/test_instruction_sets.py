@@ -39,7 +39,7 @@ def run_under(name: str, threads: int, kinds: list[str], cases: list[str]) -> No
     if not has(name):
         pytest.skip(f"no {name} on this processor")
     env = {**os.environ, **SETTINGS[name], "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-    env["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("", "tests/core", "tests"))
+    env["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("", "tests/support", "tests/core/surgery"))
     command = [sys.executable, __file__, str(threads), ",".join(kinds), ";".join(cases)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"

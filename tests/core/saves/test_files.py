@@ -38,6 +38,7 @@ from l2l_core.model import Tensors, encode
 from l2l_core.saves import folder as files
 from l2l_core.saves.history import parts_of
 
+HERE = str(Path(__file__).parent)
 KINDS = ["gpt2", "batch_norm", "llama", "tied_layers", "frozen_layer", "spectral_norm_old", "convnext"]
 IN_NEW_PROCESS = KINDS[:3]
 CONFIG = RelayConfig(micro_batches=2)
@@ -116,7 +117,7 @@ def continued(kind: str, folder: Path, **options: Any) -> list[str]:
 
 
 def in_new_process(code: str, *args: object, timeout_s: float = HANG_S) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([HERE, *filter(None, sys.path)]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::ResourceWarning", "-c", f"import sys, test_files as t; {code}"]
     done = subprocess.run([*command, *map(str, args)], env=environment, capture_output=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr.decode()[-3000:]

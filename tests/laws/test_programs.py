@@ -22,7 +22,7 @@ from l2l_core import Relay, StepResult, TornStep
 def check(first: int, count: int) -> None:
     outcomes = list(run_all(map(draw, range(first, first + count))))
     assert not any(outcome.is_bad for outcome in outcomes), (
-        f"python tests/core/programs.py --reduce SEED\n{summary(outcomes)}"
+        f"python tests/support/programs.py --reduce SEED\n{summary(outcomes)}"
     )
     kinds = Counter(outcome.kind for outcome in outcomes)
     assert kinds["held"] > 0.7 * count, kinds
@@ -43,9 +43,8 @@ def test_many_programs(first: int) -> None:
 
 def kept() -> list[Program]:
     """Programs that once found something, reduced."""
-    return [
-        Program.from_json(line) for line in Path(__file__).with_name("program_corpus.jsonl").read_text().splitlines()
-    ]
+    corpus = Path(program_batch.__file__).with_name("program_corpus.jsonl")
+    return [Program.from_json(line) for line in corpus.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

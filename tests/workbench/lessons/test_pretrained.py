@@ -36,7 +36,7 @@ from workbench.lessons.downloads import (
 from workbench.lessons.pretrained import load_classifier
 from workbench.lessons.reviews import is_held_out, load_reviews
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOY = Wheel("l2l-toy", "1.0", "0" * 64, "l2l_toy", "data/words.txt", sha256(b"some words").hexdigest())
 
 
