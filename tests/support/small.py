@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -64,3 +65,11 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())[:8]
     unequal = [name for name in a if not torch.equal(a[name], b[name])]
     assert not unequal, unequal[:8]
+
+
+def new_block(relay: Relay) -> nn.Module:
+    module = copy.deepcopy(relay.stack[0].module)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(0.5)
+    return module

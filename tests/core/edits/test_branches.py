@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,14 +30,6 @@ from l2l_core import (
     TornStep,
     Unfreeze,
 )
-
-
-@pytest.fixture
-def relay() -> Iterator[Relay]:
-    with make_relay(make_gpt()) as made:
-        for seed in range(2):
-            made.step(make_batch(seed))
-        yield made
 
 
 def kept(relay: Relay) -> int:
