@@ -98,3 +98,11 @@ def train(session: Session, steps: int) -> None:
 def threads_named(*names: str) -> list[str]:
     """Threads of these names that are alive."""
     return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+def weights_of(relay: Relay) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in relay.model.parameters()]
+
+
+def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from patience import HANG_S
+from sessions import make_batches
 
+from l2l_core import Relay
 from workbench.session.loggers import JsonLines, Logger, TensorBoard
+from workbench.session.session import Session
 from workbench.session.values import Change, StepRow
 
 ROW = StepRow(
@@ -182,3 +186,65 @@ def test_a_class_with_three_methods_is_a_logger(tmp_path: Path) -> None:
     log.close()
     assert isinstance(Mine(), Logger) and isinstance(log, Logger) and isinstance(TensorBoard(Writer()), Logger)
     assert not isinstance(object(), Logger)
+
+
+# In a session ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self, fails: bool = False) -> None:
+        self.steps: list[StepRow] = []
+        self.changes: list[Change] = []
+        self.closed = 0
+        self.fails = fails
+
+    def log_step(self, row: StepRow) -> None:
+        if self.fails:
+            raise OSError("disk full")
+        self.steps.append(row)
+
+    def log_change(self, change: Change) -> None:
+        self.changes.append(change)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_loggers_get_every_step_and_change(relay: Relay) -> None:
+    logger = Recorder()
+    with Session(relay, make_batches(), loggers=[logger]) as session:
+        session.run(2)
+        session.reconfigure(ahead=2)
+        now = session.wait(HANG_S)
+    assert tuple(logger.steps) == now.steps and tuple(logger.changes) == now.changes
+    assert logger.closed == 1
+
+
+def test_a_failing_logger_loses_no_step(relay: Relay) -> None:
+    with Session(relay, make_batches(), loggers=[Recorder(fails=True)]) as session:
+        session.run(2)
+        now = session.wait(HANG_S)
+        assert now.failure is not None and now.failure.during == "logger" and "done and counted" in now.failure.after
+        assert now.step == now.done == 1
+        session.run()
+        assert session.wait(HANG_S).step == 2
+
+
+def test_other_loggers_are_told_when_one_fails(relay: Relay) -> None:
+    good, bad = Recorder(), Recorder(fails=True)
+    with Session(relay, make_batches(), loggers=[bad, good]) as session:
+        session.step()
+        now = session.wait(HANG_S)
+    assert now.failure is not None and now.failure.during == "logger" and tuple(good.steps) == now.steps != ()
+
+
+def test_a_change_that_cannot_be_logged_is_made_and_its_result_arrives(relay: Relay) -> None:
+    class Full(Recorder):
+        def log_change(self, change: Change) -> None:
+            raise OSError("disk full")
+
+    with Session(relay, make_batches(), loggers=[Full()]) as session:
+        assert session.edit(lambda relay: 42, what="count").result(HANG_S) == 42
+        now = session.wait(HANG_S)
+        assert now.state == "failed" and now.failure is not None and now.failure.during == "logger"
+        assert "change" in now.failure.after and now.changes == (Change(0, "count"),)
