@@ -59,13 +59,6 @@ def page(relay: Relay) -> Iterator[Page]:
     InteractiveShell.clear_instance()
 
 
-@pytest.fixture
-def relay() -> Iterator[Relay]:
-    with make_relay() as made:
-        yield made
-    wait_until(lambda: not threads_named("session", "pump"))
-
-
 def header_of(bench: Workbench) -> str:
     return bench.panels[0].widget.children[0].value
 

@@ -8,8 +8,9 @@ from typing import Any
 import ipywidgets
 import pytest
 import torch
+from panel_reading import widgets_of
 from patience import HANG_S
-from sessions import enter, held, make_batches, make_relay, threads_named, train, wait_until
+from sessions import enter, held, make_batches, train, wait_until
 from torch import nn
 
 from l2l_core import Drop, EmulatedDevice, Insert, Relay
@@ -21,28 +22,12 @@ from workbench.session.snapshot import Snapshot
 
 
 @pytest.fixture
-def relay() -> Iterator[Relay]:
-    with make_relay() as made:
-        yield made
-    wait_until(lambda: not threads_named("session", "pump"))
-
-
-@pytest.fixture
 def panel(relay: Relay) -> Iterator[EditsPanel]:
     with Session(relay, make_batches()) as session:
         train(session, 1)
         made = EditsPanel(session)
         shown(made)
         yield made
-
-
-def widgets_of(panel: Panel) -> list[Any]:
-    def walk(widget: Any) -> Iterator[Any]:
-        yield widget
-        for child in getattr(widget, "children", ()):
-            yield from walk(child)
-
-    return list(walk(panel.widget))
 
 
 def find(panel: Panel, words: str) -> Any:
