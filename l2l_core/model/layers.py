@@ -3,7 +3,7 @@
 `find_layers` looks at the module tree only: nothing runs, no model family is known by name. `resolve_layers` turns
 what a user passed as `layers=` into the same mapping. Neither changes the model.
 
-The rules, each of which some model in `tests/core/test_layers.py` needs:
+The rules, each of which some model in `tests/core/model/test_layers.py` needs:
 
 1. A *container* is an `nn.ModuleList`, an `nn.Sequential` or an `nn.ModuleDict` that cannot run by itself. Its members
    are its slots; a slot that cannot run by itself (a nested ModuleList, a ModuleDict) stands for its own slots.

@@ -1,0 +1,98 @@
+"""What has come of a step's gradients: summed in the order of plain training, and never more buffers than there is room for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import permutations
+
+import pytest
+import torch
+from patience import HANG_S
+from torch import nn
+
+from l2l_core.devices import Ledger
+from l2l_core.eps.blocks import Block, GradientPiece, build_layer
+from l2l_core.eps.gradients import Gradients
+from l2l_core.rules import MAX_UNDER_WAY
+
+VALUES = [1e8, -1e8, 1.0]  # by micro-batch: 1.0 in ascending order, 0.0 if the last one is added to another first
+
+
+@pytest.fixture
+def host() -> Ledger:
+    return Ledger("host", "The host")
+
+
+@pytest.fixture
+def gradients(host: Ledger) -> Gradients:
+    return Gradients(host, torch.empty)
+
+
+@pytest.fixture
+def block() -> Block:
+    return build_layer("L000", "layers.0", nn.Linear(2, 3)).blocks[0]
+
+
+def piece(gradients: Gradients, block: Block, value: float) -> GradientPiece:
+    flat = gradients.buffer(block.trained.numel).fill_(value)
+    return GradientPiece(flat, block.trained, (True, True))
+
+
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+def test_parts_are_added_in_ascending_order_however_they_come(
+    gradients: Gradients, block: Block, order: tuple[int, ...]
+) -> None:
+    for k in order:
+        gradients.add_part(block, k, piece(gradients, block, VALUES[k]))
+    assert gradients.unfolded == [block]
+    whole = gradients.fold(block)
+    assert whole is not None and {float(v) for view in whole.views().values() for v in view.flatten()} == {1.0}
+    assert gradients.unfolded == [] and gradients.fold(block) is None
+
+
+def test_a_part_that_is_taken_out_is_not_in_the_sum(gradients: Gradients, block: Block) -> None:
+    gradients.add_part(block, 0, piece(gradients, block, 2.0))
+    gradients.add_part(block, 0, piece(gradients, block, 3.0))
+    taken = gradients.take_part(block, 0, wanted=[1])
+    assert {i: view.unique().tolist() for i, view in taken.items()} == {1: [5.0]}
+    whole = gradients.fold(block)
+    assert whole is not None and {i: view.unique().tolist() for i, view in whole.views().items()} == {0: [5.0]}
+
+
+def test_buffers_are_used_again_and_booked_while_anybody_has_them(gradients: Gradients, host: Ledger) -> None:
+    first = gradients.buffer(16)
+    gradients.release(first)
+    assert gradients.buffer(16) is first and gradients.buffer(16) is not first
+    assert host.by_category()["gradients"] == first.nbytes, "nobody has the second one"
+    gradients.release(first)
+    gradients.forget()
+    assert host.by_category()["gradients"] == first.nbytes, "forgotten, but somebody has it"
+    del first
+    assert not host.by_category().get("gradients")
+
+
+def other_thread(run: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("how", ["release", "give_up"])
+def test_who_brings_a_gradient_waits_for_room_until_one_is_used_or_the_step_has_failed(
+    gradients: Gradients, how: str
+) -> None:
+    gradients.begin(bounded=True)
+    held = [gradients.buffer(16, bounded=True) for _ in range(MAX_UNDER_WAY)]
+    brought = threading.Event()
+    thread = other_thread(lambda: (gradients.buffer(16, bounded=True), brought.set()))
+    gradients.buffer(16)  # what has no bound does not wait
+    assert not brought.wait(0.05)
+    gradients.release(held[0]) if how == "release" else gradients.give_up()
+    assert brought.wait(HANG_S)
+    thread.join()
+
+
+def test_deferred_updates_have_no_bound(gradients: Gradients) -> None:
+    gradients.begin(bounded=False)
+    assert len({id(b) for b in [gradients.buffer(16, bounded=True) for _ in range(2 * MAX_UNDER_WAY)]}) == 6

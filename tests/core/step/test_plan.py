@@ -1,0 +1,29 @@
+"""What a pass intends: the relay's own way is to recompute all layers but the last one, which is not loaded twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from l2l_core.step.micro_batch import KEEP_AT_THE_TURN, RECOMPUTE
+from l2l_core.step.plan import Plan
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_backward_begins_with_the_layer_that_is_there(count: int) -> None:
+    order: Any = [f"L{i:03}" for i in range(count)]
+    way = Plan(order).there_and_back
+    assert way[:count] == order and way[count - 1 :] == order[::-1]
+
+
+def test_the_graph_of_the_last_visit_alone_is_kept() -> None:
+    order: Any = ["A", "B", "A"]
+    assert [Plan(order).keeper(visit) for visit in range(3)] == [RECOMPUTE, RECOMPUTE, KEEP_AT_THE_TURN]
+    assert Plan(order).keeper(3) is RECOMPUTE, "a visit that was not expected"
+
+
+def test_another_way_is_asked_for_every_visit() -> None:
+    order: Any = ["A", "B"]
+    plan = Plan(order, keeper_of=lambda visit: RECOMPUTE if visit else KEEP_AT_THE_TURN)
+    assert [plan.keeper(visit) for visit in range(2)] == [KEEP_AT_THE_TURN, RECOMPUTE]

@@ -1,0 +1,108 @@
+"""A relay small enough for tests of what looks at it, layers that wait or fail when told to, and a few ways to wait."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from patience import HANG_S
+from patience import wait_until as wait_until
+from torch import nn
+
+from l2l_core import Device, EmulatedDevice, Relay, RelayConfig
+from workbench.session.session import Session
+
+WIDTH = 8
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """A residual block that can be told to wait for a signal, or to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gate: threading.Event | None = None
+        self.entered = threading.Event()
+        self.error: Exception | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """A twin that waits for nothing: signals cannot be copied."""
+        twin = Layer()
+        twin.linear = copy.deepcopy(self.linear, memo)
+        return twin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.entered.set()
+        if self.gate is not None:
+            assert self.gate.wait(HANG_S)
+        if self.error is not None:
+            raise self.error
+        return x + torch.tanh(self.linear(x))
+
+
+def make_relay(config: RelayConfig | None = None, device: Device | None = None) -> Relay:
+    """Four layers between two of the shell."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, WIDTH), *(Layer() for _ in range(4)), nn.Linear(WIDTH, 1))
+    return Relay(
+        model,
+        partial(torch.optim.AdamW, lr=1e-2),
+        device or EmulatedDevice(),
+        list(model)[1:5],
+        mse,
+        config=config or RelayConfig(micro_batches=2),
+    )
+
+
+def mse(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, batch[1])
+
+
+def make_batches(count: int = 5) -> list[Batch]:
+    """Batches of six rows."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)) for _ in range(count)]
+
+
+@contextmanager
+def held(relay: Relay) -> Iterator[None]:
+    """Steps stay in the first layer as long as this is entered; a step must be begun inside."""
+    first: Any = relay.model[1]
+    first.entered.clear()
+    first.gate = gate = threading.Event()
+    try:
+        yield
+    finally:
+        first.gate = None
+        gate.set()
+
+
+def enter(relay: Relay) -> None:
+    """Wait until a step under way has come to the first layer."""
+    first: Any = relay.model[1]
+    assert first.entered.wait(HANG_S)
+
+
+def train(session: Session, steps: int) -> None:
+    """Train so many steps and wait for them."""
+    session.run(steps)
+    session.wait(HANG_S)
+
+
+def threads_named(*names: str) -> list[str]:
+    """Threads of these names that are alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+def weights_of(relay: Relay) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in relay.model.parameters()]
+
+
+def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,307 @@
+"""The panel of edits as it is used: chosen, applied, grouped, taken back. No kernel, no browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ipywidgets
+import pytest
+import torch
+from panel_reading import widgets_of
+from patience import HANG_S
+from sessions import enter, held, make_batches, train, wait_until
+from torch import nn
+
+from l2l_core import Drop, EmulatedDevice, Insert, Relay
+from workbench.panels.edits import EditsPanel
+from workbench.panels.layers import LayersPanel
+from workbench.panels.panel import Panel
+from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
+
+
+@pytest.fixture
+def panel(relay: Relay) -> Iterator[EditsPanel]:
+    with Session(relay, make_batches()) as session:
+        train(session, 1)
+        made = EditsPanel(session)
+        shown(made)
+        yield made
+
+
+def find(panel: Panel, words: str) -> Any:
+    """The control with these words, or else one that begins with them."""
+    told = {one: getattr(one, "description", "") for one in widgets_of(panel)}
+    exact = [one for one, said in told.items() if said == words]
+    return next(iter(exact or [one for one, said in told.items() if said.startswith(words)]))
+
+
+def choose(panel: Panel, **answers: Any) -> None:
+    for name, answer in answers.items():
+        panel._questions.asked[name].value = answer  # type: ignore[attr-defined]
+
+
+def read(panel: Panel) -> str:
+    """What is to be read, but for what is hidden."""
+    html = [one for one in widgets_of(panel) if isinstance(one, ipywidgets.HTML) and one.layout.display != "none"]
+    return " ".join(one.value for one in html)
+
+
+def shown(panel: Panel) -> Snapshot:
+    """Show the session when it is at rest."""
+    now = panel.session.wait(HANG_S)
+    panel.show(now)
+    return now
+
+
+def keys(panel: Panel) -> list[str]:
+    return [row.key for row in shown(panel).layers]
+
+
+def test_only_questions_of_the_kind_are_asked(panel: EditsPanel) -> None:
+    asked = {}
+    for kind in find(panel, "edit").options:
+        find(panel, "edit").value = kind
+        asked[kind] = {name for name, one in panel._questions.asked.items() if one.layout.display != "none"}
+    assert asked["Insert"] == {"at", "like", "init", "optimizer", "warmup"}
+    assert asked["Drop"] == {"first", "last", "park"} and asked["Swap"] == {"layer", "other"}
+    assert asked["Replace"] == set() and find(panel, "Apply").disabled and "YourLayer()" in read(panel)
+    find(panel, "edit").value = "Duplicate"
+    choose(panel, optimizer="scaled")
+    assert panel._questions.asked["factor"].layout.display != "none" and not find(panel, "Apply").disabled
+
+
+def test_what_is_chosen_is_said_and_then_done(panel: EditsPanel) -> None:
+    choose(panel, at="L002", init="identity")
+    assert "A new layer in front of L002, made like L001" in read(panel)
+    assert "4 → 5 layers · 288 → 360 weights" in read(panel) and "= computes the same" in read(panel)
+    find(panel, "Apply").click()
+    assert keys(panel) == ["L000", "L001", "L004", "L002", "L003"]
+    assert "+ before L002 (identity)" in read(panel)
+    assert [label for label, _ in panel._questions.asked["first"].options][2] == "2 · 3 · L004"
+
+    find(panel, "edit").value = "Drop"
+    choose(panel, first="L001", last="L004", park="disk")
+    find(panel, "Apply").click()
+    assert keys(panel) == ["L000", "L002", "L003"]
+    find(panel, "edit").value = "Swap"
+    choose(panel, layer="L000", other="L003")
+    find(panel, "Apply").click()
+    assert keys(panel) == ["L003", "L002", "L000"]
+
+
+def test_undo_and_redo_say_what_they_would_do(panel: EditsPanel) -> None:
+    undo, redo = find(panel, "Undo"), find(panel, "Redo")
+    assert undo.disabled and redo.disabled and undo.description == "Undo"
+    panel.session.edit(Drop("L001"))
+    shown(panel)
+    assert (undo.description, undo.disabled, redo.disabled) == ("Undo − L001", False, True)
+    undo.click()
+    assert len(keys(panel)) == 4
+    assert (undo.disabled, redo.description, redo.disabled) == (True, "Redo − L001", False)
+    redo.click()
+    assert len(keys(panel)) == 3 and undo.description == "Undo − L001"
+
+
+def test_a_group_is_carried_out_as_a_whole_or_not_at_all(panel: EditsPanel) -> None:
+    apply = find(panel, "Apply group")
+    find(panel, "edit").value = "Drop"
+    assert apply.disabled
+    for key in ("L000", "L001", "L003"):
+        choose(panel, last=key, first=key)
+        find(panel, "Add to group").click()
+    assert [words for words, _ in panel._members.options] == ["− L000", "− L001", "− L003"]
+    panel._members.value = 1
+    panel._leave.click()
+    assert len(keys(panel)) == 4, "nothing so far"
+    apply.click()
+    now = shown(panel)
+    assert [row.key for row in now.layers] == ["L001", "L002"] and len(now.journal) == 1
+    assert not panel._members.options and apply.disabled
+    for key in ("L001", "L002"):
+        choose(panel, last=key, first=key)
+        find(panel, "Add to group").click()
+    apply.click()
+    assert keys(panel) == ["L001", "L002"] and "one must stay" in read(panel)
+
+
+def test_a_refusal_is_shown_until_an_edit_succeeds_and_training_goes_on(panel: EditsPanel) -> None:
+    find(panel, "edit").value = "Drop"
+    choose(panel, first="L000", last="L003")
+    panel.session.run()
+    find(panel, "Apply").click()
+    wait_until(lambda: panel.session.snapshot().refusal is not None)
+    seen = panel.session.snapshot()
+    panel.show(seen)
+    said = read(panel)
+    assert 'role="alert"' in said and "drop fewer" in said and "Nothing was changed." in said
+    wait_until(lambda: panel.session.snapshot().step >= seen.step + 2)
+    panel.session.pause()
+    choose(panel, last="L000")
+    find(panel, "Apply").click()
+    shown(panel)
+    assert 'role="alert"' not in read(panel)
+
+
+def test_what_waits_can_be_taken_back(panel: EditsPanel, relay: Relay) -> None:
+    with held(relay):
+        panel.session.step()
+        enter(relay)
+        panel.session.edit(Drop("L001"))
+        panel.session.edit(Drop("L002"))
+        panel.show(panel.session.snapshot())
+        queue = panel._queue
+        assert [words for words, _ in queue.options] == ["− L001", "− L002"]
+        panel._cancel.click()
+        panel.show(panel.session.snapshot())
+        assert [words for words, _ in queue.options] == ["− L002"]
+    assert keys(panel) == ["L000", "L001", "L003"]
+    assert not queue.options and panel._cancel.disabled
+
+
+def test_steps_send_nothing_that_has_not_changed(panel: EditsPanel) -> None:
+    """A choice that somebody has open must not close whenever a step ends."""
+    panel.session.edit(Insert("L001"))
+    train(panel.session, 1)  # its loss is in the journal now
+    shown(panel)
+    sent: list[Any] = []
+    for one in widgets_of(panel):
+        if one is not panel._branches.table:  # it tells the loss
+            one.observe(sent.append)
+    train(panel.session, 3)
+    shown(panel)
+    assert sent == []
+
+
+def test_choices_stay_when_the_stack_changes(panel: EditsPanel) -> None:
+    find(panel, "edit").value = "Drop"
+    choose(panel, last="L003", first="L003")
+    panel.session.edit(Drop("L000"))
+    shown(panel)
+    assert (panel._questions.asked["first"].value, panel._questions.asked["last"].value) == ("L003", "L003")
+    panel.session.edit(Drop("L003"))
+    shown(panel)
+    assert panel._questions.asked["first"].value == "L002", "what stands at its place, or before it"
+    assert panel._questions.asked["at"].value == "", "behind the last layer, as before"
+
+
+def test_a_span_stays_in_order(panel: EditsPanel) -> None:
+    find(panel, "edit").value = "Freeze"
+    choose(panel, first="L002")
+    assert panel._questions.asked["last"].value == "L002"
+    choose(panel, last="L001")
+    assert panel._questions.asked["first"].value == "L001"
+    find(panel, "Apply").click()
+    assert [row.frozen for row in shown(panel).layers] == [False, True, False, False]
+
+
+class Two(nn.Module):
+    """Two stacks, and a layer in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Any) -> Any:
+        for layer in (*self.up, *self.down):
+            x = x + layer(x)
+        return self.last(x)
+
+
+def test_with_several_stacks_one_is_chosen() -> None:
+    model = Two()
+    layers = [*model.up, *model.down, model.last]
+    with Relay(
+        model, device=EmulatedDevice(), layers=layers, loss=lambda y, batch: (y - batch[1]).square().mean()
+    ) as relay:
+        with Session(relay, make_batches()) as session:
+            panel = EditsPanel(session)
+            now = shown(panel)
+            assert [row.stack for row in now.layers] == ["up"] * 2 + ["down"] * 3 + [None]
+            stack = find(panel, "in")
+            assert stack.layout.display != "none" and [words for words, _ in stack.options] == ["up", "down"]
+            stack.value = "down"
+            assert [key for _, key in panel._questions.asked["first"].options] == ["L002", "L003", "L004"]
+            choose(panel, init="copy", at="")
+            find(panel, "Apply").click()
+            assert [row.name for row in shown(panel).layers if row.key == "L006"] == ["down.3"]
+            assert stack.value == "down"
+
+
+def test_layers_that_are_in_no_stack_cannot_be_edited() -> None:
+    model = Two()
+    with Relay(model, device=EmulatedDevice(), layers=[model.last], loss=lambda y, batch: y.mean()) as relay:
+        with Session(relay, make_batches()) as session:
+            panel = EditsPanel(session)
+            shown(panel)
+            for kind in find(panel, "edit").options:
+                find(panel, "edit").value = kind
+                assert find(panel, "Apply").disabled and "here there are none" in read(panel)
+
+
+def test_layers_that_the_last_edit_changed_are_marked(panel: EditsPanel) -> None:
+    table = LayersPanel(panel.session)
+    shown(table)
+    assert "l2l-changed" not in read(table)
+    panel.session.edit(Insert("L002"))
+    shown(table)
+    assert read(table).count("l2l-changed") == 1
+    train(panel.session, 1)
+    shown(table)
+    assert "l2l-changed" in read(table)
+
+
+def test_what_is_refused_on_evidence_can_be_trusted() -> None:
+    torch.manual_seed(0)
+    other = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    stack = nn.Sequential(other, *(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+    with Relay(stack, device=EmulatedDevice(), loss=lambda y, batch: y.mean()) as relay:
+        with Session(relay, make_batches()) as session:
+            panel = EditsPanel(session)
+            shown(panel)
+            find(panel, "edit").value = "Swap"
+            find(panel, "Apply").click()
+            assert keys(panel) == ["L000", "L001", "L002"] and "trust=True" in read(panel)
+            find(panel, "trust").value = True
+            find(panel, "Apply").click()
+            assert keys(panel) == ["L001", "L000", "L002"] and 'role="alert"' not in read(panel)
+
+
+def test_branches_are_forked_and_switched(panel: EditsPanel) -> None:
+    assert find(panel, "Switch").disabled and find(panel, "Discard").disabled
+    panel._branches.name.value = "wide"
+    find(panel, "Fork").click()
+    panel.session.edit(Insert("L002"))
+    now = shown(panel)
+    assert now.branch == "wide" and panel._branches.name.value == ""
+    assert [name for _, name in panel._branches.other.options] == ["main"]
+    assert "<td>● present</td><td>1</td><td>5</td>" in read(panel)
+    find(panel, "Switch").click()
+    now = shown(panel)
+    assert now.branch == "main" and len(now.layers) == 4 and find(panel, "Undo").disabled
+    assert "No edit yet" in read(panel), "on this branch"
+    assert len(panel.still(now)) == 2
+    find(panel, "Discard").click()
+    assert [branch.name for branch in shown(panel).branches] == ["main"]
+    assert find(panel, "Discard").disabled and panel._branches.other.value is None
+
+
+def test_a_branch_needs_a_name_of_its_own(panel: EditsPanel) -> None:
+    find(panel, "Fork").click()
+    shown(panel)
+    assert "needs a name" in read(panel)
+
+
+def test_a_closed_session_says_why_nothing_is_done(panel: EditsPanel) -> None:
+    panel.session.close()
+    find(panel, "Apply").click()
+    assert "this session is closed" in read(panel)
+
+
+def test_the_still_is_the_journal(panel: EditsPanel) -> None:
+    panel.session.edit(Drop("L001"))
+    (table,) = panel.still(shown(panel))
+    assert "− L001" in table.to_text()

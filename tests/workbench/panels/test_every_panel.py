@@ -1,0 +1,158 @@
+"""What holds of every panel: it stands alone, is drawn at any moment, and its faults are its own; and of all in a workbench."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from panel_reading import html_of, shown
+from patience import HANG_S
+from sessions import enter, held, make_batches, train, wait_until
+
+from l2l_core import Relay
+from workbench.app import Workbench
+from workbench.panels.display import WIDGET
+from workbench.panels.edits import EditsPanel
+from workbench.panels.header import HeaderPanel
+from workbench.panels.heat import HeatPanel
+from workbench.panels.layers import LayersPanel
+from workbench.panels.loss import LossPanel
+from workbench.panels.memory import MemoryPanel
+from workbench.panels.panel import Panel
+from workbench.panels.relay import RelayPanel
+from workbench.panels.timeline import TimelinePanel
+from workbench.panels.what_if import WhatIfPanel
+from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
+
+KINDS: Sequence[type[Panel]] = (
+    HeaderPanel,
+    RelayPanel,
+    TimelinePanel,
+    MemoryPanel,
+    LossPanel,
+    EditsPanel,
+    LayersPanel,
+    HeatPanel,
+    WhatIfPanel,
+)
+
+
+# Every panel ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_panel_stands_alone(session: Session, kind: type[Panel], capsys: pytest.CaptureFixture[str]) -> None:
+    panel = kind(session)
+    before = panel._repr_mimebundle_()
+    assert {WIDGET, "text/html", "text/plain"} <= set(before)
+    panel._ipython_display_()
+    train(session, 2)
+    wait_until(lambda: session.snapshot().step == 2)
+    shown(panel)
+    assert "could not be drawn" not in html_of(panel)
+    bundle = panel._repr_mimebundle_()
+    pictures = {"image/svg+xml"} if kind not in (LayersPanel, EditsPanel) else set()
+    assert set(bundle) == {WIDGET, "text/html", "text/plain"} | pictures
+    assert bundle["text/plain"].strip() and bundle["text/html"].count("<svg") == len(pictures)
+    panel.close()
+    panel.close()
+    assert WIDGET not in panel._repr_mimebundle_()
+    panel._ipython_display_()
+    assert "<svg" not in capsys.readouterr().out
+    assert session.snapshot().state == "idle"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_panel_takes_a_workbench_too_and_nothing_else(relay: Relay, kind: type[Panel]) -> None:
+    bench = Workbench(relay, make_batches())
+    panel = kind(bench)
+    assert panel.session is bench.session
+    for wrong in (relay, None, "session"):
+        with pytest.raises(TypeError, match=f"{kind.__name__} takes a Session or a Workbench, not a "):
+            kind(wrong)
+    panel.close()
+    bench.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_panel_is_drawn_at_any_moment(relay: Relay, kind: type[Panel]) -> None:
+    with Session(relay, make_batches()) as session:
+        panel = kind(session)
+        shown(panel)  # without any step
+        for _ in range(2):  # in the first one, and in one that has another before it
+            with held(relay):
+                session.run(1)
+                enter(relay)
+                wait_until(lambda: session.snapshot().progress is not None)
+                shown(panel)
+                assert "could not be drawn" not in html_of(panel)
+            session.wait(HANG_S)
+            shown(panel)
+        relay.model[3].error = RuntimeError("in the middle")
+        session.step()
+        session.wait(HANG_S)
+        shown(panel)
+    shown(panel)  # closed
+    assert "could not be drawn" not in html_of(panel)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_panel_that_cannot_be_drawn_says_so_and_comes_back(session: Session, kind: type[Panel]) -> None:
+    class Broken(kind):  # type: ignore[misc, valid-type]
+        broken = True
+
+        def draw(self, now: Snapshot) -> None:
+            if self.broken:
+                raise ZeroDivisionError("an axis of <no> length")
+            super().draw(now)
+
+    panel = Broken(session)
+    train(session, 1)
+    shown(panel)
+    said = panel.widget.children[0].value
+    assert "Broken could not be drawn" in said and "an axis of &lt;no&gt; length" in said and "Traceback" in said
+    panel.broken = False
+    shown(panel)
+    assert "could not be drawn" not in panel.widget.children[0].value
+
+
+def test_the_pump_outlives_a_panel_that_cannot_be_drawn(relay: Relay) -> None:
+    bench = Workbench(relay, make_batches())
+    timeline, loss = bench.panels[2], bench.panels[4]
+    timeline.draw = lambda now: 1 / 0  # type: ignore[method-assign]
+    bench._ipython_display_()
+    for steps in (1, 2):
+        train(bench.session, steps)
+        wait_until(lambda: loss._drawn[0] == bench.snapshot().step)
+    assert "could not be drawn" in timeline.widget.children[0].value
+    assert "could not be drawn" not in html_of(loss)
+    bench.close()
+
+
+# The workbench --------------------------------------------------------------------------------------------------------
+
+
+def test_a_workbench_steers_its_session(relay: Relay) -> None:
+    bench = Workbench(relay, make_batches())
+    bench.run(2)
+    assert bench.wait(HANG_S).step == 2
+    bench.step()
+    bench.reconfigure(ahead=2)
+    assert bench.edit(lambda relay: relay.steps, what="count").result(HANG_S) == 3
+    with held(relay):
+        bench.run(5)
+        enter(relay)
+        bench.pause()
+    assert bench.wait(HANG_S).state == "paused"
+    bench.stop()
+    now = bench.wait(HANG_S)
+    assert now.state == "idle" and [change.what for change in now.changes] == ["ahead 1 → 2", "count"]
+    bench.close()
+    assert bench.snapshot().state == "closed" and relay.evaluate(make_batches()[0]) > 0
+
+
+def test_a_workbench_refuses_what_is_no_relay() -> None:
+    with pytest.raises(TypeError, match="a session takes an l2l_core.Relay"):
+        Workbench(torch.nn.Linear(1, 1), [])  # type: ignore[arg-type]

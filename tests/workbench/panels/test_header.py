@@ -1,0 +1,178 @@
+"""The header's buttons, and what it says when a step has failed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from panel_reading import find, html_of, shown
+from patience import HANG_S
+from sessions import Batch, enter, held, make_batches
+
+from l2l_core import Relay
+from workbench.panels.header import HeaderPanel
+from workbench.session.session import Session
+
+
+def test_run_trains_as_many_steps_as_it_says(header: HeaderPanel) -> None:
+    find(header, "steps").value = 3
+    find(header, "Run").click()
+    now = header.session.wait(HANG_S)
+    assert (now.state, now.step, now.target) == ("idle", 3, 3)
+    shown(header)
+    assert "step 3" in html_of(header) and "3 of 3 steps" in html_of(header)
+
+
+def test_pressing_run_twice_does_not_train_twice_as_long(header: HeaderPanel) -> None:
+    find(header, "steps").value = 2
+    with held(header.session.relay):
+        find(header, "Run").click()
+        enter(header.session.relay)
+        find(header, "Run").click()
+    assert header.session.wait(HANG_S).step == 2
+
+
+def test_nor_does_it_while_the_session_is_at_something_else(header: HeaderPanel) -> None:
+    go_on = threading.Event()
+    find(header, "steps").value = 2
+    header.session.edit(lambda relay: go_on.wait(HANG_S))
+    find(header, "Run").click()
+    find(header, "Run").click()
+    go_on.set()
+    assert header.session.wait(HANG_S).step == 2
+
+
+def test_pause_and_run_go_on_with_what_is_left(header: HeaderPanel) -> None:
+    session, run = header.session, find(header, "Run")
+    find(header, "steps").value = 4
+    with held(session.relay):
+        run.click()
+        enter(session.relay)
+        find(header, "Pause").click()
+        shown(header)
+        assert "pausing after this step" in html_of(header)
+    assert session.wait(HANG_S).state == "paused"
+    shown(header)
+    assert "paused" in html_of(header) and "1 of 4 steps" in html_of(header)
+    run.click()
+    now = session.wait(HANG_S)
+    assert (now.state, now.step) == ("idle", 4)
+
+
+def test_run_takes_a_pause_back_that_has_not_come_yet(header: HeaderPanel) -> None:
+    session = header.session
+    find(header, "steps").value = 4
+    with held(session.relay):
+        find(header, "Run").click()
+        enter(session.relay)
+        find(header, "Pause").click()
+        find(header, "Run").click()
+        find(header, "Run").click()
+    now = session.wait(HANG_S)
+    assert (now.state, now.step) == ("idle", 4)
+
+
+def test_run_in_the_last_step_before_a_pause_does_not_train_without_end(header: HeaderPanel) -> None:
+    session = header.session
+    find(header, "steps").value = 1
+    with held(session.relay):
+        find(header, "Run").click()
+        enter(session.relay)
+        find(header, "Pause").click()
+        find(header, "Run").click()
+    assert session.wait(HANG_S).step == 1
+
+
+def test_run_after_stop_begins_anew(header: HeaderPanel) -> None:
+    session = header.session
+    find(header, "steps").value = 5
+    with held(session.relay):
+        find(header, "Run").click()
+        enter(session.relay)
+        find(header, "Stop").click()
+        find(header, "steps").value = 2
+        find(header, "Run").click()
+    now = session.wait(HANG_S)
+    assert (now.state, now.step, now.target) == ("idle", 3, 2)
+
+
+def test_step_trains_one_and_stop_drops_the_rest(header: HeaderPanel) -> None:
+    session = header.session
+    find(header, "Step").click()
+    assert session.wait(HANG_S).step == 1
+    find(header, "steps").value = 1000
+    with held(session.relay):
+        find(header, "Run").click()
+        enter(session.relay)
+        find(header, "Stop").click()
+    now = session.wait(HANG_S)
+    assert (now.state, now.step) == ("idle", 2)
+    find(header, "steps").value = 2
+    find(header, "Run").click()
+    assert session.wait(HANG_S).step == 4, "nothing is left of the run before"
+
+
+# Header: what went wrong ----------------------------------------------------------------------------------------------
+
+
+def trouble(header: HeaderPanel) -> Any:
+    """The box below the settings."""
+    return header.widget.children[3]
+
+
+def test_a_step_that_fails_is_shown_with_what_holds_and_can_be_skipped(relay: Relay) -> None:
+    made: list[int] = []
+
+    def make_batch() -> Batch:
+        made.append(len(made))
+        return make_batches(1)[0]
+
+    with Session(relay, make_batch) as session:
+        header = HeaderPanel(session)
+        shown(header)
+        assert trouble(header).layout.display == "none"
+        relay.model[2].error = ValueError("a <layer> says no\nand why")
+        find(header, "steps").value = 3
+        find(header, "Run").click()
+        session.wait(HANG_S)
+        for _ in range(2):
+            shown(header)
+        said = html_of(header)
+        assert trouble(header).layout.display == "" and find(header, "Skip this batch").layout.display == ""
+        assert "Step 1 failed: " in said and "a &lt;layer&gt; says no" in said and "<layer>" not in said
+        assert "Weights and optimizer are as they were" in said
+        assert "Traceback (most recent call last)" in said and "failed" in said
+        find(header, "Skip this batch").click()
+        relay.model[2].error = None
+        find(header, "Run").click()
+        now = session.wait(HANG_S)
+        assert (now.state, now.done, now.target) == ("idle", 3, 3), "the run goes on"
+        assert len(made) == 4, "the batch of the failed step was let go"
+        shown(header)
+        assert trouble(header).layout.display == "none"
+
+
+def test_what_cannot_be_skipped_has_no_button_for_it(header: HeaderPanel) -> None:
+    header.session.edit(lambda relay: 1 / 0)
+    header.session.wait(HANG_S)
+    shown(header)
+    assert trouble(header).layout.display == "" and "division by zero" in html_of(header)
+    assert find(header, "Skip this batch").layout.display == "none"
+    find(header, "Step").click()
+    header.session.wait(HANG_S)
+    shown(header)
+    assert trouble(header).layout.display == "none"
+
+
+def test_buttons_of_a_closed_session_say_why_and_its_sliders_go_back(header: HeaderPanel) -> None:
+    header.session.close()
+    shown(header)
+    for words in ("Run", "Pause", "Step", "Stop"):
+        trouble(header).layout.display = "none"
+        find(header, words).click()
+        assert trouble(header).layout.display == "" and "this session is closed" in html_of(header)
+        assert find(header, "Skip this batch").layout.display == "none"
+    find(header, "micro-batches").value = 8
+    assert find(header, "micro-batches").value == header.session.relay.config.micro_batches == 2
+    shown(header)
+    assert "this session is closed" in html_of(header), "as long as nothing else happens"

@@ -1,0 +1,155 @@
+"""The player: a step event by event and visit by visit, live and at any pace."""
+
+from __future__ import annotations
+
+import ipywidgets
+import pytest
+from panel_reading import find, html_of, shown, widgets_of
+from patience import HANG_S
+from sessions import enter, held, train
+
+from workbench.panels.panel import Panel
+from workbench.panels.relay import RelayPanel
+from workbench.readings.moments import Moments
+from workbench.session.session import Session
+
+
+@pytest.fixture
+def player(session: Session) -> RelayPanel:
+    """A relay panel over a session that has trained a step."""
+    panel = RelayPanel(session)
+    train(session, 1)
+    shown(panel)
+    return panel
+
+
+def picture_of(panel: Panel) -> str:
+    assert "could not be drawn" not in html_of(panel), html_of(panel)
+    return panel.widget.children[0].value
+
+
+def moments_of(panel: Panel) -> Moments:
+    now = panel.session.snapshot()
+    assert now.last is not None
+    return Moments.of(now.last, [layer.key for layer in now.layers])
+
+
+def test_without_a_step_the_player_has_nowhere_to_go(session: Session) -> None:
+    panel = RelayPanel(session)
+    shown(panel)
+    for words in ("Next event", "Event before", "Next visit", "Visit before"):
+        find(panel, words).click()
+    assert find(panel, "Live").value and find(panel, "event").value == 0
+    assert panel._play.max == 0, "nor does playing move it"
+    train(session, 1)
+    shown(panel)
+    assert find(panel, "event").max == session.snapshot().last.counts[0] - 1
+
+
+def test_events_one_by_one(player: RelayPanel) -> None:
+    at, live = find(player, "event"), find(player, "Live")
+    assert live.value and at.value == 0
+    idle = picture_of(player)
+    seen = []
+    for number in range(1, 6):
+        find(player, "Next event").click()
+        assert (at.value, live.value) == (number, False)
+        seen.append(picture_of(player))
+    assert idle not in seen and len(set(seen)) > 1
+    for number in (4, 3, 2, 1, 0, 0):
+        find(player, "Event before").click()
+        assert at.value == number
+        assert not number or picture_of(player) == seen[number - 1], "the same moment, the same picture"
+    at.value = at.max
+    find(player, "Next event").click()
+    assert at.value == at.max
+
+
+def test_visits_one_by_one(player: RelayPanel) -> None:
+    visits, at = list(moments_of(player).visits()), find(player, "event")
+    seen = []
+    for _ in visits:
+        find(player, "Next visit").click()
+        seen.append(at.value)
+    assert seen == [one for one in visits if one > 0] + [visits[-1]] * (len(visits) - len([v for v in visits if v > 0]))
+    at.value = visits[2] + 1
+    find(player, "Visit before").click()
+    assert at.value == visits[2]
+    find(player, "Visit before").click()
+    assert at.value == visits[1]
+
+
+def test_every_event_of_a_step_can_be_looked_at(player: RelayPanel) -> None:
+    at = find(player, "event")
+    pictures = set()
+    for number in range(at.max, -1, -1):
+        at.value = number
+        pictures.add(picture_of(player))
+    assert not find(player, "Live").value and len(pictures) > at.max / 2
+
+
+def test_a_new_step_does_not_move_what_is_being_looked_at(player: RelayPanel) -> None:
+    session, at = player.session, find(player, "event")
+    at.value = 7
+    most, picture = at.max, picture_of(player)
+    session.reconfigure(micro_batches=6)
+    train(session, 2)
+    shown(player)
+    assert (at.value, at.max) == (7, most) and picture_of(player) == picture
+    with held(session.relay):
+        session.step()
+        enter(session.relay)
+        shown(player)
+        assert picture_of(player) == picture, "nor does one under way"
+    session.wait(HANG_S)
+    find(player, "Live").value = True
+    assert picture_of(player) != picture
+    shown(player)
+    assert at.max == session.snapshot().last.counts[0] - 1 > most
+
+
+def test_ranges_fit_the_step_also_when_it_gets_shorter(player: RelayPanel) -> None:
+    session = player.session
+    at, play = find(player, "event"), next(one for one in widgets_of(player) if isinstance(one, ipywidgets.Play))
+    for micro_batches in (6, 1):
+        session.reconfigure(micro_batches=micro_batches)
+        train(session, 1)
+        at.value = at.max
+        find(player, "Live").value = True
+        now = shown(player)
+        assert now.last is not None
+        assert at.max == play.max == now.last.counts[0] - 1 and at.value <= at.max and play.value <= play.max
+        assert find(player, "Live").value, "a range that shrinks is nobody's hand"
+
+
+def test_pace_is_that_of_playing(player: RelayPanel) -> None:
+    play = next(one for one in widgets_of(player) if isinstance(one, ipywidgets.Play))
+    pace = next(one for one in widgets_of(player) if isinstance(one, ipywidgets.Dropdown))
+    intervals = []
+    for name in ("slow", "normal", "fast"):
+        pace.value = name
+        intervals.append(play.interval)
+    assert intervals == sorted(intervals, reverse=True) and intervals[0] > intervals[-1]
+
+
+def test_live_shows_the_step_under_way(player: RelayPanel) -> None:
+    idle = picture_of(player)
+    with held(player.session.relay):
+        player.session.step()
+        enter(player.session.relay)
+        shown(player)
+        assert picture_of(player) != idle
+    player.session.wait(HANG_S)
+    shown(player)
+    assert player.session.snapshot().progress is None and find(player, "Live").value
+
+
+def test_live_stops_the_player_and_is_not_undone_by_its_last_ticks(player: RelayPanel) -> None:
+    panel = player
+    panel._play.playing = True
+    panel._at.value = 5
+    assert not find(panel, "Live").value
+    find(panel, "Live").value = True
+    assert not panel._play.playing
+    panel._at.value = 6  # was under way from the page
+    assert find(panel, "Live").value and "no step is under way" in picture_of(panel)

@@ -1,0 +1,161 @@
+"""What if, as it is used: sliders ask, answers touch nothing until they are applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ipywidgets
+import pytest
+from panel_reading import find, html_of, shown, widgets_of
+from patience import HANG_S
+from sessions import train, wait_until
+
+from l2l_core import Drop, Relay, RelayConfig
+from workbench.panels.display import WIDGET
+from workbench.panels.what_if import WhatIf, WhatIfPanel
+from workbench.session.session import Session
+
+
+@pytest.fixture
+def what_if(session: Session) -> WhatIfPanel:
+    """Unfolded, after two steps."""
+    panel = WhatIfPanel(session)
+    find(panel, "▸ What if").value = True
+    train(session, 2)
+    shown(panel)
+    assert panel.settle()
+    return panel
+
+
+def asked(panel: WhatIfPanel, values: dict[str, Any]) -> str:
+    """Move controls, by their words; what the panel then says."""
+    for words, value in values.items():
+        find(panel, words).value = value
+    assert panel.settle()
+    return html_of(panel)
+
+
+def test_moving_a_slider_answers_and_touches_nothing(what_if: WhatIfPanel) -> None:
+    said = asked(what_if, {"layers": 96, "stash on": "host"})
+    assert "layers 4 → 96; stash on device → host" in said and "what if, simulated" in said
+    assert "step 2, measured" in said and "By formula: layers repeated or left out." in said
+    now = what_if.session.snapshot()
+    assert now.step == 2 and not now.queued and now.config == RelayConfig(micro_batches=2)
+
+
+def test_a_folded_what_if_has_no_sliders_and_forecasts_all_the_same(session: Session) -> None:
+    panel = WhatIfPanel(session)
+    shown(panel)
+    assert panel.settle() and "a guess by formula" in html_of(panel)
+    train(session, 3)
+    shown(panel)
+    assert panel.settle() and "next step, forecast" in html_of(panel) and "<svg" not in html_of(panel)
+    assert ", forecast " not in html_of(panel).replace("step, forecast<", ""), "a guess is not checked"
+    assert not [one for one in widgets_of(panel) if isinstance(one, ipywidgets.SelectionSlider)]
+    train(session, 1)
+    shown(panel)
+    assert panel.settle() and "step 4, measured: " in html_of(panel) and "(exact)" in html_of(panel)
+    said = panel._error
+    for micro_batches in (3, 2):  # there and back: this forecast is of the next step, and not of the one behind it
+        session.reconfigure(micro_batches=micro_batches)
+        shown(panel)
+        assert panel.settle() and panel._error == said
+    assert panel.still(session.snapshot()) == []
+
+
+def test_a_rehearsal_forecasts_the_first_step(session: Session) -> None:
+    panel = WhatIfPanel(session)
+    find(panel, "▸ What if").value = True
+    shown(panel)
+    find(panel, "Rehearse").click()
+    wait_until(lambda: "simulated with the costs of a rehearsal" in panel._line.value)
+    assert panel.settle() and session.snapshot().step == 0
+    assert "simulated with the costs of a rehearsal" in html_of(panel).lower().replace(panel._line.value.lower(), "")
+    train(session, 1)
+    shown(panel)
+    assert panel.settle() and "step 1, measured: " in html_of(panel) and "(exact)" in html_of(panel)
+    assert find(panel, "Rehearse").layout.display == "none"
+
+
+def test_a_rehearsal_that_cannot_be_says_why(relay: Relay) -> None:
+    with Session(relay, iter(())) as session:
+        panel = WhatIfPanel(session)
+        find(panel, "Rehearse").click()
+        wait_until(lambda: "There is no rehearsal: there is no further batch" in html_of(panel))
+        assert not find(panel, "Rehearse").disabled
+
+
+def test_apply_hands_over_what_can_be_set_and_says_how_the_rest_is(what_if: WhatIfPanel) -> None:
+    session = what_if.session
+    said = asked(
+        what_if,
+        {
+            "micro-batches": 3, "layers ahead": 2, "stash on": "host", "precision": "bf16", "link to device": 5e8,
+            "layers": 6, "width": 2.0,
+        },
+    )  # fmt: skip
+    assert "precision fp32 → bf16" in said
+    find(what_if, "Apply").click()
+    session.wait(HANG_S)
+    assert session.relay.config == RelayConfig(micro_batches=3, ahead=2, stash="host", precision="bf16")
+    assert session.relay.device.figures()["h2d_bytes_per_s"] == 5e8
+    assert session.relay.device.figures()["d2h_bytes_per_s"] is None
+    said = html_of(what_if)
+    assert "handed to the next step; layers: with Insert" in said and "width: with another model" in said
+    train(session, 1)
+    now = shown(what_if)
+    assert what_if.settle() and now.last is not None and now.last.settings["precision"] == "bf16"
+    assert "<strong>layers 4 → 6; width × 1 → × 2</strong>" in html_of(what_if), "what could not be set is still asked"
+
+
+def test_reset_goes_back_to_the_next_step_which_controls_follow(what_if: WhatIfPanel) -> None:
+    session = what_if.session
+    asked(what_if, {"layers": 96})
+    session.reconfigure(micro_batches=5, h2d_bytes_per_s=3e6)
+    session.wait(HANG_S)
+    shown(what_if)
+    values = [find(what_if, words).value for words in ("layers", "micro-batches", "link to device")]
+    assert values == [96, 5, 3e6], "what a hand has set stays"
+    assert find(what_if, "link to device").label == "3 MB/s"
+    find(what_if, "Reset").click()
+    assert what_if.settle() and find(what_if, "layers").value == 4
+    assert "micro-batches 2 → 5; link to the device no limit → 3 MB/s" in html_of(what_if)
+    session.edit(Drop("L001"))
+    session.wait(HANG_S)
+    shown(what_if)
+    assert find(what_if, "layers").value == 3
+
+
+def test_what_if_follows_the_newest_step(what_if: WhatIfPanel) -> None:
+    assert "step 2, measured" in html_of(what_if)
+    train(what_if.session, 1)
+    shown(what_if)
+    assert what_if.settle() and "step 3, measured" in html_of(what_if)
+
+
+def test_an_apply_that_is_refused_says_why(what_if: WhatIfPanel) -> None:
+    asked(what_if, {"layers ahead": 3})
+    what_if.session.close()
+    find(what_if, "Apply").click()
+    assert "this session is closed: make a new one" in html_of(what_if)
+
+
+def test_the_newest_question_is_answered_however_many_there_were(what_if: WhatIfPanel) -> None:
+    for depth in (8, 16, 32, 64, 128):
+        find(what_if, "layers").value = depth
+    assert what_if.settle()
+    assert "layers 4 → 128" in html_of(what_if)
+
+
+def test_what_if_without_a_session(session: Session) -> None:
+    train(session, 1)
+    trace = session.snapshot().last
+    assert trace is not None
+    shown_alone = WhatIf(trace, depth=50)
+    bundle = shown_alone._repr_mimebundle_()
+    assert {WIDGET, "text/html", "image/svg+xml", "text/plain"} <= set(bundle)
+    assert shown_alone.answer.question.depth == 50 and "what if, simulated" in bundle["text/html"]
+    with pytest.raises(ValueError, match="depth=0"):
+        WhatIf(trace, depth=0)
+    with pytest.raises(TypeError, match="is no step"):
+        WhatIf(3)  # type: ignore[arg-type]

@@ -1,0 +1,20 @@
+"""A relay for a session, and no thread left when the session is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from sessions import make_relay
+
+from l2l_core import Relay
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    before = set(threading.enumerate())
+    with make_relay() as made:
+        yield made
+    left = [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]
+    assert not left, f"threads that nobody ended: {left}"

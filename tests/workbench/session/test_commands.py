@@ -1,0 +1,282 @@
+"""What is asked of a session between two steps: edits, schedules, settings, in the order in which they were given."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from patience import HANG_S
+from sessions import make_batches, wait_until
+
+from l2l_core import Depth, Drop, Edit, Freezing, Insert, LayerDrop, Relay, RelayConfig
+from workbench.session.session import Session
+from workbench.session.values import Change
+
+
+def test_commands_happen_in_the_order_in_which_they_were_given(relay: Relay) -> None:
+    seen: list[int] = []
+    with Session(relay, make_batches()) as session:
+        session.step()
+        session.edit(lambda relay: seen.append(relay.steps), what="look")
+        session.step()
+        session.edit(lambda relay: seen.append(relay.steps))
+        now = session.wait(HANG_S)
+    assert seen == [1, 2]
+    assert now.changes == (Change(1, "look"),), "a call without a name is not recorded"
+
+
+def test_the_stack_is_edited_between_steps_and_the_inverse_brings_it_back(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.run(2)
+        session.wait(HANG_S)
+        inverse = session.edit(Drop(1)).result(HANG_S)
+        now = session.wait(HANG_S)
+        assert [row.key for row in now.layers] == ["L000", "L002", "L003"]
+        assert now.num_params == sum(param.numel() for param in relay.model.parameters())
+        assert now.changes[0].what == "− layer 1"
+        session.step()
+        session.edit(inverse)
+        session.step()
+        now = session.wait(HANG_S)
+    assert [row.version for row in now.layers] == [now.step, now.step - 1, now.step, now.step]
+    assert now.state == "idle" and len(now.changes) == 2
+
+
+def test_an_edit_returns_its_result_and_its_error(relay: Relay) -> None:
+    batches = make_batches()
+    with Session(relay, batches) as session:
+        assert session.edit(lambda relay: relay.evaluate(batches[0])).result(HANG_S) > 0
+        future = session.edit(lambda relay: 1 / 0, what="divide")
+        assert isinstance(future.exception(20), ZeroDivisionError)
+        now = session.wait(HANG_S)
+        assert now.state == "failed" and now.failure is not None and now.failure.during == "edit"
+        assert now.changes == ()
+        session.run(2)
+        now = session.wait(HANG_S)
+        assert now.state == "idle" and now.failure is None and now.step == 2
+    with pytest.raises(TypeError, match="a function of the relay"):
+        session.edit("drop layer 3")  # type: ignore[arg-type]
+
+
+def test_edits_undo_and_redo_are_recorded_in_words_and_in_the_journal(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.step()
+        session.edit(Insert(2, init="copy"), Drop("L000"))
+        session.step()
+        session.undo()
+        assert session.redo().result(HANG_S).kind == "redo"
+        now = session.wait(HANG_S)
+        group = "+ at 2 (copy); − L000"
+        assert now.changes == (Change(1, group), Change(2, f"undo {group}"), Change(2, f"redo {group}"))
+        assert now.journal == relay.journal and [entry.kind for entry in now.journal] == ["edit", "undo", "redo"]
+        assert [row.key for row in now.layers] == ["L001", "L004", "L002", "L003"] and now.touched == {"L004"}
+        assert (now.can_undo, now.can_redo) == (True, False)
+        session.step()
+        now = session.wait(HANG_S)
+    assert now.journal[-1].loss_after == now.steps[-1].loss, "the journal follows the steps"
+
+
+def test_a_schedule_edits_before_the_steps_it_names(relay: Relay) -> None:
+    schedule = Depth({0: 4, 2: 6, 4: 3}, grow="top") + Freezing({3: 1})
+    with Session(relay, make_batches(), schedule=schedule) as session:
+        session.run(5)
+        now = session.wait(HANG_S)
+    assert [(change.step, change.what) for change in now.changes] == [
+        (2, "2 × layers 2–3, top"), (3, "freeze layers 0"), (4, now.changes[2].what),
+    ]  # fmt: skip
+    assert now.changes[2].what.count("−") == 3 and len(now.layers) == 3 == len(relay.stack)
+    assert [entry.step for entry in now.journal] == [2, 3, 4, 4][: len(now.journal)]
+
+
+def test_layers_that_a_schedule_leaves_out_are_not_in_the_step(relay: Relay) -> None:
+    with Session(relay, make_batches(), schedule=LayerDrop(1.0)) as session:
+        session.step()
+        now = session.wait(HANG_S)
+    assert now.last is not None and len({e.layer for e in now.last.events if e.kind == "forward"}) == 1
+    assert len(now.layers) == 4 and now.changes == ()
+
+
+def test_a_schedule_that_cannot_be_followed_stops_the_run(relay: Relay) -> None:
+    with Session(relay, make_batches(), schedule=Depth(lambda step: 4 - 4 * step)) as session:
+        session.run(3)
+        now = session.wait(HANG_S)
+        assert now.state == "failed" and now.step == 1 and now.failure.during == "edit"
+        assert "depth(1) is 0" in now.failure.message
+
+
+def test_an_edit_that_is_refused_changes_nothing_and_the_run_goes_on(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.run()
+        first = session.edit(Drop("L001"), Drop(slice(None)))
+        assert isinstance(first.exception(20), ValueError)
+        seen = session.snapshot()
+        assert seen.state == "running" and seen.failure is None and seen.changes == ()
+        assert [row.key for row in seen.layers] == ["L000", "L001", "L002", "L003"] and not seen.journal
+        assert seen.refusal is not None and seen.refusal.during == "refused"
+        assert "one must stay" in seen.refusal.message and seen.refusal.after == "Nothing was changed."
+        wait_until(lambda: session.snapshot().step >= seen.step + 2)
+        assert isinstance(session.redo().exception(20), ValueError)
+        assert "nothing to redo" in str(session.snapshot().refusal)
+        session.edit(Drop("L001")).result(HANG_S)
+        now = session.snapshot()
+        assert now.refusal is None and now.state == "running"
+        session.stop()
+
+
+def test_an_edit_that_breaks_otherwise_stops_the_run(relay: Relay) -> None:
+    class Breaks(Edit):
+        def carry_out(self, editor: Any, do: Any) -> None:
+            raise OSError("no space left on the disk")
+
+    with Session(relay, make_batches()) as session:
+        session.run()
+        assert isinstance(session.edit(Breaks()).exception(20), OSError)
+        now = session.wait(HANG_S)
+    assert now.state == "failed" and now.failure is not None and now.refusal is None
+
+
+def test_a_command_can_be_taken_out_of_the_queue(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.run(2)
+        assert first.entered.wait(HANG_S)
+        dropped = session.edit(Drop("L001"))
+        session.reconfigure(micro_batches=3)
+        session.reconfigure(ahead=2)
+        waiting = session.snapshot()
+        assert waiting.queued == ("− L001", "micro_batches 2 → 3", "ahead 1 → 2")
+        assert session.cancel(waiting.tickets[0]) and dropped.cancelled()
+        assert session.cancel(waiting.tickets[1])
+        assert session.snapshot().queued == ("ahead 1 → 2",) and session.snapshot().config.micro_batches == 2
+        first.gate.set()
+        now = session.wait(HANG_S)
+        assert not session.cancel(waiting.tickets[2]), "its turn has come"
+    assert len(now.layers) == 4 and (now.config.micro_batches, now.config.ahead) == (2, 2) and now.step == 2
+
+
+def test_settings_act_on_the_next_step(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.step()
+        session.reconfigure(micro_batches=3, stash="host", h2d_bytes_per_s=2e6)
+        planned = session.snapshot()
+        session.step()
+        now = session.wait(HANG_S)
+    assert planned.config.micro_batches == 3 and planned.figures["h2d_bytes_per_s"] == 2e6, "shown at once"
+    assert now.last is not None
+    used = {name: now.last.settings[name] for name in ("micro_batches", "stash", "h2d_bytes_per_s", "ahead")}
+    assert used == {"micro_batches": 3, "stash": "host", "h2d_bytes_per_s": 2e6, "ahead": 1}
+    what = "micro_batches 2 → 3, stash device → host, h2d_bytes_per_s unlimited → 2 MB/s"
+    assert now.changes == (Change(1, what),)
+
+
+def test_settings_since_the_last_step_are_one_change(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.step()
+        for micro_batches in (3, 6):
+            session.reconfigure(micro_batches=micro_batches, h2d_bytes_per_s=2e6, d2h_bytes_per_s=2e6)
+            session.wait(HANG_S)
+        session.step()
+        session.reconfigure(ahead=2)
+        session.reconfigure(ahead=1)
+        now = session.wait(HANG_S)
+    assert now.changes == (Change(1, "micro_batches 2 → 6, link unlimited → 2 MB/s"),)
+
+
+def test_settings_that_are_as_they_were_are_no_change(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.reconfigure(micro_batches=2, h2d_bytes_per_s=None)
+        assert session.wait(HANG_S).changes == ()
+
+
+def test_a_setting_that_an_edit_makes_is_seen(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.edit(lambda relay: setattr(relay, "config", RelayConfig(micro_batches=6)), what="by hand").result(
+            HANG_S
+        )
+        assert session.snapshot().config.micro_batches == 6
+        session.reconfigure(ahead=2)
+        session.wait(HANG_S)
+    assert relay.config == RelayConfig(micro_batches=6, ahead=2)
+
+
+def test_a_call_that_is_cancelled_while_it_waits_is_not_made(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    called: list[Relay] = []
+    with Session(relay, make_batches()) as session:
+        session.step()
+        assert first.entered.wait(HANG_S)
+        assert session.edit(called.append).cancel()
+        first.gate.set()
+        assert session.wait(HANG_S).state == "idle" and not called
+        session.step()
+        assert session.wait(HANG_S).step == 2
+
+
+def test_a_setting_and_a_change_that_wait_together_do_not_undo_each_other(relay: Relay) -> None:
+    first = relay.model[1]
+    first.gate = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.step()
+        assert first.entered.wait(HANG_S)
+        session.edit(lambda relay: setattr(relay, "config", replace(relay.config, stash="host")), what="stash by hand")
+        session.reconfigure(micro_batches=3)
+        first.gate.set()
+        now = session.wait(HANG_S)
+    assert now.config == relay.config == RelayConfig(micro_batches=3, stash="host")
+
+
+def test_a_setting_that_no_longer_fits_is_refused_when_its_turn_comes(relay: Relay) -> None:
+    go_on = threading.Event()
+    with Session(relay, make_batches()) as session:
+        session.reconfigure(update="deferred")
+        session.wait(HANG_S)
+        session.edit(
+            lambda relay: go_on.wait(HANG_S) and setattr(relay, "config", RelayConfig(update="eager")), what="by hand"
+        )
+        session.reconfigure(max_grad_norm=1.0)
+        go_on.set()
+        now = session.wait(HANG_S)
+        assert now.failure is not None and "max_grad_norm=1.0 with update='eager'" in now.failure.message
+        assert now.config == relay.config == RelayConfig(update="eager")
+        session.step()
+        assert session.wait(HANG_S).state == "idle"
+
+
+def test_what_a_failing_change_has_set_is_seen(relay: Relay) -> None:
+    def change(relay: Relay) -> None:
+        relay.config = RelayConfig(micro_batches=6)
+        raise RuntimeError("half way")
+
+    with Session(relay, make_batches()) as session:
+        session.edit(change, what="by hand")
+        assert session.wait(HANG_S).config.micro_batches == 6
+
+
+def test_a_link_that_a_change_throttles_is_seen_and_stays(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        session.edit(lambda relay: relay.device.throttle(3e6, 3e6), what="throttle")
+        assert session.wait(HANG_S).figures["h2d_bytes_per_s"] == 3e6
+        session.reconfigure(ahead=2)
+        session.wait(HANG_S)
+    assert relay.device.figures()["h2d_bytes_per_s"] == 3e6
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"micro_batch": 2}, "no setting 'micro_batch'; there are micro_batches, ahead"),
+        ({"h2d_bytes_per_s": -1.0}, "h2d_bytes_per_s=-1.0"),
+        ({"max_grad_norm": 1.0}, "update='deferred'"),
+    ],
+)
+def test_settings_out_of_range_are_refused_at_once(relay: Relay, settings: dict[str, Any], message: str) -> None:
+    with Session(relay, make_batches()) as session:
+        with pytest.raises(ValueError, match=message):
+            session.reconfigure(**settings)
+        session.step()
+        assert session.wait(HANG_S).state == "idle"

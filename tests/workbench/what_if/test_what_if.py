@@ -1,0 +1,414 @@
+"""What if: answers against steps that really ran, and what must hold whatever the costs are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from deep_models import gpt2, padded_batch
+from patience import HANG_S
+from sessions import make_batches, make_relay
+
+from l2l_core import Drop, EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
+from l2l_core.trace.bounds import Bound
+from workbench.session.session import Session
+from workbench.what_if.differences import changed_settings, differences, forecast_error, what_if_table
+from workbench.what_if.guess import Guess, guess
+from workbench.what_if.known_steps import KnownSteps
+from workbench.what_if.measured_step import MeasuredStep
+from workbench.what_if.picture import draw_what_if, row_of
+from workbench.what_if.question import Question
+from workbench.what_if.rescale import MOST_EVENTS
+from workbench.what_if.what_if import Answer, answer, measured
+
+MACHINE = Machine(1e10, 1e9, 1e9, 1e9)
+
+
+@cache
+def ran(rows: int = 12, **settings: Any) -> Trace:
+    """The third step of a small relay with these settings."""
+    config = RelayConfig(**{"micro_batches": 4, **settings})
+    with make_relay(config, EmulatedDevice()) as relay:
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randn(rows, 4, generator=generator), torch.randn(rows, 1, generator=generator)
+        return [relay.step(batch) for _ in range(3)][-1].trace
+
+
+def asked(trace: Trace, **settings: Any) -> Answer:
+    base = MeasuredStep.of(trace)
+    return answer(base, replace(Question.of(base), **settings))
+
+
+def by_formula(depth: int = 24, micro_batches: int = 4, stash: str = "device") -> Profile:
+    """Costs of a model with a load that compute does not hide without further micro-batches."""
+    shapes = Shapes(
+        layer_params=[1_000_000] * depth, shell_params=100_000, tokens=16, boundary_bytes=60_000,
+        micro_batches=micro_batches, activation_bytes=500_000, stash=stash,
+    )  # fmt: skip
+    return Profile.of_shapes(shapes, MACHINE)
+
+
+# -- against steps that ran ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_the_settings_that_ran_are_answered_as_simulate_does(stash: str) -> None:
+    trace = ran(stash=stash)
+    found = asked(trace)
+    replay = simulate(Profile.of(trace), RelayConfig(micro_batches=4, stash=stash), EmulatedDevice())
+    assert found.trace.events == replay.events and found.trace.memory == replay.memory
+    assert found.seconds == pytest.approx(replay.span_s) and found.overlap == pytest.approx(replay.overlap())
+    assert found.by_formula == () and found.per_layer == 1
+    assert found.device_bytes == measured(trace).device_bytes and found.host_bytes == measured(trace).host_bytes
+
+
+def test_bytes_without_overlap_are_near() -> None:
+    for stash in ("device", "host"):
+        found, truth = asked(ran(stash=stash), ahead=0), measured(ran(stash=stash, ahead=0))
+        assert found.peak_device_bytes == pytest.approx(truth.peak_device_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize(
+    "settings, really",
+    [
+        ({"ahead": 3}, {"ahead": 3}),
+        ({"micro_batches": 8, "same_batch": False}, {"micro_batches": 8, "rows": 24}),
+        ({"micro_batches": 2, "same_batch": False}, {"micro_batches": 2, "rows": 6}),
+        ({"h2d_bytes_per_s": 1e6}, {}),
+    ],
+    ids=str,
+)
+def test_bytes_on_the_device_are_exact_for(stash: str, settings: dict[str, Any], really: dict[str, Any]) -> None:
+    assert asked(ran(stash=stash), **settings).device_bytes == measured(ran(stash=stash, **really)).device_bytes
+
+
+@pytest.mark.parametrize(
+    "was, settings",
+    [
+        ({"stash": "device"}, {"stash": "host"}),
+        ({"stash": "host"}, {"stash": "device"}),
+        ({}, {"precision": "bf16"}),
+        ({"precision": "bf16"}, {"precision": "fp32"}),
+        ({}, {"micro_batches": 2}),
+        ({"stash": "host"}, {"micro_batches": 2}),
+    ],
+    ids=str,
+)
+def test_bytes_by_formula_are_near(was: dict[str, Any], settings: dict[str, Any]) -> None:
+    found, truth = asked(ran(**was), **settings), measured(ran(**{**was, **settings}))
+    assert found.peak_device_bytes == pytest.approx(truth.peak_device_bytes, rel=0.2)
+    assert found.peak_host_bytes == pytest.approx(truth.peak_host_bytes, rel=0.2)
+    for fixed in ("weights", "gradients"):
+        assert found.device_bytes[fixed] == truth.device_bytes[fixed], "slots and buffers are known"
+    assert found.by_formula
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_steps_of_another_number_of_micro_batches_move_what_they_really_move(stash: str) -> None:
+    found, truth = (
+        asked(ran(stash=stash), micro_batches=8, same_batch=False).trace,
+        ran(24, stash=stash, micro_batches=8),
+    )
+    for lane in ("compute", "h2d", "d2h", "eps"):
+        assert [(e.kind, e.layer, e.k, e.nbytes, e.visit) for e in found.lanes[lane]] == [
+            (e.kind, e.layer, e.k, e.nbytes, e.visit) for e in truth.lanes[lane]
+        ]
+
+
+# -- depth, width, and sizes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("depth", [1, 5, 40])
+def test_a_stack_by_repetition_is_that_of_the_shapes(stash: str, depth: int) -> None:
+    found = answer(by_formula(stash=stash), Question(depth=depth, micro_batches=4, stash=stash))
+    truth = simulate(by_formula(depth, stash=stash), RelayConfig(micro_batches=4, stash=stash))
+    assert found.seconds == pytest.approx(truth.span_s)
+    for lane in ("compute", "h2d", "d2h", "eps"):
+        shapes = [[(e.kind, e.k, e.nbytes, e.visit) for e in t.lanes[lane]] for t in (found.trace, truth)]
+        assert shapes[0] == shapes[1], lane
+
+
+def test_a_deeper_measured_step_loads_and_updates_every_layer_once_more_and_visits_are_numbered() -> None:
+    found = asked(ran(), depth=7).trace
+    forward = [e for e in found.lanes["compute"] if e.kind == "forward"]
+    assert len({e.layer for e in forward}) == 7 and sorted({e.visit for e in forward}) == list(range(7))
+    backward = [e for e in found.lanes["compute"] if e.kind == "backward"]
+    assert [*dict.fromkeys(e.layer for e in backward)] == [*dict.fromkeys(e.layer for e in forward)][::-1]
+    assert sorted({e.visit for e in backward}) == list(range(7, 14))
+    assert len({e.layer for e in found.lanes["eps"] if e.kind == "update"}) == 8, "with the shell"
+
+
+def test_twice_the_width_is_four_times_the_weights_and_the_work() -> None:
+    was, now = asked(ran()), asked(ran(), width=2.0)
+    loads = [sum(e.nbytes for e in a.trace.lanes["h2d"] if e.layer.startswith("L")) for a in (was, now)]
+    assert loads[1] == 4 * loads[0]
+    spent = [sum(e.stop_s - e.start_s for e in a.trace.lanes["compute"] if e.kind == "forward") for a in (was, now)]
+    assert spent[1] == pytest.approx(4 * spent[0])
+    assert now.device_bytes["stash"] == pytest.approx(2 * was.device_bytes["stash"], abs=2)
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("depth, micro_batches", [(1000, 4), (1000, 32), (24, 64)])
+def test_long_steps_are_simulated_in_few_events_and_come_out_alike(stash: str, depth: int, micro_batches: int) -> None:
+    question = Question(depth=depth, micro_batches=micro_batches, stash=stash, same_batch=False)
+    found = answer(by_formula(stash=stash), question)
+    assert found.trace.counts[0] < 1.5 * MOST_EVENTS
+    truth = simulate(by_formula(depth, micro_batches, stash), RelayConfig(micro_batches=micro_batches, stash=stash))
+    assert found.seconds == pytest.approx(truth.span_s, rel=0.05)
+    assert found.trace.busy_s("compute") == pytest.approx(truth.busy_s("compute"))
+    for lane in ("h2d", "d2h"):
+        moved = [sum(e.nbytes for e in t.lanes[lane]) for t in (found.trace, truth)]
+        assert moved[0] == pytest.approx(moved[1], rel=0.02)
+
+
+def test_a_measured_step_of_a_thousand_layers_needs_as_much_memory_with_the_stash_on_the_host() -> None:
+    trace = ran(stash="host")
+    deep = asked(trace, depth=1000)
+    assert deep.peak_device_bytes == measured(trace).peak_device_bytes, "flat in depth"
+    assert deep.per_layer > 1 and any("layers" in words for words in deep.by_formula)
+    on_device = asked(ran(), depth=1000)
+    grown = (on_device.device_bytes["stash"] - asked(ran(), depth=500).device_bytes["stash"]) / 500
+    assert grown == pytest.approx(MeasuredStep.of(ran()).boundary_bytes * 4, rel=0.3), (
+        "one input per layer and micro-batch"
+    )
+
+
+# -- what must hold --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_faster_link_is_never_slower_and_moves_the_same(stash: str) -> None:
+    trace = ran(stash=stash)
+    found = [asked(trace, h2d_bytes_per_s=s, d2h_bytes_per_s=s) for s in (1e4, 1e5, 1e6, 1e7)]
+    assert all(a.seconds >= b.seconds for a, b in zip(found, found[1:], strict=False))
+    assert found[0].seconds > 2 * found[-1].seconds
+    assert len({sum(e.nbytes for e in a.trace.lanes["h2d"]) for a in found}) == 1
+
+
+def test_more_layers_ahead_need_one_more_slot_each() -> None:
+    held = [asked(ran(), ahead=n).device_bytes["weights"] for n in range(5)]
+    steps = {b - a for a, b in zip(held, held[1:], strict=False)}
+    assert steps == {int(MeasuredStep.of(ran()).largest_bytes)}
+
+
+def test_a_link_without_limit_where_one_was_measured_takes_no_time() -> None:
+    profile = replace(by_formula(), settings={**by_formula().settings, "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9})
+    found = answer(profile, replace(Question.of(profile), h2d_bytes_per_s=None))
+    assert found.trace.busy_s("h2d") == 0 and found.trace.busy_s("d2h") > 0
+    assert found.trace.settings["h2d_bytes_per_s"] is None and str(found.bound)
+
+
+def test_a_budget_that_does_not_suffice_is_named() -> None:
+    was = measured(ran())
+    found = asked(ran(), memory_bytes=float(was.peak_device_bytes - 1))
+    assert not found.fits and "too much" in str(found)
+    assert any("does not fit" in line for line in differences(was, found))
+    assert asked(ran(), memory_bytes=float(was.peak_device_bytes)).fits
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"depth": 0}, "depth=0: must be an integer from 1"),
+        ({"depth": 2.5}, "depth=2.5: must be an integer"),
+        ({"micro_batches": 10**9}, "must be an integer from 1 to 4,096"),
+        ({"width": 0.0}, "width=0.0: must be a positive factor"),
+        ({"width": math.nan}, "width=nan"),
+        ({"ahead": -1}, "ahead=-1"),
+        ({"stash": "disk"}, "stash='disk': must be one of 'device', 'host'"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"h2d_bytes_per_s": 0.0}, "h2d_bytes_per_s=0.0: must be positive, or None"),
+        ({"memory_bytes": -1.0}, "memory_bytes=-1.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        Question(**{"depth": 4, **settings})
+
+
+def test_what_is_no_step_is_refused() -> None:
+    with pytest.raises(TypeError, match="is no step"):
+        answer("step 3", Question(depth=1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no whole training step"):
+        answer(Trace(), Question(depth=1))
+
+
+# -- words and figures -----------------------------------------------------------------------------------------------
+
+
+def test_words_say_what_differs_and_why() -> None:
+    profile = by_formula()
+    slow = answer(profile, replace(Question.of(profile), h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8))
+    fast = answer(profile, replace(Question.of(profile), h2d_bytes_per_s=1e11, d2h_bytes_per_s=1e11))
+    assert slow.seconds > fast.seconds
+    assert "the link is hidden now" in differences(slow, fast)[0]
+    assert "the link is no longer hidden" in differences(fast, slow)[0]
+    assert differences(slow, slow)[0].endswith("as long as the measured one.")
+    assert changed_settings(slow.question, replace(slow.question, depth=30, micro_batches=8, same_batch=False)) == [
+        "layers 24 → 30", "micro-batches 4 → 8", "of a batch that grows with them",
+    ]  # fmt: skip
+    moved = differences(measured(ran(stash="host")), asked(ran(stash="host"), stash="device"))
+    assert any("the stash stays there" in line for line in moved)
+
+
+def test_figures_are_those_of_the_steps() -> None:
+    was, now = measured(ran()), asked(ran(), ahead=3)
+    rows = {row[0]: row[1:] for row in what_if_table(was, now).rows}
+    assert rows["· gradients"][2] == "=" and rows["· weights"][2].startswith("+")
+    assert list(rows["device at its peak"][:2]) == [
+        f"{n / 1000:.3g} kB" for n in (was.peak_device_bytes, now.peak_device_bytes)
+    ]
+    alone = what_if_table(None, now)
+    assert all(row[1] == "–" for row in alone.rows)
+
+
+def test_a_forecast_is_compared_with_the_step_that_it_was_of() -> None:
+    step = measured(ran())
+    assert "(exact)" in forecast_error(asked(ran()), step) and forecast_error(asked(ran()), step).startswith("step 3")
+    assert forecast_error(asked(ran(), ahead=2), step) == "", "another step"
+
+
+def test_the_picture_has_both_steps_on_one_axis() -> None:
+    was, now = measured(ran(stash="host")), asked(ran(stash="host"), depth=1000, memory_bytes=1e4)
+    for rows in ((row_of(was), row_of(now)), (None, row_of(now))):
+        drawn = draw_what_if(*rows)
+        assert len(drawn.encode()) < 60_000 and "nan" not in drawn
+        said = "".join(ElementTree.fromstring(drawn).itertext())
+        assert "what if, simulated" in said and "budget 10 kB" in said
+        assert ("step 3, measured" in said) == (rows[0] is not None)
+
+
+# -- sessions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with make_relay() as relay, Session(relay, make_batches()) as made:
+        yield made
+
+
+def test_a_guess_before_the_first_step_says_so(session: Session) -> None:
+    now = session.snapshot()
+    found = guess(Guess.of(now), Question.next_of(now))
+    assert found.guessed and "assumed" in found.basis and found.seconds > 0 and found.question.depth == 4
+    deeper = guess(Guess.of(now), replace(Question.next_of(now), depth=8))
+    assert deeper.seconds > found.seconds
+
+
+def test_what_was_measured_needs_no_formula(session: Session) -> None:
+    known = KnownSteps()
+
+    def train(**settings: Any) -> Trace:
+        session.reconfigure(**settings)
+        session.step()
+        now = session.wait(HANG_S)
+        known.note(now)
+        assert now.last is not None
+        return now.last
+
+    first = train(stash="device")
+    other = train(stash="host", micro_batches=3)
+    question = replace(Question.of(first), h2d_bytes_per_s=1e6)
+    assert known.nearest(question).trace is first
+    assert known.nearest(Question.of(other)).trace is other and known.last().trace is other
+    assert answer(known.nearest(question), question).by_formula == ()
+    session.edit(Drop("L001"))
+    shorter = train()
+    assert known.nearest(question).trace is shorter, "steps of another stack are forgotten"
+
+
+def test_bounds_are_those_of_the_trace() -> None:
+    found = asked(ran(), h2d_bytes_per_s=1e5)
+    assert found.bounds == found.trace.bound_by() and isinstance(found.bound, Bound)
+    assert found.bound.exposed_s == max(b.exposed_s for b in found.bounds if b.lane != "compute")
+
+
+def test_a_transformer_is_answered_to_the_byte() -> None:
+    def run(depth: int, micro_batches: int) -> Trace:
+        config = RelayConfig(micro_batches=micro_batches)
+        with Relay(gpt2(depth), partial(torch.optim.AdamW, lr=1e-3), EmulatedDevice(), config=config) as relay:
+            return [relay.step(padded_batch(micro_batches)) for _ in range(2)][-1].trace
+
+    trace = run(3, 3)
+    for settings, really in (({"depth": 7}, (7, 3)), ({"depth": 1}, (1, 3)), ({"micro_batches": 5}, (3, 5))):
+        found = asked(trace, same_batch=False, **settings)
+        assert found.device_bytes == measured(run(*really)).device_bytes, settings
+        assert min(n for sample in found.trace.memory for n in sample.bytes_by_category.values()) > 0
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def ran_partly_frozen(rows: int = 12, **settings: Any) -> Trace:
+    """The third step of a relay that trains one bias per layer, and nothing of the shell."""
+    relay = make_relay(RelayConfig(**{"micro_batches": 4, **settings}), EmulatedDevice())
+    with relay:
+        for name, param in relay.model.named_parameters():
+            param.requires_grad_(any(name.startswith(unit.name) for unit in relay.stack) and name.endswith("bias"))
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randn(rows, 4, generator=generator), torch.randn(rows, 1, generator=generator)
+        return [relay.step(batch) for _ in range(3)][-1].trace
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("settings", [{"ahead": 3}, {"ahead": 0}, {"precision": "bf16"}], ids=str)
+def test_gradients_of_adapters_are_known_under_other_settings(stash: str, settings: dict[str, Any]) -> None:
+    found = answer(base := MeasuredStep.of(ran_partly_frozen(stash=stash)), replace(Question.of(base), **settings))
+    truth = measured(ran_partly_frozen(stash=stash, **settings))
+    assert found.device_bytes["gradients"] == truth.device_bytes["gradients"] < truth.device_bytes["weights"] / 3
+    pushes = [sum(e.nbytes for e in a.trace.lanes["d2h"] if e.kind == "push") for a in (found, truth)]
+    assert pushes[0] == pushes[1] > 0
+
+
+def test_a_guess_knows_what_is_trained() -> None:
+    def pushed(known: Guess, **settings: Any) -> tuple[int, int]:
+        found = guess(known, replace(Question.next_of(now), **settings))
+        moved = sum(e.nbytes for e in found.trace.lanes["d2h"] if e.kind == "push")
+        return moved, found.device_bytes["gradients"]
+
+    with make_relay() as relay, Session(relay, make_batches()) as session:
+        whole = Guess.of(now := session.snapshot())
+        bytes_of_all, _ = pushed(whole)
+        assert bytes_of_all == 4 * (4 * whole.layer_params[0] + whole.shell_params)
+    with make_relay() as relay:
+        relay.model.requires_grad_(False)
+        relay.stack[1].params[0].requires_grad_(True)
+        size = relay.stack[1].params[0].numel()
+        with Session(relay, make_batches()) as session:
+            known = Guess.of(now := session.snapshot())
+    assert known.layer_trained == (0, size, 0, 0) and known.shell_trained == 0
+    assert pushed(known) == (4 * size, 8 * size)
+    assert pushed(known, depth=8) == (2 * 4 * size, 8 * size)
+    assert pushed(known, depth=1)[0] == 4 * size, "something is trained at any depth"
+
+
+def test_steps_that_train_other_weights_are_forgotten_and_need_other_bytes_in_core(session: Session) -> None:
+    """A part of each layer is frozen by hand, so no layer is frozen as a whole."""
+    known = KnownSteps()
+
+    def train() -> Any:
+        session.step()
+        known.note(now := session.wait(HANG_S))
+        return now
+
+    session.reconfigure(stash="device")
+    first = train()
+    session.reconfigure(stash="host")
+    second = train()
+    assert known.nearest(Question.of(first.last)).trace is first.last
+    for unit in session.relay.stack:
+        for param in unit.params:
+            param.requires_grad_(param.dim() < 2)
+    other = train()
+    assert not any(row.frozen for row in other.layers)
+    assert known.nearest(Question.of(first.last)).trace is other.last, "the first is no step of this kind"
+    assert 0 < other.in_core_bytes < second.in_core_bytes
