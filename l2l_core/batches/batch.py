@@ -15,7 +15,6 @@ The number of rows is what tensors and arrays outside of lists say, and where th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -23,16 +22,13 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from l2l_core.batches.nested import is_record, is_same, is_sequence, leaves_in, mapped, open_up, with_items
+from l2l_core.batches.counting import BothReadingsError, count_rows, has_rows, is_one_per_row
+from l2l_core.batches.nested import is_record, is_same, mapped, open_up, with_items
 from l2l_core.model import refuse_hidden
 
 Batch = Mapping[str, Any] | Sequence[Any] | Any  # a dataclass too
 Rows = slice | list[int]  # a choice of rows
 Change = Callable[[str, Any, int], Any]
-
-
-class BothReadingsError(ValueError):
-    """A list that may hold one item per row, or be a container of tensors with rows."""
 
 
 class RowsOf:
@@ -50,7 +46,7 @@ class RowsOf:
                 "ones, and with objective= a dataclass; wrap a single tensor as (tensor,)"
             )
         self.batch = batch
-        self.count = _count(batch)
+        self.count = count_rows(batch)
 
     def split(self, micro_batches: int) -> list[Any]:
         """The batch in so many parts, of the sizes of `sizes`.
@@ -112,109 +108,7 @@ def rows_of(batch: Batch) -> int:
     return RowsOf(batch).count
 
 
-# -- how many rows -----------------------------------------------------------------------------------------------------
-
-
-def _count(batch: Batch) -> int:
-    outside: list[int] = []
-    lists: list[Any] = []
-    _look(batch, outside, lists, is_root=True)
-    rows = _agreed(outside)
-    if 0 in outside or (rows is None and outside):
-        raise _disagreement(batch, outside)
-    if rows is not None and (rows > 1 or not lists):
-        return rows
-    inside = _rows_in(lists)
-    if rows == 1 and not inside:
-        return 1
-    lengths = {len(each) for each in lists}
-    by_list = lengths.pop() if len(lengths) == 1 else None
-    if rows == 1 and by_list == 1:
-        return 1
-    by_tensor = None if any(_holds_records(each) for each in lists) else _agreed([*outside, *inside])
-    if by_list and by_tensor and by_list != by_tensor:
-        raise BothReadingsError(
-            f"the batch has {by_list} row(s) if its lists have one item per row, and {by_tensor} if they are containers: "
-            f"{_describe(batch)}. Stack what has one item per row into a tensor, or put containers into a dict or namedtuple"
-        )
-    if not (found := by_tensor or by_list):
-        raise _disagreement(batch, inside)
-    return found
-
-
-def _look(value: Any, outside: list[int], lists: list[Any], is_root: bool = False) -> None:
-    """Find the rows of tensors that are in no list, and the outermost lists."""
-    if is_sequence(value) and not is_root:
-        lists.append(value)
-    elif (opened := open_up(value)) is not None:
-        for part in opened.parts:
-            _look(part, outside, lists)
-    elif has_rows(value):
-        outside.append(len(value))
-
-
-def _rows_in(value: Any) -> list[int]:
-    return [len(leaf) for leaf in leaves_in(value) if has_rows(leaf)]
-
-
-def _holds_records(value: Sequence[Any]) -> bool:
-    """Whether items of a list are records: then it has one per row, as columns are no records themselves."""
-    return any(open_up(item) is not None and not is_sequence(item) for item in value)
-
-
-def _agreed(sizes: Sequence[int]) -> int | None:
-    """The number of rows, where some tensors may have a single one; None if there is none."""
-    several = {*sizes} - {1}
-    return (several.pop() if several else 1) if sizes and len(several) < 2 else None
-
-
-def has_rows(value: Any) -> bool:
-    """Whether this is a tensor or an array with at least one dimension."""
-    numpy = sys.modules.get("numpy")
-    return isinstance(value, torch.Tensor if numpy is None else (torch.Tensor, numpy.ndarray)) and value.ndim > 0
-
-
-def _disagreement(batch: Batch, sizes: Sequence[int]) -> ValueError:
-    if not sizes or {*sizes} == {0}:
-        return ValueError(f"the batch is empty: no tensor with at least one row in {_describe(batch)}")
-    return ValueError(f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}")
-
-
-def _describe(batch: Batch) -> str:
-    opened = open_up(batch)
-    assert opened is not None
-    if not isinstance(batch, Mapping) or len(batch) != len(opened.parts):
-        items = [(name.strip(".[]"), part) for name, part in zip(opened.names, opened.parts, strict=True)]
-    else:
-        items = list(batch.items())
-    return "{" + ", ".join(f"{name}: {_shown(value)}" for name, value in items) + "}"
-
-
-def _shown(value: Any) -> str:
-    if has_rows(value):
-        return str(tuple(value.shape))
-    return f"{type(value).__name__} of {len(value)}" if is_sequence(value) else type(value).__name__
-
-
 # -- cutting -----------------------------------------------------------------------------------------------------------
-
-
-def _is_one_per_row(value: Any, rows: int, where: str, is_root: bool) -> bool:
-    """Whether a list has one item per row.
-
-    Raises:
-        BothReadingsError: its items may as well be columns of their own.
-    """
-    if is_root or rows == 1 or not is_sequence(value) or len(value) != rows:
-        return False
-    found = [_rows_in(item) for item in value]
-    if not _holds_records(value) and all(sizes and {*sizes} == {rows} for sizes in found):
-        raise BothReadingsError(
-            f"{where} is a {type(value).__name__} of {rows} items, as many as the batch has rows, and each holds tensors with "
-            f"{rows} rows: is it one item per row, or are the items columns? Stack the items into one tensor if it is one per "
-            "row, or put columns into a dict, a namedtuple or a dataclass"
-        )
-    return True
 
 
 class _Cut:
@@ -227,7 +121,7 @@ class _Cut:
         """`value` once for every choice."""
         if has_rows(value):
             return self._tensor(value, where)
-        if _is_one_per_row(value, self._rows, where, is_root):
+        if is_one_per_row(value, self._rows, where, is_root):
             return [with_items(value, _items(value, choice)) for choice in self._choices]
         opened = open_up(value)
         if opened is None:
@@ -298,7 +192,7 @@ def _columns(value: Any, rows: int, where: str, is_root: bool = False) -> Iterat
     if has_rows(value):
         if len(value) == rows:
             yield where, value
-    elif _is_one_per_row(value, rows, where, is_root):
+    elif is_one_per_row(value, rows, where, is_root):
         yield where, value
     elif (opened := open_up(value)) is not None:
         for part, name in zip(opened.parts, opened.names, strict=True):

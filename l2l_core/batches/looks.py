@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from l2l_core.batches.batch import RowsOf, has_rows
+from l2l_core.batches.batch import RowsOf
+from l2l_core.batches.counting import has_rows
 from l2l_core.batches.targets import IGNORED, Counts, counts_of, is_integer
 
 Group = tuple[int, ...]  # rows

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from l2l_core.batches.batch import RowsOf, has_rows
+from l2l_core.batches.batch import RowsOf
+from l2l_core.batches.counting import has_rows
 from l2l_core.batches.nested import is_sequence, leaves_in
 
 IGNORED = -100

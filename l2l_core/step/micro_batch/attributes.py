@@ -283,20 +283,3 @@ def _told_of_sets(listener: Any) -> Iterator[Any]:
         yield before
     finally:
         nn.Module.__setattr__ = before  # type: ignore[method-assign]
-
-
-def of_layer(unit: Unit) -> dict[Place, Any]:
-    """Numbers and strings that the layer's modules keep as attributes."""
-    found = ((module, name, value) for module in unit.module.modules() for name, value in vars(module).items())
-    return {(module, name): value for module, name, value in found if isinstance(value, int | float | str)}
-
-
-def check_layer(unit: Unit, before: dict[Place, Any]) -> None:
-    """Raise RuntimeError if an attribute of the layer is not what it was when the micro-batch came to it."""
-    for (module, name), value in before.items():
-        now = vars(module).get(name)
-        if now is not value and not (isinstance(value, int | float | str) and now == value):
-            raise RuntimeError(
-                f"attribute {name!r} of layer {unit.name} is set anew for every micro-batch, and micro-batches take turns: the "
-                "layer would see another micro-batch's value. Pass it as an argument of the layer"
-            )

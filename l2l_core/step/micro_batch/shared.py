@@ -13,7 +13,7 @@ import torch
 from l2l_core.devices import Device
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.graph import Asides, BufferOrder
-from l2l_core.step.micro_batch.attributes import Attributes, Place, check_layer, of_layer
+from l2l_core.step.micro_batch.attributes import Attributes, Place
 from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
 from l2l_core.step.micro_batch.influence import Influence
 from l2l_core.step.micro_batch.recomputes import Recomputes
@@ -58,12 +58,12 @@ class Pass:
         return lambda: self._check_noted(unit, found) if self.runs[unit] == runs else None
 
     def _noted_on(self, unit: Unit) -> dict[Place, Any]:
-        return {**(of_layer(unit) if self.stash.metering else {}), **self.attributes.set_on(unit)}
+        return {**(_of_layer(unit) if self.stash.metering else {}), **self.attributes.set_on(unit)}
 
     def _check_noted(self, unit: Unit, found: dict[Place, Any]) -> None:
         if new := self.attributes.set_on(unit).keys() - found.keys():
             found = {**found, **dict.fromkeys(new)}  # it was not there when the micro-batch came
-        check_layer(unit, found)
+        _check_layer(unit, found)
 
     @contextmanager
     def watched(self, in_layer: bool = False) -> Iterator[None]:
@@ -84,3 +84,20 @@ class Pass:
             self.meter.leave()
 
         return end
+
+
+def _of_layer(unit: Unit) -> dict[Place, Any]:
+    """Numbers and strings that the layer's modules keep as attributes."""
+    found = ((module, name, value) for module in unit.module.modules() for name, value in vars(module).items())
+    return {(module, name): value for module, name, value in found if isinstance(value, int | float | str)}
+
+
+def _check_layer(unit: Unit, before: dict[Place, Any]) -> None:
+    """Raise RuntimeError if an attribute of the layer is not what it was when the micro-batch came to it."""
+    for (module, name), value in before.items():
+        now = vars(module).get(name)
+        if now is not value and not (isinstance(value, int | float | str) and now == value):
+            raise RuntimeError(
+                f"attribute {name!r} of layer {unit.name} is set anew for every micro-batch, and micro-batches take turns: the "
+                "layer would see another micro-batch's value. Pass it as an argument of the layer"
+            )
