@@ -130,7 +130,7 @@ class Branches:
         self._editor, self._host, self._empty = editor, host, empty
         self.active = FIRST
         self.others: dict[str, State] = {}
-        editor.store.update.before_write = self._copy_on_write
+        editor.store.masters.before_write = self._copy_on_write
         editor.needed_elsewhere = lambda: {unit for state in self.others.values() for unit in state.units}
 
     def rows(self, steps: int, history: History) -> tuple[Branch, ...]:

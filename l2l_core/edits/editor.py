@@ -183,9 +183,7 @@ class Editor:
         old, masters = {}, self._masters_of(unit)
         for block in unit.blocks:
             if not values.keys().isdisjoint(block.params):
-                self.store.update.before_write(
-                    block
-                )  # before any value: branches that count on them copy the block now
+                self.store.masters.before_write(block)  # before any value: branches copy the block now
         with torch.no_grad():
             for param, (value, state) in values.items():
                 master = masters[param]

@@ -20,9 +20,7 @@ from l2l_core.eps.optimizers import state_bytes
 
 State = Mapping[str, Any]  # what the optimizer knows of one parameter, by name
 Policy = Literal["fresh", "copy"] | float  # of the state of new layers; a number scales a copy
-Inherit = Callable[
-    [State], dict[str, Any] | None
-]  # from the state of a parameter to that of its copy; None: start anew
+Inherit = Callable[[State], dict[str, Any] | None]  # the state of a copy from that of a parameter; None: start anew
 
 _COUNTS = {"step", "mu_product", "eta", "mu"}  # go with the number of updates (NAdam, ASGD)
 _SIZES = _COUNTS | {"ax", "step_size"}  # of weights and of steps, whatever the gradients are (ASGD, Rprop)

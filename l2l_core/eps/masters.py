@@ -56,6 +56,7 @@ class Masters:
     Attributes:
         blocks: all of them, each once.
         owner: the unit of every block that is not shared.
+        before_write: called by whoever is about to change a block's weights; branches that count on these copy them then.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Masters:
         self._mine = {
             block: _Mine(own := [masters[p] for p in block.params], slice_of(optimizer, own)) for block in self.blocks
         }
+        self.before_write: Callable[[Block], None] = lambda block: None
         self._order: dict[nn.Parameter, int] = {}  # made when it is needed
         self._state_bytes = 0
         for block in self.blocks:

@@ -54,7 +54,7 @@ class Update(Protocol):
         """All gradients of a deferred step are there; what hooks make of them is in `whole` afterwards."""
 
     def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
-        """Update a block; returns statistics of it."""
+        """Update a block; returns statistics of it. Before it writes it calls `Masters.before_write`."""
 
     def finish(self, whole: Whole) -> None:
         """The step's last update is done; `whole` is what the updates used, where they were deferred."""
@@ -74,16 +74,12 @@ class ByOptimizer:
 
     Args:
         masters: the optimizer over them.
-
-    Attributes:
-        before_write: called before a block's master changes.
     """
 
     def __init__(self, masters: Masters) -> None:
         self._masters, self._optimizer = masters, masters.optimizer
         self._spares_others = spares_others(self._optimizer)
         self._hooks = StepHooks(self._optimizer, masters.all_params, self._before_hook_writes)
-        self.before_write: Callable[[Block], None] = lambda block: None
         self._clear()
 
     def _clear(self) -> None:
@@ -128,7 +124,7 @@ class ByOptimizer:
             self._log.append(self._snapshot(block, piece))
         let_have(self._masters.params_of(block), piece)
         before = _sample(block, piece.trained)
-        self.before_write(block)
+        self._masters.before_write(block)
         try:
             self.updated.append(block)  # from here on the block may hold new weights
             merge(self._settings, update_part(self._masters.part_of(block), self._optimizer, warmth_of(block)))
@@ -170,7 +166,7 @@ class ByOptimizer:
         """A step hook is about to change weights: branches and the way back need those that there are."""
         if self._is_logged:
             self._log.append(self._snapshot(block))
-        self.before_write(block)
+        self._masters.before_write(block)
 
     def _snapshot(self, block: Block, piece: GradientPiece | None = None) -> Callable[[], None]:
         """An undo for one block: of what an update with this gradient may change, 12 bytes per parameter with AdamW."""

@@ -16,7 +16,7 @@ from torch import nn
 from zoo import BY_NAME, Kind
 
 from l2l_core import Relay, RelayConfig
-from l2l_core.eps import InHostMemory, Place, Reducer, Update
+from l2l_core.eps import InHostMemory, Masters, Place, Reducer, Update
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.step import Plan
 from l2l_core.step.micro_batch import RECOMPUTE, Call, Keeper, Pass
@@ -163,8 +163,8 @@ def test_a_failed_step_gives_back_what_was_lent() -> None:
 class Descent:
     """Gradient descent written by hand, with an undo log."""
 
-    def __init__(self, lr: float) -> None:
-        self._lr, self._log, self._logged = lr, list[tuple[Block, torch.Tensor]](), False
+    def __init__(self, masters: Masters, lr: float) -> None:
+        self._masters, self._lr, self._log, self._logged = masters, lr, list[tuple[Block, torch.Tensor]](), False
         self.updated: list[Block] = []
 
     def begin(self, logged: bool, deferred: bool) -> None:
@@ -176,6 +176,7 @@ class Descent:
     def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
         if self._logged:
             self._log.append((block, block.master.clone()))
+        self._masters.before_write(block)
         self.updated.append(block)
         for index, gradient in piece.views().items():
             block.views[index].add_(gradient, alpha=-self._lr)
@@ -200,7 +201,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def let_descend(relay: Relay) -> None:
-    update: Update = Descent(0.01)
+    update: Update = Descent(relay.store.masters, 0.01)
     relay.store.update = update
 
 
@@ -223,6 +224,20 @@ def test_another_update_is_rolled_back() -> None:
         handle.remove()
         assert all(map(torch.equal, before, pair.relay.model.parameters()))
         assert_equal([pair.step(kind.make_batch(7, 1))])
+
+
+def test_branches_outlive_another_update() -> None:
+    """Blocks are copied on write, whoever writes."""
+    kind = BY_NAME["chain"]
+    with both(kind, CONFIG, sgd) as pair:
+        let_descend(pair.relay)
+        assert_equal([pair.step(kind.make_batch(7, 0))])
+        before = [param.detach().clone() for param in pair.relay.model.parameters()]
+        pair.relay.fork("other")
+        pair.relay.step(kind.make_batch(7, 1))
+        assert not all(map(torch.equal, before, pair.relay.model.parameters()))
+        pair.relay.switch("main")
+        assert all(map(torch.equal, before, pair.relay.model.parameters()))
 
 
 # --- a reducer: other workers ---------------------------------------------------------------------------------------
