@@ -186,8 +186,9 @@ class Crossing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = operation_of(func)
-        if kind.hooks and (node := args[0].grad_fn) is not None and is_entry(node):
-            self._to_be_hooked(args[0], node)
+        if (kind.hooks or kind.asks_the_graph) and (node := args[0].grad_fn) is not None and is_entry(node):
+            self._check_whole(args[0], node)
+            self._segment_of(node).is_hooked |= kind.hooks
         is_first = len(self.segments) == 1  # nothing is older than the present segment
         if kind.asks_the_object or is_first or not torch.is_grad_enabled():
             return self.asides.note(func(*args, **kwargs), self._k)
@@ -198,15 +199,14 @@ class Crossing(TorchFunctionMode):
                 self._to_be_changed(target)
         return self._on_entries(func, args, kwargs)
 
-    def _to_be_hooked(self, tensor: torch.Tensor, node: Any) -> None:
-        """Somebody wants to see the gradient of an entry."""
+    def _check_whole(self, tensor: torch.Tensor, node: Any) -> None:
+        """Somebody wants to see, or change, the gradient of an entry: refuse one that gets a part of it here only."""
         if node.sink.is_part:
             raise RuntimeError(
-                f"the model's own code puts a hook on what a layer gives out, or keeps (shape {tuple(tensor.shape)}), and the "
-                "layer reads it too: the hook would see only a part of its gradient. Put the hook on it in the layer's forward, "
-                "or return a copy of it (x.clone())"
+                f"the model's own code puts a hook on what a layer gives out, or keeps (shape {tuple(tensor.shape)}), or asks "
+                "for its grad_fn, and the layer reads it too: a hook would see only a part of its gradient. Put the hook on it "
+                "in the layer's forward, or return a copy of it (x.clone())"
             )
-        self._segment_of(node).is_hooked = True
 
     def _to_be_changed(self, tensor: torch.Tensor) -> None:
         """An operation is about to change `tensor` in place."""

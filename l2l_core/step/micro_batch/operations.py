@@ -25,12 +25,14 @@ class Operation(NamedTuple):
 
     Attributes:
         hooks: it puts a hook on the tensor.
+        asks_the_graph: it gives out the tensor's node, on which hooks can be put that nobody sees.
         asks_the_object: it means the tensor itself, not what flows through it: an attribute that is no view, a hook.
         differentiates: it runs backward.
         is_in_place: it changes its first argument.
     """
 
     hooks: bool
+    asks_the_graph: bool
     asks_the_object: bool
     differentiates: bool
     is_in_place: bool
@@ -40,9 +42,12 @@ class Operation(NamedTuple):
 def operation_of(func: Any) -> Operation:
     """What a function is; asked of every operation, so it is kept."""
     name = getattr(func, "__name__", "")
-    sets, gets = name == "__set__", name == "__get__" and getattr(func.__self__, "__name__", "") not in _VIEWING
+    of = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
+    sets, gets = name == "__set__", name == "__get__" and of not in _VIEWING
     changes = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return Operation(func in _HOOKS, func in _OF_THE_OBJECT or sets or gets, func in _BACKWARD, changes)
+    return Operation(
+        func in _HOOKS, of == "grad_fn", func in _OF_THE_OBJECT or sets or gets, func in _BACKWARD, changes
+    )
 
 
 class Extent(NamedTuple):

@@ -176,3 +176,43 @@ def test_user_keeps_tensors(stash: str) -> None:
             for ours, theirs in zip(pair.relay.model.hidden, pair.in_core.model.hidden, strict=True):
                 assert torch.equal(ours, theirs)
             assert [grad.shape for grad in pair.relay.model.grads] == [(2, STEPS, WIDTH)] * 3
+
+
+class TellsItsNorm(ResidualMlp):
+    """Keeps an auxiliary loss of what it gives out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.charge = h.square().mean()
+        return h
+
+
+WAYS: dict[str, Callable[[Tensor], object]] = {
+    "a hook": lambda h: h.register_hook(lambda grad: grad * 0.5),
+    "a hook on several": lambda h: torch.autograd.graph.register_multi_grad_hook([h], lambda grads: None),
+    "a kept gradient": lambda h: h.retain_grad(),
+    "a hook on the node": lambda h: h.grad_fn.register_hook(lambda ours, theirs: None),
+    "a hook before the node": lambda h: h.grad_fn.register_prehook(lambda grads: (grads[0] * 0.5,)),
+}
+
+
+@pytest.mark.parametrize("on_copy", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_that_would_see_a_part_of_the_gradient(way: str, on_copy: bool) -> None:
+    """What a layer gives out and reads itself gets a part of its gradient in the layer; a copy is the shell's alone."""
+
+    class Hooks(Chain):
+        def walk(self, h: Tensor) -> Tensor:
+            for layer in self.layers:
+                h = layer(h)
+                WAYS[way](h := h.clone() if on_copy else h)
+            return h
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), sum(layer.charge for layer in self.layers)
+
+    kind = kind_of(lambda: Hooks([TellsItsNorm() for _ in range(3)]), loss=with_charge)
+    if on_copy:
+        assert_trains(kind)
+    else:
+        assert_refused(kind, "would see only a part of its gradient", RelayConfig(micro_batches=1))
