@@ -66,15 +66,15 @@ class RelayConfig:
             )
 
     def micro_batch_seed(self, step: int, k: int) -> int:
-        """Seed of the random stream of micro-batch `k` in step `step` (both from 0).
+        """Return the seed of the random stream of micro-batch `k` in step `step` (both from 0).
 
         A plain loop that calls ``torch.manual_seed`` with it before each micro-batch draws the same numbers.
         """
-        return zlib.crc32(f"{self.seed}/{step}/{k}".encode())
+        return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of text differs from process to process
 
 
 def _check_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:  # to Python, True is a number
         raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
 
 

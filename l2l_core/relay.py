@@ -32,7 +32,7 @@ from l2l_core.batches import (
     join,
 )
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Device, Ledger, Process, resolve_device
+from l2l_core.devices import Device, DeviceOutOfMemory, Ledger, Process, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
 from l2l_core.eps import InHostMemory, LayerStore, TornStep
@@ -46,7 +46,7 @@ from l2l_core.eps.blocks import (
     refuse_scripted,
 )
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, silent
-from l2l_core.forecast import Forecast, LastStep, Rehearsal, forecast_step
+from l2l_core.forecast import Forecast, LastStep, Rehearsal, advise, forecast_step
 from l2l_core.model import Caches, RandomState, Where, full_precision, keep_attributes, refuse_whole, resolve_layers
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
 from l2l_core.step import (
@@ -60,6 +60,7 @@ from l2l_core.step import (
     Work,
     compare_step,
     interrupts_wait,
+    note_failure,
     run_forward,
     run_step,
 )
@@ -70,7 +71,7 @@ _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
 def _as_it_is(stage: Stage) -> None:
-    """A pass with the weights that there are."""
+    """Leave the weights as they are."""
 
 
 class Relay:
@@ -118,12 +119,15 @@ class Relay:
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
         self._mean = Mean(weight, self._losses_of)
+        self._mean_of_probes = Mean(weight, self._losses_of)  # a step must not learn from batches that it never saw
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
+        # Before parameters move into masters: an optimizer that is refused leaves the model as it was.
         made, findings = make_optimizer(optimizer, model)
         modules = dict(zip(keys, found.values(), strict=True))
         shell, units = build_units(model, modules, self.device.host_empty)
         self._parts = Parts(model, self.device, self.host, shell, units, InHostMemory(self.device, self.host))
+        # Where layers compute on these cores too, updates behind them take one.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
         self._store = LayerStore.over(
             self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings
@@ -171,7 +175,10 @@ class Relay:
 
     @property
     def trace(self) -> Trace | None:
-        """The trace of the step under way, or of the last one; None before the first. `Trace.since` follows it live."""
+        """The trace of the step under way, or of the last one; None before the first. `Trace.since` follows it live.
+
+        Of a step that failed it holds what happened until then, and `Trace.failed` says so.
+        """
         return self._trace
 
     def __enter__(self) -> Relay:
@@ -191,7 +198,7 @@ class Relay:
         self._parts.place.close()
         self._store.close()
         self._editor.parking.close()
-        self.device.close()
+        self.device.close()  # after the EPS, whose work may wait for copies
 
     @property
     def journal(self) -> tuple[Entry, ...]:
@@ -236,11 +243,12 @@ class Relay:
                 Nothing has changed.
             TornStep: an error after the first eager update; names the updated layers. Any other exception leaves weights
                 and optimizer state as they were.
-            DeviceOutOfMemory: the device's byte budget does not suffice; says what fills it and what would help.
+            DeviceOutOfMemory: the device's byte budget does not suffice; says what fills it, the settings that fit, and the
+                smallest budget that would do. To find these, a few micro-batches are rehearsed as in `forecast`.
             KeyboardInterrupt: after the step has finished; a second interrupt ends it at once.
         """
         with (
-            interrupts_wait(),
+            interrupts_wait(),  # outermost: it raises when the others have put everything back
             self._exclusive(),
             torch.enable_grad(),
             self._sitting_out(skip, trust),
@@ -249,21 +257,39 @@ class Relay:
             return self._step(batch)
 
     def forward(self, batch: Batch) -> Any:
-        """The model's outputs for a batch in evaluation mode, concatenated over micro-batches; nothing changes."""
+        """Run the model in evaluation mode; return its outputs, concatenated over micro-batches. Nothing changes."""
         with interrupts_wait(), self._exclusive():
             rows, micro_batches = self._split(batch)
             outputs = self._infer(micro_batches, self._call.outputs, self.config)
+            # Divisors may cost looks at the loss: asked for once at most, and only if an output is a scalar.
             return join(
                 outputs, rows.sizes(len(micro_batches)), cache(partial(self._mean.divisors, rows, micro_batches))
             )
 
     def evaluate(self, batch: Batch) -> float:
-        """Mean loss of a batch in evaluation mode; no effect on weights, buffers or random state."""
+        """Return the mean loss of a batch in evaluation mode; no effect on weights, buffers or random state."""
         with interrupts_wait(), self._exclusive():
-            rows, micro_batches = self._split(batch)
-            divisors = self._mean.divisors(rows, micro_batches)
-            losses = self._infer(micro_batches, self._call.objective, self.config)
-            return float(sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True)))
+            return self._evaluate(batch, self._mean)
+
+    def probe(self, batches: Iterable[Batch], *edits: Edit, trust: bool = False) -> list[float]:
+        """Losses of batches as `evaluate` gives them, as if nobody had looked.
+
+        What a forward changes in evaluation mode too (buffers, plain attributes of modules, NumPy's random numbers) is put
+        back, and what is found out here about batches and layers is not known to steps. Hooks on modules do run, and
+        `objective` and `loss` are called: what those keep outside of the model is theirs.
+
+        Args:
+            batches: as for `evaluate`.
+            edits: are in force meanwhile, as one group, and taken back: weights, optimizer, journal, keys of layers and the
+                way to redo are as before.
+            trust: as of `apply`.
+
+        Raises:
+            ValueError, TypeError: an edit that cannot be carried out, or a batch that cannot be evaluated.
+            DeviceOutOfMemory: as of `step`.
+        """
+        with interrupts_wait(), self._exclusive(), self._unseen(), self._trying(edits, trust):
+            return [self._evaluate(batch, self._mean_of_probes) for batch in batches]
 
     def verify(self, batch: Batch) -> VerifyReport:
         """Train one step by relay and in core from the same state, compare, and put everything back as it was.
@@ -314,8 +340,8 @@ class Relay:
         device: Device | Mapping[str, Any] | None = None,
         host_bytes: int | None = None,
     ) -> Forecast:
-        """What a step on this batch would need and how long it would take. Trains nothing and changes nothing; a relay that
-        does not know yet in which order its layers are called knows it then.
+        """Say what a step on this batch would need and how long it would take. Trains nothing and changes nothing; a
+        relay that does not know yet in which order its layers are called knows it then.
 
         If the last step was of the same kind (micro-batches of the same shapes, same precision, place of the stash, updates;
         not metered, as the first of a shape is), its costs are replayed, which takes milliseconds. Otherwise at most four
@@ -329,6 +355,8 @@ class Relay:
             device: whose link and budget to assume: a Device, or figures as in `Device.figures`; default the relay's own.
             host_bytes: what the host has, for `Forecast.largest_depth`.
 
+        Where the step does not fit the device, other settings are rehearsed too; `Forecast.advice` says which fit.
+
         Raises:
             TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
@@ -336,11 +364,11 @@ class Relay:
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
             check_model(self.model, self._parts.units)
             self._rows_of(batch)
-            learn = self._learned.take_way  # what the first step would find out the slow way
-            rehearsal = Rehearsal(self._parts, self._store, self._learned.way, self._call.objective, learn)
             last = LastStep(self._trace, self._steps - 1, self._learned.last, self._kind_of((), self.config))
             asked = self.config if config is None else config
-            return forecast_step(rehearsal, batch, asked, self.device if device is None else device, host_bytes, last)
+            return forecast_step(
+                self._rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last
+            )
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
@@ -436,7 +464,7 @@ class Relay:
         modules: Mapping[str, nn.Module] = MappingProxyType({}),
         **options: Any,
     ) -> Relay:
-        """A relay that continues, bit by bit, where the saved one stood.
+        """Make a relay that continues, bit by bit, where the saved one stood.
 
         With a learning rate scheduler: make optimizer and scheduler first, pass that optimizer, then load the scheduler's
         state; a scheduler made afterwards would start the learning rate anew.
@@ -486,8 +514,8 @@ class Relay:
         rows, micro_batches = self._split(batch)
         divisors, first_call = self._mean.divisors(rows, micro_batches), self._first_call(rows)
         kind, trace = self._kind_of(micro_batches, self.config), self._parts.new_trace(self.config, self._steps)
-        self._trace = trace
-        put_buffers_back = self._parts.copy_buffers()
+        self._trace = trace  # before anything runs: whoever follows the step reads it meanwhile
+        put_buffers_back = self._parts.copy_buffers()  # forwards change them, and a step that fails leaves the old ones
         self.device.ledger.reset_peak()
         replay = self._learned.of_step(kind) if self.config.meter == "on_change" else None
         try:
@@ -500,7 +528,12 @@ class Relay:
                 replay,
             )
         except BaseException as error:
-            self._undo_step(put_buffers_back, error)
+            note_failure(trace, error)
+            updated = self._undo_step(put_buffers_back)  # a second interrupt comes here, too
+            if isinstance(error, DeviceOutOfMemory):
+                advise(error, self._rehearsal(), batch, self.config)
+            if updated:
+                raise self._torn(error, updated) from error
             raise
         self._steps += 1
         self._store.updated.clear()  # it would keep layers that are dropped next
@@ -521,22 +554,24 @@ class Relay:
         seeds = [config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))]
         return Work(config, Plan(self._learned.way), task, micro_batches, seeds)
 
-    def _undo_step(self, put_buffers_back: Callable[[], None], error: BaseException) -> None:
-        """Leave the old step if nothing was updated or updates can be undone, otherwise say what was updated."""
+    def _undo_step(self, put_buffers_back: Callable[[], None]) -> list[str]:
+        """Leave the old step if nothing was updated or updates can be undone; returns what is updated all the same."""
         for param in self.model.parameters():
-            param.grad = None
+            param.grad = None  # where it began to train during the step, no hook took that
         self._store.roll_back()
-        updated = [block.key for block in self._store.updated]
+        updated = [block.key for block in self._store.updated]  # asked now: what was rolled back is not among them
         if not updated:
             put_buffers_back()
-            return
+        return updated
+
+    def _torn(self, error: BaseException, updated: list[str]) -> TornStep:
         names = [self._parts.names.get(key, key) for key in updated]
-        raise TornStep(
+        return TornStep(
             f"step {self._steps} failed ({type(error).__name__}: {error}) after the update of {', '.join(names[:6])}"
             f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}: these hold new weights, the others old ones. Training "
             "can go on from here; RelayConfig(update='deferred') or rollback=True keeps steps whole",
             updated,
-        ) from error
+        )
 
     def _infer(
         self,
@@ -545,8 +580,9 @@ class Relay:
         config: RelayConfig,
         prepare: Callable[[Stage], None] = _as_it_is,
     ) -> list[Any]:
-        """A forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
+        """Run a forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
         check_model(self.model, self._parts.units)
+        # One by one: parts of a model may be in evaluation mode for good.
         modes = {module: module.training for module in self.model.modules()}
         config = replace(config, meter="on_change")
         kind = self._kind_of(micro_batches, config)
@@ -562,7 +598,17 @@ class Relay:
             for module, training in modes.items():
                 module.training = training
 
+    def _evaluate(self, batch: Batch, mean: Mean) -> float:
+        rows, micro_batches = self._split(batch)
+        divisors = mean.divisors(rows, micro_batches)
+        losses = self._infer(micro_batches, self._call.objective, self.config)
+        return float(sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True)))
+
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _rehearsal(self) -> Rehearsal:
+        learn = self._learned.take_way  # what the first step would find out the slow way
+        return Rehearsal(self._parts, self._store, self._learned.way, self._call.objective, learn)
 
     def _split(self, batch: Batch) -> tuple[RowsOf, list[Any]]:
         rows = self._rows_of(batch)
@@ -574,7 +620,7 @@ class Relay:
         return rows
 
     def _losses_of(self, small: Sequence[Any], shaken: bool) -> list[float]:
-        """Losses of a few rows each, in evaluation mode and float32; nothing that a forward may change stays changed.
+        """Measure losses of a few rows each, in evaluation mode and float32; what a forward changes is put back.
 
         Weights outside of layers may be `shaken`, on the device alone. Weights in float32 take twice the room of bfloat16 there,
         so none is loaded ahead.
@@ -605,6 +651,21 @@ class Relay:
             self._learned.forget(self._parts.layers)
 
     @contextmanager
+    def _trying(self, edits: Sequence[Edit], trust: bool) -> Iterator[None]:
+        """Edits are in force in a block; what they let the relay forget is put back by `_unseen`."""
+        if not edits:
+            yield
+            return
+        parts, self._editor.trust = self._parts, trust
+        try:
+            with self._history.trying(edits):
+                self._parts = replace(parts, layers=list(self._editor.lineup.layers))
+                self._learned.forget(self._parts.layers)
+                yield
+        finally:
+            self._parts, self._editor.trust = parts, False
+
+    @contextmanager
     def _sitting_out(self, skip: Iterable[Where], trust: bool) -> Iterator[None]:
         """Run a step without some layers; what is known of steps with all of them stays known."""
         if not (units := self._editor.lineup.units_at(skip)):
@@ -621,12 +682,12 @@ class Relay:
             unit.stats.clear()
 
     def _first_call(self, rows: RowsOf) -> Callable[[], Any]:
-        """What edits run that have to run the model."""
+        """Return what edits run that have to run the model."""
         few = min(2, rows.sizes(self.config.micro_batches)[0])
         return partial(self._call_whole, rows.first(few))
 
     def _call_whole(self, rows: Any) -> torch.Tensor:
-        """The model on a few rows, as edits run it to see what layers are given."""
+        """Run the model on a few rows, as edits do to see what layers are given."""
         with self._caches.off():
             return self._call.objective(self.model, rows)
 
@@ -635,7 +696,7 @@ class Relay:
         if self._closed:
             raise RuntimeError("this relay is closed: make a new Relay over the model")
         self._process.check("this relay")
-        if not self._busy.acquire(blocking=False):
+        if not self._busy.acquire(blocking=False):  # waiting would hang where a hook or the loss calls the relay
             raise RuntimeError(
                 "this relay is in the middle of a step in another thread: wait for it, or stop the session"
             )
@@ -647,11 +708,11 @@ class Relay:
     def _kind_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> Kind:
         shapes = tuple(form_of(each) for each in micro_batches)
         layers = frozenset((unit.key, unit.trained) for unit in self._parts.units)
-        return Kind(replace(config, seed=0), shapes, self.model.training, layers)
+        return Kind(replace(config, seed=0), shapes, self.model.training, layers)  # no seed changes what a pass needs
 
     @contextmanager
     def _preserved(self) -> Iterator[None]:
-        """Whatever the block trains is undone, and no step hook of the optimizer is fired."""
+        """Undo whatever the block trains; no step hook of the optimizer is fired."""
         back = [
             keep_attributes(self.model.modules()),
             self._store.masters.snapshot(),
@@ -667,8 +728,19 @@ class Relay:
                 for put_back in back:
                     put_back()
 
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """What a forward may change in a block is as it was after it; weights are not looked at."""
+        back = [keep_attributes(self.model.modules()), self._parts.copy_buffers(), self._keep_own()]
+        with same_random_numbers():
+            try:
+                yield
+            finally:
+                for put_back in back:
+                    put_back()
+
     def _keep_own(self) -> Callable[[], None]:
-        """Count of steps, trace, statistics of layers, and what steps have taught; the result puts them back."""
+        """Keep count of steps, trace, statistics of layers, and what steps have taught; the result puts them back."""
         steps, trace = self._steps, self._trace
         stats = {unit: dict(unit.stats) for unit in self._parts.units}
         put_knowledge_back, call = self._learned.snapshot(), self._editor.new_layers.call

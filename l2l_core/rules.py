@@ -7,31 +7,32 @@ LEAST_PIECE_BYTES = 1 << 14  # below this, the fixed cost of a copy outweighs wh
 
 
 def weight_itemsize(precision: str) -> int:
-    """Bytes of a weight over the link and on the device."""
+    """Return the bytes of a weight over the link and on the device."""
     return {"fp32": 4, "bf16": 2}[precision]
 
 
 def weight_share(precision: str) -> float:
-    """The same over that of float32, in which masters and gradients are."""
+    """Divide that by the bytes of float32, in which masters and gradients are."""
     return weight_itemsize(precision) / weight_itemsize("fp32")
 
 
 def weight_slots(ahead: int) -> int:
-    """Layers that the device has room for: the one at work and those that load meanwhile."""
+    """Count the layers that the device has room for: the one at work and those that load meanwhile."""
     return ahead + 1
 
 
 def gradient_slots(ahead: int) -> int:
-    """Gradients of layers that the device has room for: one fills while another is being pushed."""
-    return 2 if ahead else 1
+    """Count the gradients of layers that the device has room for: one fills while another is being pushed."""
+    return 2 if ahead else 1  # without overlap, every push is waited for
 
 
 def pieces_of_copy(micro_batches: int, ahead: int, stash: str) -> int:
-    """Into how many pieces a whole layer is cut on its way over the link: one for every turn, where a stash goes between them."""
+    """Count the pieces in which a layer goes over the link: one per turn, where a stash goes between them."""
     return micro_batches if ahead and stash == "host" else 1
 
 
 def cuts(numel: int, itemsize: int, pieces: int) -> list[int]:
-    """Where `numel` elements are cut into at most `pieces` of about the same size: first element of each, and the end."""
+    """Cut `numel` elements into at most `pieces` of about the same size: first element of each, and the end."""
     pieces = max(1, min(pieces, numel * itemsize // LEAST_PIECE_BYTES))
+    # In whole numbers: loop and replay cut at the same elements.
     return [numel * i // pieces for i in range(pieces + 1)]

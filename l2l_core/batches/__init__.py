@@ -14,6 +14,7 @@ from l2l_core.batches.mean import shares as shares
 from l2l_core.batches.nested import form_of as form_of
 from l2l_core.batches.nested import leaves_in as leaves_in
 from l2l_core.batches.nested import map_tensors as map_tensors
+from l2l_core.batches.nested import mapped as mapped
 from l2l_core.batches.objective import ModelCall as ModelCall
 from l2l_core.batches.objective import Objective as Objective
 from l2l_core.batches.objective import join as join

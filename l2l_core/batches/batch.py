@@ -49,7 +49,7 @@ class RowsOf:
         self.count = count_rows(batch)
 
     def split(self, micro_batches: int) -> list[Any]:
-        """The batch in so many parts, of the sizes of `sizes`.
+        """Cut the batch into so many parts, of the sizes of `sizes`.
 
         Raises:
             ValueError: there are fewer rows than micro-batches, or something fits both readings.
@@ -57,22 +57,22 @@ class RowsOf:
         """
         bounds = self._bounds(micro_batches)
         if micro_batches == 1:
-            return [mapped(self.batch, lambda leaf: leaf)]
+            return [mapped(self.batch, lambda leaf: leaf)]  # what cannot be cut need not be
         return self.pick([slice(*each) for each in bounds])
 
     def sizes(self, micro_batches: int) -> list[int]:
-        """Rows of every micro-batch: equal, the last possibly smaller; or as nearly equal as that can be."""
+        """Count the rows of every micro-batch: equal, the last possibly smaller; or as nearly equal as that can be."""
         return [stop - start for start, stop in self._bounds(micro_batches)]
 
     def first(self, count: int) -> Any:
-        """The first `count` rows, or all of them if there are fewer or nothing can be cut."""
+        """Take the first `count` rows, or all of them if there are fewer or nothing can be cut."""
         try:
             return self.batch if count >= self.count else self.pick([slice(0, count)])[0]
         except (BothReadingsError, TypeError):
             return self.batch
 
     def pick(self, choices: Sequence[Rows], change: Change | None = None) -> list[Any]:
-        """The batch with other choices of its rows, once for each; raises as `split` does.
+        """Make batches of choices of the rows, one for each; raises as `split` does.
 
         Args:
             choices: of rows.
@@ -81,7 +81,7 @@ class RowsOf:
         return _Cut(self.count, choices, change).of(self.batch, "batch", is_root=True)
 
     def columns(self) -> Iterator[tuple[str, Any]]:
-        """Whatever has one entry per row, with its name: tensors, arrays and lists."""
+        """Go through whatever has one entry per row, with its name: tensors, arrays and lists."""
         return _columns(self.batch, self.count, "batch", is_root=True)
 
     def _bounds(self, parts: int) -> list[tuple[int, int]]:
@@ -104,7 +104,7 @@ def split(batch: Batch, micro_batches: int) -> list[Any]:
 
 
 def rows_of(batch: Batch) -> int:
-    """Number of rows (samples) of a batch."""
+    """Count the rows (samples) of a batch."""
     return RowsOf(batch).count
 
 
@@ -118,7 +118,7 @@ class _Cut:
         self._rows, self._choices, self._change = rows, choices, change
 
     def of(self, value: Any, where: str, is_root: bool = False) -> list[Any]:
-        """`value` once for every choice."""
+        """Cut `value`, once for every choice."""
         if has_rows(value):
             return self._tensor(value, where)
         if is_one_per_row(value, self._rows, where, is_root):
@@ -127,6 +127,7 @@ class _Cut:
         if opened is None:
             return self._leaf(value, where)
         parts = [self.of(part, where + name) for part, name in zip(opened.parts, opened.names, strict=True)]
+        # An object in which nothing was cut goes to all as it is: programs may rely on its identity.
         if not opened.is_plain and is_same([cut[0] for cut in parts], opened.parts):
             return self._whole(value)
         return [opened.rebuild([part[k] for part in parts]) for k in range(len(self._choices))]
@@ -146,7 +147,7 @@ class _Cut:
         return cut if self._change is None else [self._change(where, part, k) for k, part in enumerate(cut)]
 
     def _leaf(self, value: Any, where: str) -> list[Any]:
-        """What is neither tensor nor container goes to every micro-batch whole, unless it has rows after all.
+        """Give what is neither tensor nor container to every micro-batch whole, unless it has rows after all.
 
         Raises:
             TypeError: it has rows, or holds tensors, that nobody here knows to cut; or it would be used up.
@@ -177,7 +178,7 @@ def _items(value: Any, choice: Rows) -> list[Any]:
 
 
 def _length(value: Any) -> int | None:
-    """Entries of what may have one per row; text, sets and modules have none."""
+    """Count the entries of what may have one per row; text, sets and modules have none."""
     if isinstance(value, torch.Tensor | nn.Module | type | str | bytes | torch.Size | Set) or not hasattr(
         value, "__len__"
     ):

@@ -16,7 +16,7 @@ class BothReadingsError(ValueError):
 
 
 def count_rows(batch: Any) -> int:
-    """Number of rows of a batch.
+    """Count the rows of a batch.
 
     Raises:
         ValueError: it is empty, its tensors disagree, or its lists may be read in two ways that do not agree.
@@ -27,6 +27,7 @@ def count_rows(batch: Any) -> int:
     rows = _agreed(outside)
     if 0 in outside or (rows is None and outside):
         raise _disagreement(batch, outside)
+    # Tensors outside of lists decide; a single row may be one for all, and then the lists tell.
     if rows is not None and (rows > 1 or not lists):
         return rows
     inside = _rows_in(lists)
@@ -36,6 +37,7 @@ def count_rows(batch: Any) -> int:
     by_list = lengths.pop() if len(lengths) == 1 else None
     if rows == 1 and by_list == 1:
         return 1
+    # A list of records has one per row, whatever their tensors have.
     by_tensor = None if any(_holds_records(each) for each in lists) else _agreed([*outside, *inside])
     if by_list and by_tensor and by_list != by_tensor:
         raise BothReadingsError(
@@ -68,7 +70,7 @@ def _holds_records(value: Sequence[Any]) -> bool:
 
 
 def _agreed(sizes: Sequence[int]) -> int | None:
-    """The number of rows, where some tensors may have a single one; None if there is none."""
+    """Return the number of rows, where some tensors may have a single one; None if there is none."""
     several = {*sizes} - {1}
     return (several.pop() if several else 1) if sizes and len(several) < 2 else None
 

@@ -43,7 +43,7 @@ class Parts:
     counts: Mapping[str, Pair | None]
 
     def excess(self, name: str, losses: Sequence[float]) -> float:
-        """By how much the loss together is more than what a candidate makes of the others."""
+        """Say by how much the loss together is more than what a candidate makes of the others."""
         together, first, second = losses
         if (pair := self.counts[name]) is None:
             return together - (first + second)
@@ -65,7 +65,7 @@ class Look:
         self.batches = [batch for each in self._parts for batch in (each.together, each.first, each.second)]
 
     def error(self, name: str, losses: Sequence[float], tolerance: float) -> float:
-        """How far a candidate is off, given the losses of `batches`; relative where these are above 1.
+        """Say how far a candidate is off, given the losses of `batches`; relative where these are above 1.
 
         Below, as of a model that is nearly done, rounding stays what it is: a loss is a difference of logits.
         """
@@ -80,7 +80,7 @@ class Look:
 
 
 def looks_at_targets(rows: RowsOf, counts: Counts, kinds: Sequence[str]) -> Iterator[Look]:
-    """For every tensor that holds targets, looks at rows with many of them."""
+    """Make looks at rows with many targets, for every tensor that holds some."""
     for name, column in rows.columns():
         if not has_rows(column) or column.ndim < 2 or not is_integer(column) or bool((column != IGNORED).all()):
             continue
@@ -94,7 +94,7 @@ def looks_at_targets(rows: RowsOf, counts: Counts, kinds: Sequence[str]) -> Iter
 
 
 def _best_rows(column: Any, most: int = 2) -> list[int]:
-    """Rows with a target at the first position, by which a shift differs, if there are any; then those with most targets."""
+    """Choose rows with a target at the first position, by which a shift differs; then those with most targets."""
     is_target = column != IGNORED
     first = is_target[..., :1].reshape(len(column), -1).any(1).tolist()
     number = is_target.reshape(len(column), -1).sum(1).tolist()
@@ -104,7 +104,7 @@ def _best_rows(column: Any, most: int = 2) -> list[int]:
 
 
 def _two_choices(row: Any) -> tuple[Any, Any] | None:
-    """Which targets of a row the two copies keep: few of the first ones, and few of the last ones; None if there are too few."""
+    """Choose the targets that two copies of a row keep: a few first, a few last ones; None if there are too few."""
     flat = (row != IGNORED).reshape(-1)
     places = torch.as_tensor(flat).nonzero().flatten().tolist()
     if len(places) < sum(FEW):
@@ -118,7 +118,7 @@ def _two_choices(row: Any) -> tuple[Any, Any] | None:
 
 
 def _masked(rows: RowsOf, counts: Counts, name: str, pair: tuple[int, int], kept: tuple[Any, Any]) -> Parts:
-    """Two rows, of which some targets are kept."""
+    """Take two rows, of which some targets are kept, together and apart."""
 
     def keep(where: str, part: Any, choice: int) -> Any:
         if where != name:
@@ -141,7 +141,7 @@ def _masked(rows: RowsOf, counts: Counts, name: str, pair: tuple[int, int], kept
 
 
 def looks_at_rows(rows: RowsOf, counts: Counts, kinds: Sequence[str]) -> Iterator[Look]:
-    """Pairs of groups of rows on which candidates that disagree on the batch disagree most.
+    """Make looks at pairs of groups of rows on which candidates that disagree on the batch disagree most.
 
     Args:
         rows: the batch.
@@ -164,12 +164,12 @@ def _total(counts: Sequence[int], group: Group) -> float:
 
 
 def _share(counts: Sequence[int] | None, a: Group, b: Group) -> float:
-    """The weight of the first of two groups; sums, which weigh nothing, differ from all."""
+    """Weigh the first of two groups; sums, which weigh nothing, differ from all."""
     return math.inf if counts is None else _total(counts, a) / _total(counts, a + b)
 
 
 def _groups(counts: Sequence[Sequence[int]]) -> list[Group]:
-    """Rows, two of every kind, each with as many others as it takes to count for something under every candidate."""
+    """Choose rows, two of every kind, each with others if it counts for nothing under some candidate alone."""
     kinds: dict[Group, list[int]] = {}
     for row, kind in enumerate(zip(*counts, strict=True)):
         kinds.setdefault(kind, []).append(row)

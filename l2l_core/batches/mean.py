@@ -52,7 +52,7 @@ class Mean:
         self._alive: Recent[frozenset[str]] = Recent(MOST_KINDS)
 
     def divisors(self, rows: RowsOf, micro_batches: Sequence[Any]) -> list[float]:
-        """Of every micro-batch of a batch.
+        """Return the divisor of every micro-batch's loss.
 
         Raises:
             ValueError: a micro-batch counts for nothing, or it cannot be found out what it counts for.
@@ -68,13 +68,14 @@ class Mean:
             alive = self._narrow({name: counts[name] for name in found}, found, rows, sizes)
             self._alive.keep(tuple(counts), alive)
             found = {name: found[name] for name in found if name in alive}
+        # None is found where every candidate that is left counts nothing in the whole batch.
         _check_none_empty(found or {name: (math.inf,) for name in alive})
         return list(next(iter(found.values())))
 
     def _narrow(
         self, counts: Counts, found: Mapping[str, Divisors], rows: RowsOf, sizes: Sequence[int]
     ) -> frozenset[str]:
-        """The candidates that reproduce the model's own loss; they all ask for the same divisors.
+        """Find the candidates that reproduce the model's own loss; they all ask for the same divisors.
 
         Raises:
             ValueError: there is none, or there are some that disagree.
@@ -88,13 +89,13 @@ class Mean:
                 return frozenset(counts)
         if not made:
             _check_none_empty({name: found[name] for name in counts})
-        counts = self._reproducing(made, True, counts, sizes)
+        counts = self._reproducing(made, True, counts, sizes)  # a head that is all zero gives all rows one loss
         if _disagree(counts, found):
             raise _undecided(_table(counts, sizes))
         return frozenset(counts)
 
     def _reproducing(self, looks: Sequence[Look], shaken: bool, counts: Counts, sizes: Sequence[int]) -> Counts:
-        """The candidates that are right about all of these looks whose losses are finite."""
+        """Find the candidates that are right about all of these looks whose losses are finite."""
         losses = self._measure([batch for look in looks for batch in look.batches], shaken) if looks else []
         rest = iter(losses)
         seen = [(look, list(islice(rest, len(look.batches)))) for look in looks]
@@ -106,7 +107,8 @@ class Mean:
 
 
 def _one_of_each(names: Iterable[str], found: Mapping[str, Divisors]) -> list[str]:
-    """One of every kind of candidates, which ask for the same divisors."""
+    """Choose one of every kind of candidates, which ask for the same divisors."""
+    # Reversed, since the last one in a dictionary stays: the first of its kind is to.
     return list({found[name]: name for name in reversed(list(names))}.values())
 
 
@@ -115,7 +117,7 @@ def _disagree(names: Iterable[str], found: Mapping[str, Divisors]) -> bool:
 
 
 def shares(micro_batches: Sequence[Any], weight: Weight) -> list[float]:
-    """Divisor of each micro-batch's loss, ``n / n_k``; their reciprocals add up to one.
+    """Return the divisor of each micro-batch's loss, ``n / n_k``; their reciprocals add up to one.
 
     Raises:
         ValueError: a micro-batch counts for nothing, so its mean loss does not exist.
@@ -128,15 +130,15 @@ def shares(micro_batches: Sequence[Any], weight: Weight) -> list[float]:
 
 
 def _shares(counts: Sequence[float]) -> Divisors:
-    """``n / n_k``, exactly the number of counts where they are all the same; infinite for a count of nothing."""
+    """Return every ``n / n_k``: exactly K where all counts are the same, infinite for a count of nothing."""
     if len({*counts}) == 1:
-        return (float(len(counts)),) * len(counts)
+        return (float(len(counts)),) * len(counts)  # the sum of fractions may round, and K must be K
     total = sum(counts)
     return tuple(total / count if count else math.inf for count in counts)
 
 
 def _divisors_of(counts: Counts, sizes: Sequence[int]) -> dict[str, Divisors]:
-    """Divisors by candidate, without those that count nothing in the whole batch."""
+    """Return the divisors by candidate, without those that count nothing in the whole batch."""
     return {
         name: (1.0,) * len(sizes) if each is None else _shares(_added(each, sizes))
         for name, each in counts.items()
@@ -145,7 +147,7 @@ def _divisors_of(counts: Counts, sizes: Sequence[int]) -> dict[str, Divisors]:
 
 
 def _added(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """What micro-batches of these sizes count for."""
+    """Add up what micro-batches of these sizes count for."""
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     return [sum(counts[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
@@ -160,7 +162,7 @@ def _check_none_empty(found: Mapping[str, Divisors]) -> None:
 
 
 def _table(counts: Counts, sizes: Sequence[int]) -> str:
-    """Candidates that differ from rows, with what micro-batches count for."""
+    """List the candidates that differ from rows, with what micro-batches count for."""
     added = {name: None if each is None else _added(each, sizes) for name, each in counts.items()}
     shown = {name: each for name, each in added.items() if name == ROWS or each is None or len({*each}) > 1}
     return "; ".join(f"{name}: {'-' if each is None else _listed(each)}" for name, each in shown.items())

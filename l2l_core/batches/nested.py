@@ -40,7 +40,7 @@ class Opened:
 
 
 def open_up(value: Any) -> Opened | None:
-    """What a container holds; None for everything else."""
+    """Open a container, one level deep; None for everything else."""
     if isinstance(value, _CLOSED):
         return None
     mine = id(value)  # not the value itself: pytrees leave a cycle behind, which would keep it
@@ -65,7 +65,7 @@ def _open_object(value: Any) -> Opened:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Own attributes, whether they live in a dictionary or in slots."""
+    """Return own attributes, whether they live in a dictionary or in slots."""
     slots = [field.name for field in fields(value)] if is_dataclass(value) else []
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     own = getattr(value, "__dict__", {})
@@ -73,10 +73,10 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _with(value: Any, keys: Sequence[Any], names: Sequence[str], parts: Sequence[Any]) -> Any:
-    """A copy of `value` with other entries and attributes; frozen dataclasses do not ask."""
+    """Copy `value` with other entries and attributes; frozen dataclasses do not ask."""
     other = copy.copy(value)
     for key, part in zip(keys, parts, strict=False):
-        dict.__setitem__(other, key, part)
+        dict.__setitem__(other, key, part)  # not `other[key] =`: a subclass may convert, or refuse
     if getattr(value, "__dict__", None) is value:
         other.__dict__ = other
     own = getattr(other, "__dict__", {})
@@ -84,7 +84,7 @@ def _with(value: Any, keys: Sequence[Any], names: Sequence[str], parts: Sequence
         if name in own or not is_dataclass(other):
             own[name] = part
         else:
-            object.__setattr__(other, name, part)
+            object.__setattr__(other, name, part)  # a frozen dataclass refuses `setattr`
     return other
 
 
@@ -106,19 +106,19 @@ def is_sequence(value: Any) -> bool:
 
 
 def with_items(value: Any, items: Sequence[Any]) -> Any:
-    """A list, tuple or deque of the type of `value` with other items, be they more or fewer."""
+    """Make a list, tuple or deque of the type of `value` with other items, be they more or fewer."""
     if isinstance(value, tuple):
-        made = tuple.__new__(type(value), items)
+        made = tuple.__new__(type(value), items)  # a subclass may take other arguments
         getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
         return made
-    other = copy.copy(value)
+    other = copy.copy(value)  # so a deque keeps its maxlen, and a subclass its attributes
     other.clear()
     other.extend(items)
     return other
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` of everything in it that is no container; an object with nothing changed stays the same one."""
+    """Apply `change` to whatever in `value` is no container; an object with nothing changed stays the same one."""
     opened = open_up(value)
     if opened is None:
         return change(value)
@@ -127,12 +127,12 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with `change` of every tensor in it."""
+    """Apply `change` to every tensor in `value`."""
     return mapped(value, lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def leaves_in(value: Any) -> list[Any]:
-    """Everything in `value` that is no container, in order."""
+    """List everything in `value` that is no container, in order."""
     opened = open_up(value)
     return [value] if opened is None else [leaf for part in opened.parts for leaf in leaves_in(part)]
 
@@ -144,7 +144,7 @@ def is_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def form_of(value: Any) -> tuple[Any, ...]:
-    """Shapes and types of all tensors and arrays in `value`."""
+    """List the shapes and types of all tensors and arrays in `value`."""
     leaves = (leaf for leaf in leaves_in(value) if hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 

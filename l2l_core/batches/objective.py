@@ -45,7 +45,7 @@ class ModelCall:
             _check_arguments(batch)
 
     def objective(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
-        """The scalar loss of one micro-batch."""
+        """Run the model on one micro-batch; return the scalar loss."""
         if self._objective is not None:
             return _check_scalar(self._objective(model, micro_batch), "objective(model, micro_batch)")
         outputs = self.outputs(model, micro_batch)
@@ -54,11 +54,15 @@ class ModelCall:
         return _check_scalar(_loss_of(outputs), "outputs.loss")
 
     def outputs(self, model: nn.Module, micro_batch: Any) -> Any:
-        """The model's own outputs for one micro-batch. Raises TypeError as `check` does, also where there is an objective."""
+        """Run the model on one micro-batch; return its own outputs.
+
+        Raises:
+            TypeError: the batch does not say how the model is called; also where there is an objective.
+        """
         _check_arguments(micro_batch)
         if isinstance(micro_batch, Mapping):
             taken = self._taken(micro_batch)
-            return model(**{**self._fixed, **taken})
+            return model(**{**self._fixed, **taken})  # what the batch says itself goes first
         has_target = self._loss is not None and len(micro_batch) > 1
         return model(*(micro_batch[:-1] if has_target else micro_batch), **self._fixed)
 

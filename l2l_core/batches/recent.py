@@ -20,7 +20,7 @@ class Recent(Generic[Value]):
         return len(self._values)
 
     def get(self, key: Hashable) -> Value | None:
-        """The value, or None if there is none (any more)."""
+        """Return the value, or None if there is none (any more)."""
         if key in self._values:
             self._values.move_to_end(key)
         return self._values.get(key)

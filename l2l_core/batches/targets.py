@@ -25,7 +25,7 @@ Counts = dict[str, list[int] | None]  # by candidate, of every row; None: the lo
 
 
 def candidates(rows: RowsOf) -> Counts:
-    """Every candidate with what it says each row counts for. Which there are depends on the batch's structure alone."""
+    """Say for every candidate what each row counts for. Which there are depends on the batch's structure alone."""
     found: Counts = {ROWS: [1] * rows.count}
     for name, column in rows.columns():
         found |= counts_of(name, column)
@@ -35,7 +35,7 @@ def candidates(rows: RowsOf) -> Counts:
 
 
 def counts_of(name: str, column: Any) -> Iterator[tuple[str, list[int]]]:
-    """Targets of every row, as they are and without the first of a row, for every place where a row has integers."""
+    """Count the targets of every row, with and without the first of a row, for every place where a row has integers."""
     column = _as_tensor(column)
     if has_rows(column):
         if is_integer(column):
@@ -58,7 +58,8 @@ def _sums(mask: Any) -> list[int]:
 
 
 def _as_tensor(value: Any) -> Any:
-    """A list of integers as a tensor; anything else as it is."""
+    """Make a tensor of a list of integers; anything else stays as it is."""
+    # What does not fit into int64 is no target, and would not become a tensor.
     is_numbers = is_sequence(value) and len(value) > 0 and all(isinstance(n, int) and abs(n) < 2**63 for n in value)
     return torch.tensor(list(value)) if is_numbers else value
 

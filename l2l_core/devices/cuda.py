@@ -77,7 +77,7 @@ class _Clock:
                 self._zero, self._zero_s, least_s = event, before_s, took_s
 
     def seconds(self, event: Any) -> float:
-        """When a finished event was recorded, to 1e-7 of the time since the zero (CUDA counts in float32)."""
+        """Say when a finished event was recorded, to 1e-7 of the time since the zero (CUDA counts in float32)."""
         return self._zero_s + self._zero.elapsed_time(event) / 1e3
 
 
@@ -117,7 +117,7 @@ class CudaDevice(Device):
         return torch.cuda
 
     def _find(self, device: str | int) -> torch.device:
-        """The device with its index; CUDA is initialised, so that random states include its generator from now on."""
+        """Return the device with its index; CUDA is initialised: random states include its generator from now on."""
         try:
             found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         except RuntimeError:
@@ -162,7 +162,7 @@ class CudaDevice(Device):
         return self._cuda.device(self.torch_device)
 
     def compute_stream(self) -> Any:
-        """The stream that layers run on: the caller's current one. Backward's threads have it too, by way of autograd."""
+        """Return the stream that layers run on: the caller's current one. By way of autograd, backward has it too."""
         return self._cuda.current_stream(self.torch_device)
 
     @property
@@ -179,6 +179,7 @@ class CudaDevice(Device):
     ) -> Ticket:
         stream, compute = self._stream(lane), self.compute_stream()
         self._start_clock()
+        # Blocking: a thread that joins sleeps meanwhile, and leaves its core to others.
         begun, done = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True, blocking=True)
         shown = self._cuda.nvtx.range_start(label)
         with no_dispatch(), self._cuda.stream(stream):  # the dispatch modes of a forward are not to see engine's copies
@@ -248,6 +249,7 @@ class CudaDevice(Device):
         Copies are issued by the relay's thread and, where backward touches the stash, by autograd's.
         """
         now_s = time.perf_counter()
+        # Whoever finds another thread at it leaves the events to that one, which delivers them in order.
         if (now_s < self._look_at_s and not all_over) or not self._delivering.acquire(blocking=all_over):
             return
         try:

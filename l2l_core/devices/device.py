@@ -49,11 +49,11 @@ class Device(ABC):
     in_host_memory: bool = False
 
     def current(self) -> AbstractContextManager[object]:
-        """While entered, this is PyTorch's current device: its random generator, its streams."""
+        """Make this PyTorch's current device while entered: its random generator, its streams."""
         return nullcontext()
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A flat buffer on the device, shape (numel,). The caller books its bytes."""
+        """Return a flat buffer on the device, shape (numel,). The caller books its bytes."""
         return torch.empty(numel, dtype=dtype, device=self.torch_device)
 
     def recycle(self, flat: torch.Tensor) -> None:  # noqa: B027 - a device with an allocator of its own needs no help
@@ -61,7 +61,7 @@ class Device(ABC):
 
     @abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A flat buffer in host memory that copies can reach at full speed, shape (numel,)."""
+        """Return a flat buffer in host memory that copies can reach at full speed, shape (numel,)."""
 
     @abstractmethod
     def issue(
@@ -80,7 +80,7 @@ class Device(ABC):
         """Wait for all compute and deliver records that are still outstanding."""
 
     def figures(self) -> dict[str, Any]:
-        """What is known of the device and its link, as plain values for the trace's header.
+        """Say what is known of the device and its link, as plain values for the trace's header.
 
         Keys, each optional: "memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s". None means no limit.
         """

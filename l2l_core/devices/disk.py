@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # in Rust's words: safetensors passes no number on
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
@@ -38,7 +38,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def no_room(error: OSError, folder: Path, needed_bytes: int, remedy: str) -> OSError:
-    """The error for whoever wanted to write so many bytes to `folder`."""
+    """Make the error for whoever wanted to write so many bytes to `folder`."""
     free_bytes = shutil.disk_usage(folder).free
     story = f"{error.strerror}: {needed_bytes:,} bytes are to be written to {folder}, and {free_bytes:,} are free there. {remedy}"
     return OSError(error.errno, story, str(error.filename or folder))

@@ -32,7 +32,7 @@ class _Pending:
     join = wait
 
     def abandon(self) -> None:
-        self._future.exception()
+        self._future.exception()  # waits, and raises nothing
 
 
 class EmulatedDevice(Device):
@@ -110,19 +110,17 @@ class EmulatedDevice(Device):
     ) -> Ticket:
         if lane not in self._lanes:
             self._lanes[lane] = serial_thread(lane)
-        return _Pending(self._lanes[lane].submit(self._run, lane, copies, record, after))
+        return _Pending(self._lanes[lane].submit(self._run, lane, list(copies), record, after))
 
-    def _run(self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None) -> None:
+    def _run(self, lane: str, copies: list[Copy], record: Record, after: Ticket | None) -> None:
         if after is not None:
             after.join()
         start_s = time.perf_counter()
-        nbytes = 0
-        for target, source in copies:
-            target.copy_(source)
-            nbytes += target.nbytes
+        nbytes = sum(target.copy_(source).nbytes for target, source in copies)
         bytes_per_s = self.bytes_per_s[lane]
         until_s = start_s + self.latency_s + (nbytes / bytes_per_s if bytes_per_s else 0.0)
         sleep_until(until_s)
+        copies.clear()  # the thread holds on to them a while longer, and what waits for the copy may count the bytes
         record(start_s, time.perf_counter())
 
     def start(self, record: Record, label: str = "") -> Callable[[], None]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from l2l_core.trace import format_bytes
 
@@ -24,15 +26,39 @@ class DeviceOutOfMemory(MemoryError):
         requested_bytes: size of the allocation that failed.
         limit_bytes: the budget; without one, what was booked when the allocator gave up.
         bytes_by_category: what filled the device at that moment.
+        requested_for: what for, and during what, in words; empty if the allocator did not say.
+        raised_s: the moment, as `time.perf_counter` has it.
+        remedy: the last lines of the message; a relay exchanges them for what it has found by trying.
+        settings: of `RelayConfig`, with which the step was found to fit, if any were.
+        least_bytes: the smallest budget that was found to fit, with whatever settings; None if none was looked for.
     """
 
     def __init__(
-        self, message: str, requested_bytes: int, limit_bytes: int, bytes_by_category: Mapping[str, int]
+        self,
+        message: str,
+        requested_bytes: int,
+        limit_bytes: int,
+        bytes_by_category: Mapping[str, int],
+        requested_for: str = "",
+        remedy: str = "",
     ) -> None:
         super().__init__(message)
+        self.remedy = remedy
+        self.settings: Mapping[str, Any] = {}
+        self.least_bytes: int | None = None
         self.requested_bytes = requested_bytes
         self.limit_bytes = limit_bytes
         self.bytes_by_category = dict(bytes_by_category)
+        self.requested_for = requested_for
+        self.raised_s = time.perf_counter()
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much the allocation was too large."""
+        return max(0, sum(self.bytes_by_category.values()) + self.requested_bytes - self.limit_bytes)
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, [super().__str__(), self.remedy]))
 
 
 class Ledger:
@@ -52,6 +78,7 @@ class Ledger:
         self._sums: Counter[str] = Counter()  # by category, kept along, so that a sample costs the same at any depth
         self._high: dict[str, int] = {}
         self._high_total = -1
+        # Reentrant: the garbage collector may end a storage, which then releases, while this very thread books.
         self._lock = threading.RLock()
 
     def book(self, category: str, owner: str, nbytes: int) -> None:
@@ -94,17 +121,17 @@ class Ledger:
             self._sums[to_category] += nbytes
 
     def by_category(self) -> dict[str, int]:
-        """Bytes now, by category; categories without bytes are left out."""
+        """Return the bytes now, by category; categories without bytes are left out."""
         with self._lock:
             return {category: nbytes for category, nbytes in self._sums.items() if nbytes}
 
     def by_owner(self, category: str) -> dict[str, int]:
-        """Bytes of one category now, by owner."""
+        """Return the bytes of one category now, by owner."""
         with self._lock:
             return {owner: nbytes for (c, owner), nbytes in self._owned.items() if c == category}
 
     def take_high(self) -> dict[str, int]:
-        """Bytes by category at the highest total since the last call."""
+        """Return the bytes by category at the highest total since the last call."""
         with self._lock:
             high = self._high or self.by_category()
             self._high, self._high_total = {}, self.total
@@ -117,7 +144,7 @@ class Ledger:
             self.take_high()
 
     def refused(self, error: BaseException) -> DeviceOutOfMemory:
-        """The device's own allocator had no memory left: what it said, with what is booked at this moment."""
+        """Tell that the device's own allocator had no memory left: its words, and what is booked at this moment."""
         found = _TRIED.search(str(error))
         nbytes = int(float(found[1]) * _BINARY_UNITS[found[2]]) if found else 0
         doing = self.doing()
@@ -126,27 +153,27 @@ class Ledger:
             + (f" during {doing}" if doing else "")
             + f"; {format_bytes(self.total)} are booked. The allocator: {error}"
         )
-        return self._error(first, nbytes, self.limit_bytes or self.total, nbytes)
+        what = f"memory during {doing}" if doing else "memory"
+        return self._error(first, nbytes, self.limit_bytes or self.total, nbytes, what)
 
     def _out_of_memory(self, category: str, owner: str, nbytes: int) -> DeviceOutOfMemory:
         assert self.limit_bytes is not None
         missing = self.total + nbytes - self.limit_bytes
-        doing = self.doing()
+        doing, what = self.doing(), f"{category} for {owner or 'micro-batches'}"
+        during = f" during {doing}" if doing else ""
         first = (
-            f"{self.name} is full: {format_bytes(nbytes)} of {category} for {owner} were being allocated"
-            + (f" during {doing}" if doing else "")
-            + f", but {format_bytes(self.total)} of {format_bytes(self.limit_bytes)} are in use "
+            f"{self.name} is full: {format_bytes(nbytes)} of {what} were being allocated{during}"
+            f", but {format_bytes(self.total)} of {format_bytes(self.limit_bytes)} are in use "
             f"({format_bytes(missing)} too little)."
         )
-        return self._error(first, nbytes, self.limit_bytes, missing)
+        return self._error(first, nbytes, self.limit_bytes, missing, what + during)
 
-    def _error(self, first: str, nbytes: int, limit_bytes: int, missing: int) -> DeviceOutOfMemory:
-        """An error that begins with `first`, goes on with what fills the memory, and ends with a remedy."""
+    def _error(self, first: str, nbytes: int, limit_bytes: int, missing: int, what: str) -> DeviceOutOfMemory:
+        """Make an error that begins with `first`, goes on with what fills the memory, and ends with a remedy."""
         lines = [first]
         for kind in sorted(self.by_category(), key=lambda c: -self.by_category()[c]):
             owners = sorted(self.by_owner(kind).items(), key=lambda item: -item[1])
             shown = ", ".join(f"{name or 'micro-batches'} {format_bytes(n)}" for name, n in owners[:4])
             more = f", and {len(owners) - 4} more" if len(owners) > 4 else ""
             lines.append(f"  {kind:<12} {format_bytes(self.by_category()[kind]):>10}  ({shown}{more})")
-        lines.append(self.advise(missing))
-        return DeviceOutOfMemory("\n".join(filter(None, lines)), nbytes, limit_bytes, self.by_category())
+        return DeviceOutOfMemory("\n".join(lines), nbytes, limit_bytes, self.by_category(), what, self.advise(missing))

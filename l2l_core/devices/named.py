@@ -10,7 +10,7 @@ from l2l_core.devices.emulated import EmulatedDevice
 
 
 def resolve_device(device: str | Device) -> Device:
-    """A device from its name: "auto" (a GPU if there is one), "cpu" (emulated, without limits), or "cuda[:n]".
+    """Make a device from its name: "auto" (a GPU if there is one), "cpu" (emulated, without limits), or "cuda[:n]".
 
     Raises:
         ValueError: no such device here.

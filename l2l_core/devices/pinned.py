@@ -29,7 +29,7 @@ class _Region:
     """
 
     def __init__(self, nbytes: int, cudart: Any) -> None:
-        self._pinned = False
+        self._pinned = False  # first of all: `__del__` asks, also where mapping fails
         self.nbytes = nbytes
         self.last_pass = 0
         self.pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -77,7 +77,7 @@ class Pinned:
         return sum(region.nbytes for region in tuple(self._regions))
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A pinned flat buffer, shape (numel,); its region is free again when nobody holds the tensor or a view of it.
+        """Return a pinned flat buffer, shape (numel,); its region is free when nobody holds it or a view of it.
 
         Raises:
             MemoryError: the operating system or CUDA refuses; names the bytes and remedies.
@@ -119,7 +119,7 @@ class Pinned:
             self._free.setdefault(region.nbytes, []).append(region)
 
     def _register(self, nbytes: int) -> _Region:
-        for last in (False, True):
+        for last in (False, True):  # once more without the regions that nobody uses
             try:
                 region = _Region(nbytes, self._cudart)
             except OSError as error:

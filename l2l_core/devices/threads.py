@@ -30,7 +30,7 @@ class _Serial(ThreadPoolExecutor):
 
 
 def serial_thread(name: str, cores: int = 1) -> ThreadPoolExecutor:
-    """One worker thread that runs what is submitted in order, each operation of PyTorch on `cores` cores.
+    """Start one worker thread that runs what is submitted in order, each operation of PyTorch on `cores` cores.
 
     PyTorch counts its CPU threads per calling thread. A new thread takes the default at its first operation, whatever it
     was told before, so it asks first and is told then. `set_num_threads` also changes the default for others, so the
@@ -47,4 +47,5 @@ def serial_thread(name: str, cores: int = 1) -> ThreadPoolExecutor:
 def sleep_until(until_s: float) -> None:
     """Sleep until time.perf_counter() reaches `until_s`, to within tens of microseconds."""
     while (left_s := until_s - time.perf_counter()) > 0:
+        # A sleep ends up to tens of microseconds late (Linux lets timers slip by 50), so the last of it is spent awake.
         time.sleep(left_s - 5e-5 if left_s > 1e-4 else 0.0)

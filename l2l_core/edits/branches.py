@@ -31,7 +31,7 @@ FIRST = "main"
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One line of a branch list.
+    """Is one line of a branch list.
 
     Attributes:
         name: of the branch.
@@ -53,7 +53,7 @@ class Branch:
 
 @dataclass(eq=False)
 class Values:
-    """What a block holds on a branch that is not trained now.
+    """Holds what a block has on a branch that is not trained now.
 
     Attributes:
         master: (numel,) float32.
@@ -72,7 +72,7 @@ class Values:
 
 @dataclass
 class State:
-    """A branch that is not trained now.
+    """Holds a branch that is not trained now.
 
     Attributes:
         config, steps, history: as of the relay.
@@ -111,7 +111,7 @@ class State:
 
 
 class Branches:
-    """The branches of one relay.
+    """Keeps the branches of one relay.
 
     Invariant: the live values of a block are those of the active branch, and of each other branch whose `State.values`
     says None for it.
@@ -134,7 +134,7 @@ class Branches:
         editor.needed_elsewhere = lambda: {unit for state in self.others.values() for unit in state.units}
 
     def rows(self, steps: int, history: History) -> tuple[Branch, ...]:
-        """All branches, by name; `steps` and `history` are those of the active one."""
+        """List all branches by name; `steps` and `history` are those of the active one."""
         others = [
             Branch(name, False, state.steps, state.depth, state.history.loss, state.nbytes)
             for name, state in self.others.items()
@@ -175,7 +175,7 @@ class Branches:
                     editor.parking.fetch(unit)
         # Nothing can fail from here on.
         del self.others[name]
-        self.others[self.active] = now
+        self.others[self.active] = now  # before values are exchanged: this branch counts on the live ones
         self.active = name
         for block, values in target.values.items():
             if values is not None:
@@ -213,7 +213,7 @@ class Branches:
         return put_back
 
     def take(self, config: RelayConfig, steps: int, history: History) -> State:
-        """The present state; nothing is copied but buffers."""
+        """Take the present state; nothing is copied but buffers, settings and random generators."""
         editor, lineup = self._editor, self._editor.lineup
         present = editor.present
         units = tuple(u for u in dict.fromkeys([*lineup.units, *history.units]) if u in present)
@@ -237,9 +237,10 @@ class Branches:
         self.active, self.others = active, dict(others)
 
     def keep(self, master: torch.Tensor, version: int, states: Sequence[dict[str, Any] | None]) -> Values:
-        """Values of a block, booked for as long as somebody has them."""
+        """Keep values of a block, booked for as long as somebody has them."""
         values = Values(master, version, list(states))
         self._host.book("other", "branches", values.nbytes)
+        # Several branches may hold it, so its bytes go with the last of them
         weakref.finalize(values, self._host.release, "other", "branches", values.nbytes)
         return values
 
@@ -250,6 +251,7 @@ class Branches:
         if counting:
             masters, state = self._editor.optimizer_side(block)
             states = [clone_state(state[master]) if master in state else None for master in masters]
+            # One copy for all of them, in memory that loads copy from: a switch makes it the master
             values = self.keep(self._empty(block.layout.numel).copy_(block.values), block.version, states)
             for state in counting:
                 state.values[block] = values
@@ -257,7 +259,7 @@ class Branches:
     def _exchange(self, block: Block, values: Values) -> None:
         """Make values of a block the live ones; branches that counted on the live ones keep these."""
         masters, state = self._editor.optimizer_side(block)
-        states = [state.pop(master, None) for master in masters]
+        states = [state.pop(master, None) for master in masters]  # taken out, not copied: pointers change places
         old = self.keep(block.hold(values.master, masters), block.version, states)
         block.version = values.version
         state.update({m: known for m, known in zip(masters, values.states, strict=True) if known is not None})

@@ -23,7 +23,7 @@ from l2l_core.eps.blocks import Unit
 
 
 class Done(NamedTuple):
-    """A change that has been carried out.
+    """Says how a change that has been carried out is taken back.
 
     Attributes:
         inverse: the change that takes it back, now or later.
@@ -35,30 +35,30 @@ class Done(NamedTuple):
 
 
 class Change(ABC):
-    """A step of an edit.
+    """Is a step of an edit.
 
     Invariant: it never changes itself, so that several branches may hold it.
     """
 
     @abstractmethod
     def do(self, editor: Editor) -> Done:
-        """Carry it out; what takes it back.
+        """Carry it out; returns what takes it back.
 
         Raises:
             ValueError: it cannot be done as things are now; nothing is changed then.
         """
 
     def settle(self, editor: Editor) -> None:  # noqa: B027 - most changes have nothing that cannot be undone
-        """The group of edits that it belongs to is done."""
+        """Hear that the group of edits that it belongs to is done."""
 
     def units(self) -> Sequence[Unit]:
-        """Layers that must stay available for as long as it may be done."""
+        """List the layers that must stay available for as long as it may be done."""
         return ()
 
 
 @dataclass(frozen=True, eq=False)
 class Restack(Change):
-    """Another list of layers in one stack; layers that are in one list only come and go.
+    """Puts another list of layers into one stack; layers that are in one list only come and go.
 
     Attributes:
         stack: the name that it had first.
@@ -83,7 +83,7 @@ class Restack(Change):
 
 @dataclass(frozen=True, eq=False)
 class Rewrite(Change):
-    """Other values for some parameters of a layer, and for what the optimizer knows of them.
+    """Gives some parameters of a layer other values, and the optimizer other knowledge of them.
 
     Attributes:
         unit: the layer.
@@ -95,7 +95,7 @@ class Rewrite(Change):
 
     def do(self, editor: Editor) -> Done:
         inverse = Rewrite(self.unit, editor.exchange(self.unit, self.values))
-        editor.book_kept(inverse, inverse.values.values())
+        editor.book_kept(inverse, inverse.values.values())  # for as long as some history or branch holds the inverse
         return Done(inverse)
 
     def units(self) -> Sequence[Unit]:
@@ -104,7 +104,7 @@ class Rewrite(Change):
 
 @dataclass(frozen=True, eq=False)
 class Retrain(Change):
-    """Parameters that are trained from now on, or no longer.
+    """Says which parameters are trained from now on, or no longer.
 
     Attributes:
         unit: the layer.
@@ -128,7 +128,7 @@ class _OfParked(Change):
 
 @dataclass(frozen=True, eq=False)
 class Spill(_OfParked):
-    """Parked layers that wait on disk; whatever brings them back fetches them."""
+    """Lets parked layers wait on disk; whatever brings them back fetches them."""
 
     def do(self, editor: Editor) -> Done:
         for unit in self.parked:
@@ -138,7 +138,7 @@ class Spill(_OfParked):
 
 @dataclass(frozen=True, eq=False)
 class Fetch(_OfParked):
-    """Parked layers that come back to memory."""
+    """Brings parked layers back to memory."""
 
     def do(self, editor: Editor) -> Done:
         for unit in self.parked:
@@ -148,10 +148,10 @@ class Fetch(_OfParked):
 
 @dataclass(frozen=True, eq=False)
 class Lose(_OfParked):
-    """Parked layers that are freed once the whole group of edits is done: from then on there is no way back."""
+    """Frees parked layers once the whole group of edits is done: from then on there is no way back."""
 
     def do(self, editor: Editor) -> Done:
-        return Done(self)
+        return Done(self)  # without effect both ways: only `settle` frees, when nothing can fail any more
 
     def settle(self, editor: Editor) -> None:
         for unit in self.parked:
@@ -160,7 +160,7 @@ class Lose(_OfParked):
 
 @dataclass(frozen=True, eq=False)
 class Barred(Change):
-    """What cannot be done any more.
+    """Stands for what cannot be done any more.
 
     Attributes:
         why: in words.
@@ -177,7 +177,7 @@ class Barred(Change):
 
 @dataclass(eq=False)
 class Group:
-    """Changes that have been done, and what takes them back.
+    """Holds changes that have been done, and what takes them back.
 
     Attributes:
         ways_back: gets what takes each change back while nothing else changes; the inverse may be less exact.
@@ -192,6 +192,7 @@ class Group:
     def do(self, change: Change) -> None:
         """Carry out one more."""
         done = change.do(self.editor)
+        # As each is done: if a later one fails, the exit takes back those before it, the last one first
         self.ways_back.callback(done.put_back or partial(done.inverse.do, self.editor))
         self._backwards.append(done.inverse)
         self.changes.append(change)
@@ -204,7 +205,7 @@ class Group:
 
 @contextmanager
 def all_or_nothing(editor: Editor) -> Iterator[Group]:
-    """A group to which the block adds changes; if the block fails, or they let shared weights go, they are taken back."""
+    """Open a group for the changes of a block; if it fails, or they let shared weights go, they are taken back."""
     with ExitStack() as ways_back:
         yield Group(editor, ways_back)
         editor.check_shared()

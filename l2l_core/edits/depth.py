@@ -65,7 +65,7 @@ class Depth(Schedule):
         return edits
 
     def _additions(self, count: int, more: int) -> list[Edit]:
-        """Edits that make `count` layers `more`."""
+        """List edits that add `more` layers to `count`."""
         policy = "copy" if self.optimizer is None else self.optimizer
         if self.grow == "top":
             return [Duplicate(within(self.stack, slice(count - more, count)), "top", policy, self.warmup)]
@@ -92,13 +92,13 @@ class Depth(Schedule):
 
 
 def gradual_stacking(block: int, every: int, depth: int, grow: Grow = "middle", **options: object) -> Depth:
-    """`block` layers more `every` so many steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top"."""
+    """Add `block` layers `every` so many steps, from `block` up to `depth`: in the middle (MIDAS), or on the "top"."""
     _check_growth(block, depth, block)
     return _growing([*range(block, depth, block), depth], every, grow, **options)
 
 
 def stacking_by_doubling(first: int, every: int, depth: int, grow: Grow = "top", **options: object) -> Depth:
-    """Twice as many layers `every` so many steps, from `first` up to `depth` (StackBERT)."""
+    """Double the layers `every` so many steps, from `first` up to `depth` (StackBERT)."""
     _check_growth(first, depth, first)
     depths = [first]
     while depths[-1] < depth:
@@ -107,7 +107,7 @@ def stacking_by_doubling(first: int, every: int, depth: int, grow: Grow = "top",
 
 
 def growing_by_identity(first: int, every: int, depth: int, by: int = 1, **options: object) -> Depth:
-    """`by` identity layers more `every` so many steps, from `first` up to `depth`; the loss does not jump."""
+    """Add `by` identity layers `every` so many steps, from `first` up to `depth`; the loss does not jump."""
     _check_growth(first, depth, by)
     return _growing([*range(first, depth, by), depth], every, "identity", **options)
 

@@ -32,7 +32,7 @@ Do = Callable[[Change], None]
 
 
 class Edit(ABC):
-    """Something that changes the stack of layers, or what of it is trained."""
+    """Changes the stack of layers, or what of it is trained."""
 
     @property
     def preserves_function(self) -> bool:
@@ -55,7 +55,7 @@ class Edit(ABC):
 
 @dataclass(frozen=True)
 class Insert(Edit):
-    """A new layer in front of position `at`, or behind the last one.
+    """Put a new layer in front of position `at`, or behind the last one.
 
     Args:
         at: where; the number of layers is a position too.
@@ -94,6 +94,7 @@ class Insert(Edit):
         before = editor.lineup.units_of(stack)
         like = before[max(0, at - 1)] if self.like is None else editor.lineup.unit_at(self.like)
         new = self._module(editor, before, at, like)
+        # May refuse, so before a key is given out and memory taken
         plan = editor.new_layers.plan_identity(new, stack, at) if self.preserves_function else None
         unit = editor.new_layers.make(new, like, inherit(self.optimizer), self.warmup)
         if self.module is not None:
@@ -128,7 +129,7 @@ class Insert(Edit):
 
 @dataclass(frozen=True)
 class Duplicate(Edit):
-    """Copies of a layer, or of layers that follow one another.
+    """Copy a layer, or layers that follow one another.
 
     Args:
         layers: one, or a slice of positions; default the whole stack (its depth doubles).
@@ -233,7 +234,7 @@ class Move(Edit):
 
 @dataclass(frozen=True)
 class Replace(Edit):
-    """Another module in the place of a layer.
+    """Put another module in the place of a layer.
 
     Args:
         layer: the one that goes, and whose groups of the optimizer the new one joins.
@@ -347,7 +348,7 @@ class Unfreeze(_Train):
 
 
 def _restack(editor: Editor, stack: Stack, after: Sequence[Unit], like: Mapping[Unit, Unit] | None = None) -> Restack:
-    """Another order of a stack that is as it is now; `like` as of `Restack`."""
+    """Make the change to another order of a stack that is as it is now; `like` as of `Restack`."""
     return Restack(editor.lineup.name_of(stack), editor.lineup.units_of(stack), tuple(after), like or {})
 
 
@@ -356,7 +357,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
-    """Refuse what is none of a Literal's values."""
+    """Refuse what is none of a Literal's values; raises ValueError, which lists them."""
     if value not in get_args(choices):
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, get_args(choices)))}")
 

@@ -101,6 +101,7 @@ class Editor:
         trust = trust or self.trust
         layers, stacks = self.lineup.layers, self.lineup.stacks
         groups = list(map(_members, self.store.optimizer.param_groups))
+        # May refuse, and has changed nothing then: so it comes before the EPS and the books
         put_model_back = rearrange(self.lineup.model, stack, modules, like=twins, trust=trust, without_role=brought)
         self._take_over(name, before, after)
         if not passing:
@@ -119,8 +120,9 @@ class Editor:
         return put_back
 
     def _take_over(self, name: str, before: Sequence[Unit], after: Sequence[Unit]) -> None:
-        """The model holds the layers `after` in place of `before`: let the EPS and the books follow."""
+        """Let the EPS and the books follow the model, which holds the layers `after` in place of `before`."""
         staying = set(after)
+        # Dismissed first: that gives the groups new lists, and what was there is put back from the old ones
         for unit, sides in self.store.masters.dismiss([unit for unit in before if unit not in staying]).items():
             self.parking.put(Parked(unit, sides))
         for unit in after:
@@ -128,7 +130,7 @@ class Editor:
                 self.store.masters.admit(unit, self.parking.take(unit).sides)
         shell_moves, shell = self.lineup.follow(name, after), self.lineup.shell
         stale = [block for block in self.lineup.blocks if block.shared or (shell_moves and block in shell.blocks)]
-        if stale:
+        if stale:  # a shared weight is called by its first place in the model, which may be another one now
             now = {param: name for name, param in self.lineup.model.named_parameters()}
             for block in stale:
                 known = zip(block.params, block.names, strict=True)
@@ -179,7 +181,11 @@ class Editor:
     # -- values and flags ----------------------------------------------------------------------------------------------
 
     def exchange(self, unit: Unit, values: Mapping[nn.Parameter, Held]) -> dict[nn.Parameter, Held]:
-        """Give parameters of a layer in a stack other values and state; what they had."""
+        """Give parameters of a layer in a stack other values and state; returns what they had.
+
+        Raises:
+            ValueError: the layer is in no stack; nothing has changed.
+        """
         old, masters = {}, self._masters_of(unit)
         for block in unit.blocks:
             if not values.keys().isdisjoint(block.params):
@@ -187,7 +193,7 @@ class Editor:
         with torch.no_grad():
             for param, (value, state) in values.items():
                 master = masters[param]
-                known = self.store.optimizer.state.pop(master, None)
+                known = self.store.optimizer.state.pop(master, None)  # the inverse's alone from here on: no copy
                 old[param] = Held(param.detach().clone(), dict(known) if known is not None else None)
                 param.copy_(value)
                 if state is not None:
@@ -202,11 +208,15 @@ class Editor:
         weakref.finalize(keeper, self._host.release, "other", "ways back", nbytes)
 
     def set_trained(self, unit: Unit, flags: Mapping[nn.Parameter, bool]) -> dict[nn.Parameter, bool]:
-        """Let parameters of a layer in a stack be trained or not; what they were."""
+        """Let parameters of a layer in a stack be trained or not; returns what they were.
+
+        Raises:
+            ValueError: the layer is in no stack; nothing has changed.
+        """
         old, masters = {param: param.requires_grad for param in flags}, self._masters_of(unit)
         for param, trained in flags.items():
             param.requires_grad_(trained)
-            masters[param].requires_grad_(trained)
+            masters[param].requires_grad_(trained)  # a second object over the same memory, with a flag of its own
         return old
 
     def _masters_of(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
@@ -218,11 +228,11 @@ class Editor:
 
     @property
     def present(self) -> set[Unit]:
-        """Everything that has values: the shell, the layers, and the parked ones."""
+        """All units that have values: the shell, the layers, and the parked ones."""
         return {*self.lineup.units, *(parked.unit for parked in self.parking)}
 
     def optimizer_side(self, block: Block) -> tuple[list[nn.Parameter], MutableMapping[nn.Parameter, dict[str, Any]]]:
-        """The optimizer's parameters of a block, of a layer or parked, and where what it knows of them is."""
+        """Give the optimizer's parameters of a block, in a stack or parked, and the mapping with their state."""
         if (side := self.parking.side_of(block)) is not None:
             return side.masters, side.state
         return self.store.masters.params_of(block), self.store.optimizer.state
@@ -234,7 +244,7 @@ class Editor:
             master.requires_grad_(trained)
 
     def book_again(self) -> None:
-        """Values have been exchanged: what layers hold may have another size."""
+        """Book anew what layers hold, after values have been exchanged: it may have another size."""
         self.parking.book_again()
         self.store.masters.book_state()
 
@@ -253,7 +263,7 @@ class Editor:
 
 
 def _members(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of the optimizer holds, and their names if it was told them."""
+    """Give what a group of the optimizer holds, and their names if it was told them."""
     return {name: group[name] for name in ("params", "param_names") if name in group}
 
 

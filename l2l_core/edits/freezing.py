@@ -36,12 +36,13 @@ class Freezing(Schedule):
             Freeze(within(self.stack, part))
             for part in _runs(i for i in range(min(count, len(layers))) if not layers[i].frozen)
         ]
+        # A layer without parameters counts as frozen, and there is nothing to thaw in it
         thawing = (i for i in range(count, len(layers)) if layers[i].params and layers[i].frozen)
         return edits + [Unfreeze(within(self.stack, part)) for part in _runs(thawing)]
 
 
 def _runs(positions: Iterable[int]) -> Iterator[slice]:
-    """Ascending positions as slices without gaps."""
+    """Join ascending positions to slices without gaps."""
     run: list[int] = []
     for i in positions:
         if run and i != run[-1] + 1:

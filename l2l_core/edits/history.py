@@ -5,11 +5,12 @@ Undo and redo are structural: what an edit changed comes back to the bit, other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from l2l_core.edits.change import Change, all_or_nothing
+from l2l_core.edits.change import Change, Group, all_or_nothing
 from l2l_core.edits.edit import Do, Edit
 from l2l_core.edits.editor import Editor
 from l2l_core.eps.blocks import Unit
@@ -17,7 +18,7 @@ from l2l_core.eps.blocks import Unit
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the journal.
+    """Is one line of the journal.
 
     Attributes:
         number: from 0.
@@ -31,8 +32,7 @@ class Entry:
         layers: number of layers afterwards.
         params: change of the number of weights.
         nbytes: change of the bytes of weights and optimizer state in the EPS.
-        loss_before: of the last step before, None if there was none.
-        loss_after: of the first step afterwards, None until then.
+        places: position among all layers, just before, of those that `what` names by key; empty in saves of older versions.
     """
 
     number: int
@@ -45,13 +45,23 @@ class Entry:
     layers: int
     params: int
     nbytes: int
-    loss_before: float | None
-    loss_after: float | None = None
+    places: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Entry:
+        """Read a line that was written with `dataclasses.asdict`.
+
+        Earlier versions wrote the losses of the steps around it too, which said nothing of the edit: their batches differ.
+
+        Raises:
+            TypeError: it is no such line.
+        """
+        return cls(**{name: value for name, value in plain.items() if name not in ("loss_before", "loss_after")})
 
 
 @dataclass(frozen=True)
 class Inverse(Edit):
-    """The way back from an edit, as an edit.
+    """Is the way back from an edit, as an edit.
 
     Attributes:
         what: the edit in words.
@@ -72,7 +82,7 @@ class Inverse(Edit):
 
 
 class Turn(NamedTuple):
-    """An edit that can be undone or done again.
+    """Says how an edit is undone, or done again.
 
     Attributes:
         number: of its entry.
@@ -98,8 +108,9 @@ class History:
         self.loss: float | None = None  # of the last step
 
     def copy(self) -> History:
-        """The same past, for a branch that goes its own way."""
+        """Copy the past, for a branch that goes its own way."""
         twin = History(self._editor)
+        # Lists of its own suffice: entries and turns are values, and changes never change themselves
         twin._entries, twin.done, twin.undone = list(self._entries), list(self.done), list(self.undone)
         twin.loss = self.loss
         return twin
@@ -129,13 +140,9 @@ class History:
             raise ValueError(
                 "apply() was given no edit, so there is nothing to do and nothing to undo: give at least one"
             )
-        if strangers := [edit for edit in edits if not isinstance(edit, Edit)]:
-            shown = repr(strangers[0])
-            raise TypeError(
-                f"apply() was given {shown}, a {type(strangers[0]).__name__} and no edit: say what is to be done, as in "
-                f"apply(Drop({shown if isinstance(strangers[0], int | str) else 0}), Swap(0, 1)), one argument for each edit"
-            )
-        before = self._sizes()
+        _check(edits)
+        before, what = self._sizes(), "; ".join(map(repr, edits))
+        places = self._places_in(what)
         try:
             with all_or_nothing(self._editor) as group:
                 for edit in edits:
@@ -143,18 +150,41 @@ class History:
                 self._editor.new_layers.try_out()
         except BaseException:
             self._editor.new_layers.untried.clear()
-            self.forget()  # layers that were made in vain
+            self.forget()  # layers that were made in vain; the group has put everything back by now
             raise
         for change in group.changes:  # only now: a group that fails brings its layers back
             change.settle(self._editor)
-        what = "; ".join(map(repr, edits))
         preserves = all(edit.preserves_function for edit in edits)
         policy = "; ".join(dict.fromkeys(edit.optimizer_policy for edit in edits))
-        entry = self._enter("edit", what, -1, preserves, policy, before, step)
+        entry = self._enter("edit", what, -1, preserves, policy, before, step, places)
         self.done.append(Turn(entry.number, group.inverse))
         self.undone.clear()
         self.forget()
         return Inverse(what, group.inverse, preserves)
+
+    @contextmanager
+    def trying(self, edits: Sequence[Edit]) -> Iterator[None]:
+        """Let edits be in force in a block, as one group; after it nothing tells that they were: no line, no key, no layer.
+
+        Raises:
+            ValueError, TypeError: of the edit that cannot be; everything is as it was.
+        """
+        _check(edits)
+        editor = self._editor
+        put_keys_back = editor.lineup.keep_keys(), editor.new_layers.keep_plans()
+        try:
+            with ExitStack() as ways_back:  # exact, since nothing else is changed meanwhile
+                group = Group(editor, ways_back)
+                for edit in edits:
+                    edit.carry_out(editor, group.do)
+                editor.new_layers.try_out()
+                editor.check_shared()
+                yield
+        finally:
+            editor.new_layers.untried.clear()
+            self.forget()  # layers that were made for the trial
+            for put_back in put_keys_back:
+                put_back()
 
     def undo(self, step: int) -> Entry:
         """Undo the last edit that is in force.
@@ -173,19 +203,15 @@ class History:
         return self._turn("redo", self.undone, self.done, step)
 
     def note_loss(self, loss: float) -> None:
-        """A step is finished."""
+        """Note the loss of a step that is finished."""
         self.loss = loss
-        for i in range(len(self._entries) - 1, -1, -1):
-            if self._entries[i].loss_after is not None:
-                break
-            self._entries[i] = replace(self._entries[i], loss_after=loss)
 
     def snapshot(self) -> Callable[[], None]:
-        """Keep what is known of losses; the result forgets what steps have told since."""
-        entries, loss = list(self._entries), self.loss
+        """Keep the loss of the last step; the result forgets what steps have told since."""
+        loss = self.loss
 
         def put_back() -> None:
-            self._entries, self.loss = entries, loss
+            self.loss = loss
 
         return put_back
 
@@ -197,28 +223,52 @@ class History:
         with all_or_nothing(self._editor) as group:
             for change in changes:
                 group.do(change)
-        source.pop()
+        source.pop()  # only now: a group that fails leaves the turn where it was
         target.append(Turn(number, group.inverse))
         policy = "as it was before" if kind == "undo" else "as it was when undone"
-        return self._enter(kind, f"{kind} {edited.what}", number, edited.preserves_function, policy, before, step)
+        what = f"{kind} {edited.what}"
+        return self._enter(kind, what, number, edited.preserves_function, policy, before, step, edited.places)
 
     def _enter(
-        self, kind: Any, what: str, of: int, preserves: bool, policy: str, before: tuple[int, int], step: int
+        self,
+        kind: Any,
+        what: str,
+        of: int,
+        preserves: bool,
+        policy: str,
+        before: tuple[int, int],
+        step: int,
+        places: Mapping[str, int],
     ) -> Entry:
         params, nbytes = (now - old for now, old in zip(self._sizes(), before, strict=True))
         layers = len(self._editor.lineup.layers)
-        entry = Entry(len(self._entries), step, kind, what, of, preserves, policy, layers, params, nbytes, self.loss)
+        entry = Entry(
+            len(self._entries), step, kind, what, of, preserves, policy, layers, params, nbytes, places=places
+        )
         self._entries.append(entry)
         return entry
 
+    def _places_in(self, what: str) -> Mapping[str, int]:
+        """Where the layers are now that edits, as they print themselves, name by key."""
+        return {unit.key: i for i, unit in enumerate(self._editor.lineup.layers) if repr(unit.key) in what}
+
     def _sizes(self) -> tuple[int, int]:
-        """Weights of all layers, and their bytes with the optimizer's state."""
+        """Count the weights of all layers, and their bytes with the optimizer's state."""
         layers = self._editor.lineup.layers
         return sum(u.num_params for u in layers), sum(u.nbytes for u in layers) + self._editor.store.masters.state_bytes
 
     def forget(self) -> None:
         """Free layers that nothing can bring back any more."""
         self._editor.forget(set(self.units))
+
+
+def _check(edits: Sequence[Edit]) -> None:
+    if strangers := [edit for edit in edits if not isinstance(edit, Edit)]:
+        shown = repr(strangers[0])
+        raise TypeError(
+            f"apply() was given {shown}, a {type(strangers[0]).__name__} and no edit: say what is to be done, as in "
+            f"apply(Drop({shown if isinstance(strangers[0], int | str) else 0}), Swap(0, 1)), one argument for each edit"
+        )
 
 
 _NOTHING = {"undo": "no edit is in force", "redo": "nothing was undone since the last edit"}

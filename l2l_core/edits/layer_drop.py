@@ -51,7 +51,7 @@ class LayerDrop(Schedule):
         return [key for each in keys for key in draw(relay.config.seed, relay.steps, self.rates(each, relay.steps))]
 
     def rates(self, keys: Sequence[str], step: int) -> dict[str, float]:
-        """The probability of every layer of a stack, given in order, to sit out `step`."""
+        """Give the probability of every layer of a stack, given in order, to sit out `step`."""
         last, rates = max(1, len(keys) - 1), {}
         for i, key in enumerate(keys):
             args = (i / last, step)
@@ -61,7 +61,7 @@ class LayerDrop(Schedule):
 
 
 def draw(seed: int, step: int, rates: Mapping[str, float]) -> list[str]:
-    """The keys of the layers that sit `step` out, given the probability of each; never all of them."""
+    """Draw the keys of the layers that sit `step` out, given the probability of each; never all of them."""
     spared = {key: _uniform(f"{seed}/{step}/{key}/skip") - rate for key, rate in rates.items()}
     out = [key for key, margin in spared.items() if margin < 0]
     if len(out) == len(rates):
@@ -70,7 +70,8 @@ def draw(seed: int, step: int, rates: Mapping[str, float]) -> list[str]:
 
 
 def _uniform(label: str) -> float:
-    """A number from 0 to 1, without 1, that depends on `label` only."""
+    """Make a number from 0 to 1, without 1, of `label` alone."""
+    # Of 48 bits, which a float holds without rounding, so it never becomes 1; Python's hash differs between processes
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=6).digest()) / 2**48
 
 

@@ -5,7 +5,7 @@ Nothing is moved here: `editor.py` moves layers, and tells the line-up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -17,7 +17,7 @@ from l2l_core.surgery import ties_of
 
 @dataclass(frozen=True)
 class Built:
-    """How a model is built, as far as edits change it.
+    """Says how a model is built, as far as edits change it.
 
     Attributes:
         layers: dotted names by key.
@@ -35,7 +35,7 @@ class Built:
 
 
 class Lineup:
-    """The layers of one relay and the stacks that they stand in.
+    """Knows the layers of one relay and the stacks that they stand in.
 
     Invariant: `stacks` holds what the containers hold, in their order, and `layers` all of it and what is in no stack.
 
@@ -85,7 +85,7 @@ class Lineup:
     # -- stacks --------------------------------------------------------------------------------------------------------
 
     def name_of(self, stack: Stack) -> str:
-        """The name that a stack had first: where several are in one Sequential, an edit of one may rename the others."""
+        """Give a stack's first name: where several are in one Sequential, an edit of one may rename the others."""
         return self._names[stack.container]
 
     @property
@@ -94,7 +94,7 @@ class Lineup:
         return self._names
 
     def stack_called(self, name: str) -> Stack:
-        """The stack of that first name, as it is now.
+        """Find the stack of that first name, as it is now.
 
         Raises:
             ValueError: there is none.
@@ -107,7 +107,7 @@ class Lineup:
         )
 
     def units_of(self, stack: Stack) -> tuple[Unit, ...]:
-        """The layers of a stack, in order."""
+        """List the layers of a stack, in order."""
         return tuple(self._units[module] for module in stack.layers)
 
     # -- what a person means -------------------------------------------------------------------------------------------
@@ -119,11 +119,11 @@ class Lineup:
         return Resolver(self.stacks, keys, {unit.module: unit.name for unit in self.layers})
 
     def unit_at(self, where: Where) -> Unit:
-        """The layer that a person means, in a stack or in none; raises what `Resolver.layer` does."""
+        """Find the layer that a person means, in a stack or in none; raises what `Resolver.layer` does."""
         return self._units[self.resolver.layer(where)]
 
     def units_at(self, places: Iterable[Where]) -> set[Unit]:
-        """The layers of stacks that a person means by several places.
+        """Find the layers of stacks that a person means by several places.
 
         Raises:
             ValueError, TypeError: one of them is no layer of a stack.
@@ -139,28 +139,37 @@ class Lineup:
     # -- what has changed ----------------------------------------------------------------------------------------------
 
     def began_as(self, first: Built, containers: Mapping[str, str]) -> None:
-        """The model was another one before the edits that a save tells of; `containers` are its stacks' names here."""
+        """Say that the model was `first` before the edits of a save; `containers` are its stacks' names here."""
         self.first = first
         names = {now: name for name, now in containers.items()}
         self._names = {stack.container: names.get(stack.name, stack.name) for stack in self.stacks}
 
     def new_key(self) -> str:
-        """A key that no layer has or had; the caller may have given out some of this form."""
+        """Give out a key that no layer has or had; the caller may have given out some of this form."""
         while (key := f"L{self.made:03d}") in self.origin:
             self.made += 1
         self.made += 1
         return key
 
+    def keep_keys(self) -> Callable[[], None]:
+        """Keep which keys are given out; the result takes back those that were since, whose layers must be forgotten."""
+        made, origin = self.made, dict(self.origin)
+
+        def put_back() -> None:
+            self.made, self.origin = made, origin
+
+        return put_back
+
     def add(self, unit: Unit) -> None:
-        """There is another layer, which may come to stand in a stack."""
+        """Take note of another layer, which may come to stand in a stack."""
         self._units[unit.module] = unit
 
     def forget(self, unit: Unit) -> None:
-        """A layer is gone for good. Its key stays taken."""
+        """Forget a layer that is gone for good. Its key stays taken."""
         del self._units[unit.module]
 
     def follow(self, name: str, after: Sequence[Unit]) -> bool:
-        """The container of a stack holds the layers `after` now: they follow one another here too, and have its names.
+        """Follow the container of a stack, which holds the layers `after` now: their order and names are taken over.
 
         Args:
             name: that the stack had first.
@@ -169,7 +178,7 @@ class Lineup:
             Whether modules that are no layers may have other names, too.
         """
         stack = self.stack_called(name)
-        gone = set(self.units_of(stack))
+        gone = set(self.units_of(stack))  # `stack` is of the past: its layers are those of before
         first = next(i for i, unit in enumerate(self.layers) if unit in gone)
         self.layers = [*self.layers[:first], *after, *(unit for unit in self.layers[first:] if unit not in gone)]
         now = replace(stack, layers=tuple(unit.module for unit in after))
@@ -182,7 +191,7 @@ class Lineup:
         Such a one may hold an embedding and a head, or the containers of other stacks, which move with its depth.
         """
         moves = any(child not in self._units for child in stack.container._modules.values())
-        if moves:
+        if moves:  # a walk over the whole model, so only where it may find other names
             names = {module: name for name, module in self.model.named_modules()}
             self.stacks = tuple(replace(each, name=names[each.container]) for each in self.stacks)
             for unit in self.layers:

@@ -56,7 +56,7 @@ class NewLayers:
     # -- modules -------------------------------------------------------------------------------------------------------
 
     def checked(self, module: object) -> nn.Module:
-        """A module of the user's that is to become a layer.
+        """Check a module of the user's that is to become a layer.
 
         Raises:
             TypeError: no module.
@@ -81,6 +81,7 @@ class NewLayers:
             ValueError: nobody says how to initialise some of its parameters.
         """
         with same_random_numbers():
+            # A checksum: Python's hash of a string differs from process to process
             RandomState.seeded(zlib.crc32(f"{self._seed}/layer/{self._lineup.made}".encode())).put()
             before = {name: param.detach().clone() for name, param in module.named_parameters()}
             init = getattr(self._lineup.model, "_init_weights", None)  # of transformers' models
@@ -101,7 +102,7 @@ class NewLayers:
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def make(self, module: nn.Module, like: Unit, inherit: Inherit, warmup: int = 0) -> Unit:
-        """A new layer, parked for the time being.
+        """Make a new layer, parked for the time being.
 
         Args:
             module: has parameters of its own.
@@ -135,7 +136,7 @@ class NewLayers:
         return unit
 
     def make_room(self, key: str, module: nn.Module) -> Unit:
-        """A parked layer of a save, still to get its values, its optimizer state and its groups; it may share weights."""
+        """Make room for a parked layer of a save, without values, state and groups yet; it may share weights."""
         shared = {param: block for block in self._lineup.blocks if block.shared for param in block.params}
         unit = build_layer(key, key, module, self._empty, shared)
         self._lineup.add(unit)
@@ -145,7 +146,7 @@ class NewLayers:
         return unit
 
     def _known_of(self, unit: Unit) -> dict[nn.Parameter, _Known]:
-        """What the optimizer has of each parameter of a layer, in a stack or parked."""
+        """Give what the optimizer has of each parameter of a layer, in a stack or parked."""
         sides = [(block, self._parking.side_of(block) or self._store.masters.side_of(block)) for block in unit.blocks]
         return {
             param: _Known(group, side.state.get(master, {}))
@@ -156,7 +157,7 @@ class NewLayers:
     # -- the identity --------------------------------------------------------------------------------------------------
 
     def plan_identity(self, module: nn.Module, stack: Stack, at: int) -> IdentityPlan:
-        """How a layer becomes the identity at a place of a stack.
+        """Find how a layer becomes the identity at a place of a stack.
 
         Raises:
             ValueError: it cannot, or no step has been made yet from which a batch could be taken.
@@ -174,7 +175,7 @@ class NewLayers:
         return plan
 
     def _capture_nearby(self, stack: Stack, wanted: Sequence[nn.Module]) -> dict[nn.Module, Sample]:
-        """What layers are called with in the model as it would be without most of the others, which takes less time."""
+        """Capture what layers are called with in the model without most of the others, which takes less time."""
         model = self._lineup.model
         kept = [layer for i, layer in enumerate(stack.layers) if i == 0 or layer in wanted]
         put_back = rearrange(model, stack, kept, trust=True)
@@ -194,10 +195,11 @@ class NewLayers:
         return plan
 
     def make_identity(self, unit: Unit, plan: IdentityPlan, preceding: Unit) -> dict[nn.Parameter, Held]:
-        """Make a new, parked layer the identity; what its predecessor has to be left with.
+        """Make a new, parked layer the identity; returns what its predecessor has to be left with.
 
         Values that are handed over take along what the optimizer knows of them.
         """
+        # Without what is handed over: the layer before must change by a `Rewrite`, which can be taken back
         apply_plan(replace(plan, handed_over=()), unit.module)
         states, left = states_of(preceding, self._store), {}
         sides = [(m, side) for block, side in self._parking[unit].sides.items() for m in side.masters]
@@ -213,6 +215,15 @@ class NewLayers:
                 left[source] = Held(torch.full_like(source, item.neutral), None)
         return left
 
+    def keep_plans(self) -> Callable[[], None]:
+        """Keep which plans are tried first; the result forgets those that were found since."""
+        plans = dict(self._plans)
+
+        def put_back() -> None:
+            self._plans = plans
+
+        return put_back
+
     # -- whether they fit ----------------------------------------------------------------------------------------------
 
     def try_out(self) -> None:
@@ -224,6 +235,7 @@ class NewLayers:
             ValueError: it does not run; names the neighbours and the shapes.
         """
         lineup, call = self._lineup, self.call
+        # Those that later edits of the group have taken out again are not tried; none is left over if one is refused
         new, self.untried = [unit for unit in self.untried if unit in lineup.layers], []
         for unit in new if call is not None else []:
             stack = next(stack for stack in lineup.stacks if unit.module in stack.layers)
@@ -232,26 +244,26 @@ class NewLayers:
 
 
 class _Known(NamedTuple):
-    """What the optimizer has of a parameter: its group (-1: in none) and its state."""
+    """Holds what the optimizer has of a parameter: its group (-1: in none) and its state."""
 
     group: int
     state: State
 
 
 def _usual_group(param: nn.Parameter, known: Mapping[nn.Parameter, _Known]) -> int:
-    """The group that most of a layer's parameters of the same kind are in, matrices or the rest."""
+    """Find the group that most of a layer's parameters of the same kind are in, matrices or the rest."""
     alike = [other for other in known if (other.dim() > 1) == (param.dim() > 1)]
     groups = Counter(known[other].group for other in alike or known)
     return groups.most_common(1)[0][0] if groups else 0
 
 
 def _masters_over(block: Block) -> list[nn.Parameter]:
-    """The optimizer's own parameters, over the memory of a new block."""
+    """Make the optimizer's own parameters, over the memory of a new block."""
     return [nn.Parameter(view, p.requires_grad) for p, view in zip(block.params, block.views, strict=True)]
 
 
 def copy_of(unit: Unit) -> nn.Module:
-    """A layer's module once more; that of a frozen layer is trained all the same, since it is new."""
+    """Copy a layer's module; the copy of a frozen layer is trained all the same, since it is new."""
     module = deep_copy(unit.module)
     return module.requires_grad_(True) if unit.frozen else module
 
@@ -268,7 +280,7 @@ def set_to_mean(module: nn.Module, a: nn.Module, b: nn.Module) -> None:
 
 
 def pairs(a: nn.Module, b: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Parameters of two layers that have the same name.
+    """Pair the parameters of two layers by their names.
 
     Raises:
         ValueError: one of them is not in both with the same shape.

@@ -28,7 +28,7 @@ _SECOND_MOMENTS = {"square_avg", "sum", "acc_delta", "row_var", "col_var", "vari
 
 
 class Held(NamedTuple):
-    """What a parameter is to have, or had: its values and what the optimizer knows of it (None: it starts anew)."""
+    """Is what a parameter is to have, or had: values, and what the optimizer knows of it (None: it starts anew)."""
 
     value: torch.Tensor
     state: dict[str, Any] | None
@@ -39,13 +39,13 @@ class Held(NamedTuple):
 
 
 def states_of(unit: Unit, store: LayerStore) -> dict[nn.Parameter, State]:
-    """What the optimizer knows of each parameter of a layer that is in a stack; nothing, where it has not been updated."""
+    """Give what the optimizer knows of each parameter of a layer in a stack; nothing, where it has not been updated."""
     state = store.optimizer.state
     return {param: state[master] for param, master in store.masters.by_param(unit).items() if master in state}
 
 
 def inherit(policy: Policy) -> Inherit:
-    """What a new parameter takes over from the state of its model, as a function."""
+    """Make the function that says what a new parameter takes over from the state of its model."""
     if policy == "fresh":
         return lambda state: None
     factor = 1.0 if policy == "copy" else float(policy)
@@ -61,7 +61,7 @@ def inherit(policy: Policy) -> Inherit:
 
 
 def mix(a: State | None, b: State | None, weight: float) -> dict[str, Any] | None:
-    """Both states mixed; whole numbers, the count of steps and what goes with it are those of `a`.
+    """Mix both states; whole numbers, the count of steps and what goes with it are those of `a`.
 
     Where one is missing, or holds other things than the other (groups with other settings), the optimizer starts anew.
     """
@@ -76,11 +76,12 @@ def mix(a: State | None, b: State | None, weight: float) -> dict[str, Any] | Non
 
 
 def in_shape_of(param: torch.Tensor, state: State) -> dict[str, Any]:
-    """A copy of a state for a parameter of another, equally large shape; what is no moment (a count) stays as it is."""
+    """Copy a state for a parameter of another, equally large shape; what is no moment (a count) stays as it is."""
 
     def shaped(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        # A count is a tensor without dimensions, and as large as a parameter of one element
         return value.clone().view_as(param) if value.numel() == param.numel() and value.dim() else value.clone()
 
     return {name: shaped(value) for name, value in state.items()}
@@ -101,7 +102,7 @@ def check_new(policy: object, warmup: object) -> None:
 
 
 def in_words(policy: Policy, warmup: int) -> str:
-    """Both as the journal says them."""
+    """Word both as the journal says them."""
     words = policy if isinstance(policy, str) else f"scaled by {policy:g}"
     return words + (f", warm-up over {warmup} updates" if warmup else "")
 

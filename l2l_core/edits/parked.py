@@ -22,7 +22,7 @@ _AFTER_FULL = "Free some, or let TMPDIR name a larger disk; the layer is in memo
 
 @dataclass(eq=False)
 class Parked:
-    """A layer that waits to be put into a stack.
+    """Is a layer that waits to be put into a stack.
 
     Invariant: while `path` is set, neither its weights nor their optimizer state are in memory.
     """
@@ -54,7 +54,7 @@ class Parked:
             if is_full(error):
                 raise no_room(error, Path(name).parent, sum(t.nbytes for t in tensors.values()), _AFTER_FULL) from error
             raise
-        self.path = Path(name)
+        self.path = Path(name)  # from here on nothing fails: the file is whole, and memory may go
         self._delete = weakref.finalize(self, _delete, self.path, Process())
         self._empty_weights()
         for index, side in enumerate(self.sides.values()):
@@ -80,7 +80,7 @@ class Parked:
             block.let_go(side.masters)
 
     def contents(self) -> dict[Block, tuple[torch.Tensor, list[dict[str, Any] | None]]]:
-        """Master and state of each parameter, by block; what is on disk is mapped from there."""
+        """Give master and state of each parameter, by block; what is on disk is mapped from there."""
         held = {} if self.path is None else load_file(self.path)
         return {
             block: (
@@ -101,6 +101,7 @@ class Parked:
             return
         held = load_file(self.path)
         for index, (block, side) in enumerate(self.sides.items()):
+            # A copy: what was loaded is mapped from the file, which is deleted below
             block.hold(empty(block.layout.numel).copy_(held[f"{index}/master"]), side.masters)
             for known in side.state.values():
                 known.update({key: _bring(value, held) for key, value in known.items()})
@@ -113,12 +114,12 @@ class Parked:
             for number, master in enumerate(side.masters):
                 for key, value in side.state.get(master, {}).items():
                     if isinstance(value, torch.Tensor):
-                        held[f"{index}/{number}/{key}"] = value.contiguous()
+                        held[f"{index}/{number}/{key}"] = value.contiguous()  # the file has no strides; `_Away` has
         return held
 
 
 class Parking:
-    """The parked layers of one relay.
+    """Keeps the parked layers of one relay.
 
     Invariant: the bytes of a parked layer that are in memory are booked, and statistics of steps it has none.
 
@@ -143,7 +144,7 @@ class Parking:
         return self._parked[unit]
 
     def side_of(self, block: Block) -> Side | None:
-        """What the optimizer holds of a parked block; None if it is not parked."""
+        """Give what the optimizer holds of a parked block; None if it is not parked."""
         return self._sides.get(block)
 
     def put(self, parked: Parked) -> None:
@@ -173,7 +174,7 @@ class Parking:
             self._change(unit, lambda parked: parked.fetch(self._empty))
 
     def book_again(self) -> None:
-        """Values have been exchanged: what layers hold may have another size."""
+        """Book anew what layers hold, after values have been exchanged: it may have another size."""
         for unit in list(self._parked):
             self.put(self.take(unit))
 
@@ -186,26 +187,26 @@ class Parking:
         parked = self.take(unit)
         try:
             change(parked)
-        finally:
+        finally:  # also where it failed: the layer is still parked, and booked as it lies now
             self.put(parked)
 
 
 def _delete(path: Path, process: Process) -> None:
-    """A process that was forked from ours must not delete what ours counts on."""
+    """Delete the file, but not from a process that was forked from ours, which counts on it."""
     if process.is_this:
         path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class _Away:
-    """A tensor of the optimizer's state that is in the file."""
+    """Stands for a tensor of the optimizer's state that is in the file."""
 
     name: str
     stride: tuple[int, ...]
 
 
 def _bring(value: Any, held: dict[str, torch.Tensor]) -> Any:
-    """A value of the optimizer's state, from the file if it is there."""
+    """Give a value of the optimizer's state, from the file if it is there."""
     if not isinstance(value, _Away):
         return value
     saved = held[value.name]

@@ -28,7 +28,7 @@ PerStep = Callable[[int], int] | Mapping[int, int]  # by step; a mapping holds e
 
 
 class Steerable(Protocol):
-    """What a schedule asks of a relay."""
+    """Names what a schedule asks of a relay."""
 
     @property
     def config(self) -> RelayConfig: ...
@@ -47,7 +47,7 @@ class Steerable(Protocol):
 
 
 class Schedule:
-    """What is due before the next step. Schedules add up: ``Depth(...) + LayerDrop(0.1)``.
+    """Says what is due before the next step. Schedules add up: ``Depth(...) + LayerDrop(0.1)``.
 
     Attributes:
         trust: whether layers sit out even where that is refused on evidence alone; see `Relay.step`.
@@ -56,11 +56,11 @@ class Schedule:
     trust: bool = False
 
     def edits(self, relay: Steerable) -> Sequence[Edit]:
-        """Edits for now, one group of them, which last; none if all is as it should be."""
+        """List the edits for now, one group, which last; none if all is as it should be."""
         return ()
 
     def skip(self, relay: Steerable) -> Sequence[str]:
-        """Keys of the layers that sit the next step out."""
+        """List the keys of the layers that sit the next step out."""
         return ()
 
     def prepare(self, relay: Steerable) -> None:
@@ -86,7 +86,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Schedules(Schedule):
-    """Several schedules, one after another: each finds the stack as those before it have left it.
+    """Follows several schedules, one after another: each finds the stack as those before it have left it.
 
     `edits` are those of the first one that has something to do.
     """
@@ -112,7 +112,7 @@ class Schedules(Schedule):
 
 
 def stack_of(relay: Steerable, name: str | None) -> tuple[Unit, ...]:
-    """The layers of the stack of that name, or of the only one.
+    """Find the layers of the stack of that name, or of the only one.
 
     Raises:
         ValueError: there is no such stack, or there are several; names them.
@@ -127,12 +127,12 @@ def stack_of(relay: Steerable, name: str | None) -> tuple[Unit, ...]:
 
 
 def within(stack: str | None, where: Any) -> Any:
-    """A place as edits take it: where there is one stack, a position will do."""
+    """Name a place as edits take it: where there is one stack, a position will do."""
     return where if stack is None else (stack, where)
 
 
 def value_at(name: str, values: PerStep, step: int, least: int) -> int | None:
-    """The value for a step; None before the first one of a mapping.
+    """Look the value for a step up; None before the first one of a mapping.
 
     Raises:
         ValueError: a function gave something else than an integer of at least `least`.
@@ -160,7 +160,7 @@ def check_per_step(name: str, values: object, least: int) -> None:
 
 
 def checked(what: str, value: object, least: int) -> int:
-    """An integer that is at least `least`; raises ValueError for anything else."""
+    """Check that `value` is an integer of at least `least`, and return it; raises ValueError for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} is {value!r}: must be an integer of at least {least}")
     return value

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class TornStep(RuntimeError):
-    """An error came after some layers had been updated and others not.
+    """Says that an error came after some layers had been updated and others not.
 
     Attributes:
         updated: keys of the layers that hold the new weights.
@@ -18,4 +18,4 @@ class TornStep(RuntimeError):
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or gradient is infinite or not a number; names the layer that produced it first."""
+    """Says that a loss or gradient is infinite or not a number; names the layer that produced it first."""

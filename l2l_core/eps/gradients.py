@@ -19,7 +19,7 @@ from l2l_core.rules import MAX_UNDER_WAY
 
 
 class Gradients:
-    """Gradients of one step after the other.
+    """Holds the gradients of one step after the other.
 
     Args:
         host: gets the bytes of buffers booked.
@@ -47,7 +47,7 @@ class Gradients:
         self._bounded, self._gives_up = bounded, False
 
     def buffer(self, numel: int, bounded: bool = False) -> torch.Tensor:
-        """A host buffer for one gradient, shape (numel,), until `release`.
+        """Hand out a host buffer for one gradient, shape (numel,), until `release`.
 
         A `bounded` buffer is handed out only while few gradients are under way, so that the EPS falling behind slows
         backward down instead of filling the host.
@@ -68,7 +68,7 @@ class Gradients:
         return buffer
 
     def release(self, buffer: torch.Tensor) -> None:
-        """A gradient has been used."""
+        """Take back the buffer of a gradient that has been used."""
         with self._room:
             self._under_way.discard(id(buffer))
             self._free.setdefault(buffer.numel(), []).append(buffer)
@@ -82,6 +82,7 @@ class Gradients:
     def take_part(self, block: Block, k: int, wanted: Sequence[int]) -> dict[int, torch.Tensor]:
         """Take out copies of what has come of micro-batch `k` for some of the block's parameters, by index."""
         piece = self._apart[block][k]
+        # Copies, since the buffer goes back; and taken out, since what is lent returns within the next part
         taken = {i: view.clone() for i, view in piece.views().items() if i in wanted}
         self._apart[block][k] = piece.without(list(taken))
         return taken
@@ -107,12 +108,12 @@ class Gradients:
         return new
 
     def give_up(self) -> None:
-        """The step has failed: whoever waits for room goes on."""
+        """Let whoever waits for room go on, since the step has failed."""
         with self._room:
             self._gives_up = True
             self._room.notify_all()
 
     def forget(self) -> None:
-        """Gradients under way are lost with their step, and their buffers with them."""
+        """Let go of gradients under way, which are lost with their step, and of all buffers."""
         self._free.clear()
         self._under_way.clear()

@@ -22,7 +22,7 @@ from l2l_core.model import keep
 
 @dataclass(eq=False)
 class Side:
-    """What the optimizer holds of a block: its masters, the group of each (-1: in none), and their state."""
+    """Is what the optimizer holds of a block: its masters, the group of each (-1: in none), and their state."""
 
     masters: list[nn.Parameter]
     groups: list[int]
@@ -41,7 +41,7 @@ class _Mine:
 
 
 class Masters:
-    """The blocks of all units, and the optimizer over them.
+    """Holds the blocks of all units, and the optimizer over them.
 
     Invariant: the optimizer's groups hold the parameters over the masters of `blocks`, each at most once; the host's ledger
     has the bytes of masters and of the optimizer's state.
@@ -76,6 +76,7 @@ class Masters:
         }
         self._model_params = {master: param for param, master in masters.items()}
         replace_params(optimizer, masters)
+        # Only now: a slice looks for its parameters in the whole's groups, which have held masters since the line above
         self._mine = {
             block: _Mine(own := [masters[p] for p in block.params], slice_of(optimizer, own)) for block in self.blocks
         }
@@ -89,26 +90,26 @@ class Masters:
     # -- of a block ----------------------------------------------------------------------------------------------------
 
     def params_of(self, block: Block) -> list[nn.Parameter]:
-        """The optimizer's parameters of a block that is here, in the order of its own."""
+        """Give the optimizer's parameters of a block that is here, in the order of its own."""
         return self._mine[block].params
 
     def part_of(self, block: Block) -> Optimizer:
-        """The optimizer restricted to a block; its state is the whole one's."""
+        """Give the optimizer restricted to a block; its state is the whole one's."""
         return self._mine[block].part
 
     def all_params(self) -> dict[Block, list[nn.Parameter]]:
-        """The same as `params_of`, of all blocks."""
+        """Give the same as `params_of`, for all blocks."""
         return {block: mine.params for block, mine in self._mine.items()}
 
     def side_of(self, block: Block) -> Side:
-        """What the optimizer holds of a block that is here."""
+        """Collect what the optimizer holds of a block that is here."""
         masters = self.params_of(block)
         group_of = {p: i for i, group in enumerate(self.part_of(block).param_groups) for p in group["params"]}
         state = {p: self.optimizer.state[p] for p in masters if p in self.optimizer.state}
         return Side(masters, [group_of.get(p, -1) for p in masters], state)
 
     def by_param(self, unit: Unit) -> dict[nn.Parameter, nn.Parameter]:
-        """The optimizer's parameter for each of a unit's."""
+        """Give the optimizer's parameter for each of a unit's."""
         pairs = (zip(block.params, self.params_of(block), strict=True) for block in unit.blocks)
         return {param: master for pair in pairs for param, master in pair}
 
@@ -118,12 +119,12 @@ class Masters:
         return self._model_params
 
     def in_order(self) -> list[nn.Parameter]:
-        """All of the optimizer's parameters in the model's order, in which a norm over all of them adds up."""
+        """List all of the optimizer's parameters in the model's order, in which a norm over all of them adds up."""
         self._order = self._order or {param: index for index, param in enumerate(self._order_of_model())}
         return sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
 
     def states(self) -> dict[nn.Parameter, Mapping[str, Any]]:
-        """What the optimizer knows of each of the model's parameters."""
+        """Give what the optimizer knows of each of the model's parameters."""
         return {self._model_params[p]: known for p, known in self.optimizer.state.items() if p in self._model_params}
 
     # -- layers come and go --------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class Masters:
         kept = {unit: {block: self.side_of(block) for block in unit.blocks if not block.shared} for unit in units}
         sides = {block: side for one in kept.values() for block, side in one.items()}
         masters = {master for side in sides.values() for master in side.masters}
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups:  # new lists: whoever may take this back holds the old ones
             group["params"] = [param for param in group["params"] if param not in masters]
         for master in masters:
             del self._model_params[master]
@@ -194,6 +195,7 @@ class Masters:
     def regroup(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Let the optimizer's groups hold other parameters, between two steps: one list of the model's for each."""
         self.arrange(groups)
+        # A part is lent settings group by group: a parameter left in its old group would go by the wrong ones
         for mine in self._mine.values():
             mine.part = slice_of(self.optimizer, mine.params)
 
@@ -209,6 +211,7 @@ class Masters:
 
         def undo() -> None:
             for block, master, version in masters:
+                # Into the same memory, of which the model's parameters and the optimizer's are views
                 block.master.copy_(master)
                 block.version = version
             put_optimizer_back()
@@ -217,7 +220,7 @@ class Masters:
         return undo
 
     def plain_optimizer(self, twin: nn.Module, model: nn.Module) -> Optimizer:
-        """A copy of the optimizer over the parameters of `twin`, a copy of `model`; the two optimizers share nothing."""
+        """Make a copy of the optimizer over the parameters of `twin`, a copy of `model`; the two share nothing."""
         counterpart = dict(zip(model.parameters(), twin.parameters(), strict=True))
         stands_for = {
             master: counterpart[param] for master, param in self._model_params.items() if param in counterpart
@@ -247,7 +250,7 @@ class Masters:
         self._book_state(sum(map(state_bytes, self.optimizer.state.values())) - self._state_bytes)
 
     def _book_state(self, nbytes: int) -> None:
-        """So many bytes of the optimizer's state more."""
+        """Book so many bytes of the optimizer's state more, or release them where there are fewer."""
         if nbytes > 0:
             self._host.book("optimizer", "state", nbytes)
         elif nbytes < 0:
@@ -256,5 +259,5 @@ class Masters:
 
 
 def warmth_of(block: Block) -> float:
-    """By what the block's next update multiplies the learning rate: rises to 1 over its warm-up."""
+    """Give the factor of the learning rate in the block's next update, which rises to 1 over its warm-up."""
     return min(1.0, (block.version + 1) / block.warmup) if block.warmup else 1.0

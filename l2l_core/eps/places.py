@@ -22,26 +22,26 @@ from l2l_core.eps.reducer import Alone, Reducer
 
 
 class Place(Protocol):
-    """Where weights are. Between `begin` and `end` lies one pass, in which a block is lent before every load of it."""
+    """Knows where weights are. From `begin` to `end` is one pass, in which a block is lent before every load of it."""
 
     def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
-        """A pass begins that will load weights of these units, in about this order, as `dtype`."""
+        """Begin a pass that will load weights of these units, in about this order, as `dtype`."""
 
     def lend(self, block: Block) -> torch.Tensor:
-        """What a load of the block copies from, shape (numel,), on the host: its values as they were at `begin`."""
+        """Give what a load of the block copies from, (numel,), on the host: its values as they were at `begin`."""
 
     def take_back(self, block: Block) -> None:
-        """A load of the block is over, or given up: nobody reads what was lent any more."""
+        """Take back what was lent: a load of the block is over, or given up, and nobody reads it any more."""
 
     def end(self) -> None:
-        """The pass is over, whatever happened in it."""
+        """End the pass, whatever happened in it."""
 
     def close(self) -> None:
         """Give up threads and files."""
 
 
 class InHostMemory:
-    """Masters in memory, lent as they are, or as casts of them to devices whose copies cannot cast on the way.
+    """Lends masters in memory, as they are, or as casts of them to devices whose copies cannot cast on the way.
 
     Args:
         device: where the loads go, and what pins host memory.
@@ -87,11 +87,11 @@ class InHostMemory:
 
     def end(self) -> None:
         casts, self._casts = self._casts, {}
-        for cast in casts.values():
+        for cast in casts.values():  # all of them first: while one is waited for, the next must not begin
             cast.cancel()
         for cast in casts.values():
             if not cast.cancelled():
-                cast.exception()
+                cast.exception()  # waits without raising: who wanted this cast has had its error
 
     def close(self) -> None:
         self.end()

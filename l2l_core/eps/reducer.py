@@ -11,14 +11,14 @@ class Reducer(Protocol):
     """Makes one gradient of those of all workers. Called on the EPS's thread, block by block, in one order everywhere."""
 
     def reduce(self, block: Block, piece: GradientPiece) -> GradientPiece:
-        """The gradient to update a block with, given this worker's own; in the same buffer."""
+        """Give the gradient to update a block with, in the same buffer as `piece`, which is this worker's own."""
 
     def gather(self, block: Block) -> None:
         """Make a block's master whole before it is lent, where this worker holds a part of it."""
 
 
 class Alone:
-    """One worker: its gradient is the gradient, and its masters are whole."""
+    """Is the reducer of one worker, whose gradient is the gradient, and whose masters are whole."""
 
     def reduce(self, block: Block, piece: GradientPiece) -> GradientPiece:
         return piece

@@ -24,7 +24,7 @@ from l2l_core.eps.updates import Whole, check_rates
 
 
 def dry_store(store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor]) -> LayerStore:
-    """An EPS over the same masters, on the same thread, whose steps have no effect; no step of `store` may be under way.
+    """Make an EPS over the same masters, on the same thread, without effect; no step of `store` may be under way.
 
     It writes to nothing that `store` holds, but for `grad` of the masters while gradients are clipped, and statistics.
 
@@ -37,7 +37,7 @@ def dry_store(store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tens
 
 
 class ToScratch:
-    """An `Update` that updates scratch memory of each gradient's form."""
+    """Is an `Update` that updates scratch memory of each gradient's form."""
 
     def __init__(self, masters: Masters) -> None:
         self._masters = masters
@@ -77,12 +77,12 @@ class ToScratch:
         return self._masters.side_of(block).nbytes if known is None else known
 
     def _idle_bytes(self, block: Block, piece: GradientPiece) -> int:
-        """Bytes of the state of parameters that get no update, which they have from earlier steps."""
+        """Count the bytes of state that parameters without an update have from earlier steps."""
         side, moving = self._masters.side_of(block), piece.views()
         return sum(state_bytes(side.state.get(p, {})) for i, p in enumerate(side.masters) if i not in moving)
 
     def _scratch_of(self, block: Block, piece: GradientPiece) -> _Scratch:
-        """Scratch memory of the gradient's form; those of one form share it."""
+        """Find scratch memory of the gradient's form; those of one form share it."""
         groups = self._masters.side_of(block).groups
         form = piece.trained.layout, piece.covers, tuple(groups[i] for i in piece.trained.indices)
         if form not in self._scratch:
@@ -93,7 +93,7 @@ class ToScratch:
 
 
 class _Scratch:
-    """Weights of the form of one gradient, and an optimizer of the user's kind over them.
+    """Holds weights of the form of one gradient, and an optimizer of the user's kind over them.
 
     It begins with what the optimizer knows of such weights: what is counted in groups belongs to that.
     """
@@ -129,7 +129,7 @@ class _Scratch:
             param.grad = None
 
     def everything(self) -> dict[str, torch.Tensor]:
-        """The weights and all that the optimizer keeps of them."""
+        """List the weights and all that the optimizer keeps of them, by name."""
         state = self._part.state
         kept = {f"{i} {name}": v for i, p in enumerate(self._params) for name, v in state.get(p, {}).items()}
         return {"flat": self.flat, **kept}

@@ -59,7 +59,7 @@ class LayerStore:
     ) -> None:
         self.masters, self.gradients, self.update = masters, gradients, update
         self.thread, self.reducer = thread, reducer
-        self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches there are parts
+        self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
         self._jobs: list[Future[None]] = []
         self._config, self._trace, self._failed = RelayConfig(), Trace(), False
 
@@ -73,7 +73,7 @@ class LayerStore:
         cores: int,
         findings: Findings,
     ) -> LayerStore:
-        """The EPS of a relay: the user's optimizer updates.
+        """Make the EPS of a relay, in which the user's optimizer updates.
 
         Args:
             units, optimizer, order, host: as in `Masters`.
@@ -114,6 +114,7 @@ class LayerStore:
             send: starts copies to the host.
             k: the micro-batch, where those of a block are kept apart.
         """
+        # A part waits for its sum: counted as under way, a few of them would keep the next one waiting for ever
         here = replace(piece, flat=self.gradients.buffer(piece.trained.numel, bounded=k is None))
         if k is None:
             pushed = send([(here.flat, piece.flat)])
@@ -121,25 +122,25 @@ class LayerStore:
         else:
             targets, sources = here.views(), piece.views()
             pushed = send([(targets[i], source) for i, source in sources.items()])
-            self._came.add((block, k))
+            self._came.add((block, k))  # here, not when it is added: `has_part` must know of one on its way
             self._submit(lambda: self._have_part(unit, block, k, here, pushed))
         return pushed
 
     def has_part(self, block: Block, k: int) -> bool:
-        """Whether a visit has brought a gradient of micro-batch `k` that is kept apart."""
+        """Tell whether a visit has brought a gradient of micro-batch `k` that is kept apart."""
         return (block, k) in self._came
 
     def lend_part(self, block: Block, k: int, wanted: Sequence[int]) -> dict[int, torch.Tensor]:
         """Give out what has come for some of the block's parameters, by index; the next part brings it back, and more."""
         lent: dict[int, torch.Tensor] = {}
         self._submit(lambda: lent.update(self.gradients.take_part(block, k, wanted)))
-        self._jobs[-1].exception()
+        self._jobs[-1].exception()  # in order: all parts before are added; an error stays there for `wait`
         return lent
 
     def complete(self, block: Block) -> None:
         """Say that no more parts of `block` will come; eager updates do not wait any longer."""
         if self._config.update == "eager":
-            self._submit(lambda: self._fold(block) or self._update(block))
+            self._submit(lambda: self._fold(block) or self._update(block))  # `_fold` gives None, so both run
 
     def finish(self) -> None:
         """Wait for all gradients and updates; deferred updates happen here.
@@ -147,7 +148,7 @@ class LayerStore:
         Raises:
             NonFiniteError, or whatever the optimizer raised.
         """
-        self.wait()
+        self.wait()  # until then the thread may add to what is gone through here
         for block in self.gradients.unfolded:
             self._submit(lambda block=block: self._fold(block))  # type: ignore[misc]
         self.wait()
@@ -156,7 +157,7 @@ class LayerStore:
         self.wait()
         if self._config.update == "deferred":
             self.update.gathered(self.gradients.whole)
-        whole = dict(self.gradients.whole)  # updates take them out, and hooks afterwards want to see them
+        whole = dict(self.gradients.whole)  # hooks see what updates take out: no buffer is filled before the next step
         for block in whole:
             self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
         self.wait()
@@ -176,7 +177,7 @@ class LayerStore:
 
     def roll_back(self) -> None:
         """Undo this step's updates where an undo log was kept, and forget its gradients."""
-        self._failed = True
+        self._failed = True  # jobs that wait do nothing now, and the one at work must end before its writes are undone
         for job in self._jobs:
             job.exception()
         self.update.undo()
@@ -197,7 +198,7 @@ class LayerStore:
 
     def close(self) -> None:
         """Join the thread and give the optimizer the model's own parameters back."""
-        self.thread.shutdown(wait=True)
+        self.thread.shutdown(wait=True)  # first: a job may still step over the masters
         self.masters.give_back()
 
     def _submit(self, work: Callable[[], Any]) -> None:
@@ -208,7 +209,7 @@ class LayerStore:
                 work()
             except BaseException:
                 self._failed = True
-                self.gradients.give_up()
+                self.gradients.give_up()  # the training thread may wait for room that no update will make
                 raise
 
         job = self.thread.submit(guarded)
@@ -263,14 +264,14 @@ class LayerStore:
             self.masters.owner[block].stats.update(stats)
 
     def _record(self, kind: str, block: Block, piece: GradientPiece, start_s: float, k: int = -1) -> None:
-        """Work on a gradient; its bytes are those of the weights that it is of."""
+        """Add an event for work on a gradient, with the bytes of its buffer, padding included."""
         t0 = self._trace.began_s
         key = block.key
         self._trace.add(Event("eps", kind, start_s - t0, time.perf_counter() - t0, key, k, piece.flat.nbytes))
 
 
 def _checked(unit: Unit, block: Block, piece: GradientPiece) -> float:
-    """The norm of a gradient, which may be infinite by overflow alone.
+    """Compute the norm of a gradient, which may be infinite by overflow alone.
 
     Raises:
         NonFiniteError: an element of it is not finite.

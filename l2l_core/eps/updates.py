@@ -31,7 +31,7 @@ Whole = dict[Block, GradientPiece]
 
 
 class Update(Protocol):
-    """What an EPS does with whole gradients. Between `begin` and `finish` or `undo` lies one step.
+    """Says what an EPS does with whole gradients. Between `begin` and `finish` or `undo` lies one step.
 
     Attributes:
         updated: blocks that may hold new weights in this step.
@@ -51,19 +51,19 @@ class Update(Protocol):
         """
 
     def gathered(self, whole: Whole) -> None:
-        """All gradients of a deferred step are there; what hooks make of them is in `whole` afterwards."""
+        """Hear that all gradients of a deferred step are there; what hooks make of them is in `whole` afterwards."""
 
     def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
         """Update a block; returns statistics of it. Before it writes it calls `Masters.before_write`."""
 
     def finish(self, whole: Whole) -> None:
-        """The step's last update is done; `whole` is what the updates used, where they were deferred."""
+        """Hear that the step's last update is done; `whole` is what the updates used, where they were deferred."""
 
     def undo(self) -> None:
         """Undo the step's updates if they were logged; else `updated` says what they were."""
 
     def state_bytes_of(self, block: Block) -> int:
-        """Bytes that the optimizer keeps of a block."""
+        """Count the bytes that the optimizer keeps of a block."""
 
 
 class ByOptimizer:
@@ -109,6 +109,7 @@ class ByOptimizer:
     def _fire_before(self, fire: Callable[[], None]) -> None:
         """Fire pre-hooks; what they make of the settings is taken back with the step."""
         if self._hooks.has_pre:
+            # Without the state, which may be as large as the weights: `_snapshot` keeps that, of what is updated
             self._settings_back = keep_without(vars(self._optimizer), {"state"})
             try:
                 fire()
@@ -130,7 +131,7 @@ class ByOptimizer:
             merge(self._settings, update_part(self._masters.part_of(block), self._optimizer, warmth_of(block)))
         finally:
             for param in self._masters.params_of(block):
-                param.grad = None
+                param.grad = None  # a view of a buffer that the next gradient gets
         size = float(torch.linalg.vector_norm(before))
         moved = float(torch.linalg.vector_norm(_sample(block, piece.trained) - before))
         block.version += 1
@@ -146,7 +147,7 @@ class ByOptimizer:
         self._masters.book_state()
 
     def undo(self) -> None:
-        for undo in reversed(self._log):
+        for undo in reversed(self._log):  # a hook and an update may both have kept a block: the older copy comes last
             undo()
         if self._log:
             self.updated.clear()
@@ -163,13 +164,13 @@ class ByOptimizer:
         return self._masters.side_of(block).nbytes
 
     def _before_hook_writes(self, block: Block) -> None:
-        """A step hook is about to change weights: branches and the way back need those that there are."""
+        """Keep weights that a step hook is about to change: branches and the way back need them."""
         if self._is_logged:
             self._log.append(self._snapshot(block))
         self._masters.before_write(block)
 
     def _snapshot(self, block: Block, piece: GradientPiece | None = None) -> Callable[[], None]:
-        """An undo for one block: of what an update with this gradient may change, 12 bytes per parameter with AdamW."""
+        """Copy what an update with this gradient may change, 12 bytes per parameter with AdamW; returns the undo."""
         params, version = self._masters.params_of(block), block.version
         indices = list(piece.views()) if piece is not None and self._spares_others else range(len(params))
         values = {params[i]: block.views[i].clone() for i in indices}
@@ -181,17 +182,17 @@ class ByOptimizer:
             with torch.no_grad():
                 for param, value in values.items():
                     param.copy_(value)
-                    known.pop(param, None)
+                    known.pop(param, None)  # also of those that had no state before the step
             known.update(state)
 
         return undo
 
 
 def check_rates(masters: Masters, optimizer: Optimizer) -> None:
-    """Whether the optimizer would take a step at the rates and in the mode that it has now.
+    """Refuse an optimizer that would not take a step at the rates and in the mode that it has now.
 
     Raises:
-        ValueError: it would not.
+        ValueError: a block warms up, and settings follow the rate; or the mode is one without steps.
     """
     if masters.findings.follows_rate and (warm := [block for block in masters.blocks if warmth_of(block) < 1]):
         masters.findings.refuse_warm_up(warm[0].key, optimizer)
@@ -210,13 +211,13 @@ def clip(masters: Masters, whole: Mapping[Block, GradientPiece], max_norm: float
     """Scale all gradients by their norm together, as `torch.nn.utils.clip_grad_norm_` does in the model's order."""
     for block, piece in whole.items():
         let_have(masters.params_of(block), piece)
-    nn.utils.clip_grad_norm_(masters.in_order(), max_norm)
+    nn.utils.clip_grad_norm_(masters.in_order(), max_norm)  # in place, so in the buffers that updates will use
 
 
 def _sample(block: Block, trained: Trained) -> torch.Tensor:
-    """A copy of evenly spaced weights of those that are trained: what the size of an update is told by, (samples,).
+    """Copy evenly spaced weights of those that are trained, by which the size of an update is told: (samples,).
 
-    About `_SAMPLED` of them, and at least one of every parameter.
+    They are about `_SAMPLED`; where parameters are frozen, at least one of every one that is trained.
     """
     if all(trained.flags):
         return block.master[:: -(-len(block.master) // _SAMPLED) or 1].clone()

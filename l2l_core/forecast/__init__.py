@@ -20,12 +20,16 @@ from l2l_core.forecast.formula import Machine as Machine
 from l2l_core.forecast.formula import Shapes as Shapes
 from l2l_core.forecast.from_config import forecast_config as forecast_config
 from l2l_core.forecast.from_relay import LastStep as LastStep
+from l2l_core.forecast.from_relay import advise as advise
 from l2l_core.forecast.from_relay import forecast_step as forecast_step
 from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
 from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
 from l2l_core.forecast.replay import simulate as simulate
+from l2l_core.forecast.smallest import Priced as Priced
+from l2l_core.forecast.smallest import WhatFits as WhatFits
+from l2l_core.forecast.smallest import what_fits as what_fits
 from l2l_core.forecast.stands import StandIn as StandIn
 from l2l_core.forecast.stands import in_chunks as in_chunks
 from l2l_core.forecast.stands import in_turn as in_turn

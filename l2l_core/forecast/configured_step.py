@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import SHELL, Job, Memory, Op, PartCost, Stay, TurnCost
 from l2l_core.forecast.families import ModelShapes, count, slot_numel
-from l2l_core.forecast.formula import Machine, Shapes, cost_of_moving
+from l2l_core.forecast.formula import Machine, Sized, cost_of_moving, costs_by_formula
 from l2l_core.forecast.from_costs import Costs
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.stands import pattern
@@ -87,26 +87,25 @@ def _profile_of(step: ConfiguredStep, micro_batches: int) -> Profile:
 
     Attention's products count as `2 * length * width` more parameters: 4 operations per token, position and width.
     """
-    model, machine = step.model, step.machine
+    model, machine, precision = step.model, step.machine, step.config.precision
     products = 2 * step.length * model.width
     head = model.head_params if not model.per_row else max(1, model.head_params // 3)
-    shapes = Shapes(
-        layer_params=[count(model.layer) + products] * model.depth,
-        shell_params=head,
-        layer_trained=[count(model.trained[0]) + products] * model.depth,
-        shell_trained=head if model.trained[1] else 0,
-        tokens=step.tokens,
-        boundary_bytes=step.boundary_bytes,
-        micro_batches=micro_batches,
-        stash=step.config.stash,
-        precision=step.config.precision,
-    )
-    profile = Profile.of_shapes(shapes, machine)
-    moved = [
-        cost_of_moving(machine, step.config.precision, slot_numel(held), slot_numel(trained), count(trained))
+    layer, shell = (
+        cost_of_moving(machine, precision, slot_numel(held), slot_numel(trained), count(trained))
         for held, trained in zip((model.layer, model.shell), model.trained, strict=True)
-    ]
-    layers = {key: moved[key == SHELL] for key in profile.layers}
+    )
+    one = Sized(count(model.layer) + products, count(model.trained[0]) + products, layer)
+    settings = {"micro_batches": micro_batches, "stash": step.config.stash, "precision": precision}
+    costs = costs_by_formula(
+        [one] * model.depth,
+        Sized(head, head if model.trained[1] else 0, shell),
+        machine,
+        settings,
+        step.tokens,
+        step.boundary_bytes,
+    )
+    profile = Profile(**costs)
+    layers = dict(profile.layers)
     if step.parts_shell:
         profile = _with_parts(profile, slot_numel(model.shell), model.head_params)
         layers[SHELL] = layers[SHELL]._replace(push_bytes=0)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from l2l_core.forecast.configured_step import ConfiguredStep, costs_of
 from l2l_core.forecast.memory_walk import MemoryWalk
+from l2l_core.forecast.smallest import device_bytes
 from l2l_core.rules import MAX_UNDER_WAY
 from l2l_core.trace import format_bytes
 
@@ -48,9 +49,9 @@ def advise(step: ConfiguredStep, batch: int, memory_bytes: int | None, host_byte
 def _need(step: ConfiguredStep, place: str) -> int:
     """Bytes at the peak; of gradients in host memory as many as there may be."""
     costs = costs_of(step)
-    high = MemoryWalk(costs.profile).rise(place, costs.stands, {}).high
     if place == "device":
-        return high
+        return device_bytes(costs)
+    high = MemoryWalk(costs.profile).rise(place, costs.stands, {}).high
     layer, shell = step.gradient_bytes
     many = step.model.depth if step.config.update == "deferred" else min(MAX_UNDER_WAY, step.model.depth)
     apart = step.config.micro_batches + 1 if step.parts_shell else 1

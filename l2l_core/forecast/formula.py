@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, LayerCost, Op, Stay, TurnCost
 from l2l_core.rules import gradient_slots, weight_itemsize, weight_slots
@@ -94,6 +94,23 @@ class Shapes:
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be positive")
 
 
+class Sized(NamedTuple):
+    """A layer, or the shell, as a formula sees it.
+
+    What computes is counted apart from what moves: attention's products are compute that nobody loads, and a slot is
+    padded.
+    """
+
+    params: int  # each is 2 operations per token forward
+    trained: int  # of these
+    moving: LayerCost
+
+    @staticmethod
+    def of(machine: Machine, precision: str, params: int, trained: int) -> Sized:
+        """One of which every parameter computes and moves, without padding."""
+        return Sized(params, trained, cost_of_moving(machine, precision, params, trained, trained))
+
+
 def cost_of_moving(machine: Machine, precision: str, loaded: int, pushed: int, updated: int) -> LayerCost:
     """The cost of a layer, or of the shell, from numbers of elements: in the slot, in its gradient, and trained ones."""
     gradient_bytes = 4 * pushed
@@ -102,67 +119,85 @@ def cost_of_moving(machine: Machine, precision: str, loaded: int, pushed: int, u
 
 
 def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
-    """The fields of a `Profile`.
+    """The fields of a `Profile`, with the memory at its peak as with one layer ahead; see `costs_by_formula`."""
+    layer_trained, shell_trained = shapes.trained
+    layers = [
+        Sized.of(machine, shapes.precision, params, trained)
+        for params, trained in zip(shapes.layer_params, layer_trained, strict=True)
+    ]
+    shell = Sized.of(machine, shapes.precision, shapes.shell_params, shell_trained)
+    slots = {
+        "weights": shell.moving.load_bytes + weight_slots(1) * max(layer.moving.load_bytes for layer in layers),
+        "gradients": shell.moving.push_bytes + gradient_slots(1) * max(layer.moving.push_bytes for layer in layers),
+    }
+    parked = 4 if shapes.stash == "host" else len(layers) * shapes.micro_batches
+    peak = {**slots, "stash": parked * shapes.boundary_bytes, "activations": shapes.activation_bytes}
+    settings = {name: getattr(shapes, name) for name in ("micro_batches", "stash", "precision")}
+    costs = costs_by_formula(layers, shell, machine, settings, shapes.tokens, shapes.boundary_bytes)
+    return {**costs, "memory": (("device", peak),)}
+
+
+def costs_by_formula(
+    layers: Sequence[Sized],
+    shell: Sized,
+    machine: Machine,
+    settings: Mapping[str, Any],
+    tokens: int,
+    boundary_bytes: int,
+) -> dict[str, Any]:
+    """The fields of a `Profile`, but for its memory.
 
     A token costs 2 operations per parameter forward, 6 in backward with recompute, 4 without (the last layer does not run
-    twice); attention's own products are left out. Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1. Of a
-    frozen parameter backward needs 2 less, and it has no gradient to push. Layers before the first that is trained have no
-    backward; a shell that is trained is taken to be so before the first layer.
+    twice). Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1. Of a frozen parameter backward needs 2
+    less, and it has no gradient to push. Layers before the first that is trained have no backward; a shell that is trained
+    is taken to be so before the first layer.
+
+    Args:
+        layers, shell: the model; attention's own products count where they are among the parameters.
+        machine: its figures.
+        settings: of the step: "micro_batches", "stash", "precision".
+        tokens, boundary_bytes: of a micro-batch.
     """
-    layer_params, shell_params, micro_batches = shapes.layer_params, shapes.shell_params, shapes.micro_batches
-    layer_trained, shell_trained = shapes.trained
-    boundary_bytes, on_host = shapes.boundary_bytes, shapes.stash == "host"
-    width = weight_itemsize(shapes.precision)
-    depth = len(layer_params)
-    keys = [f"L{index:03d}" for index in range(depth)]
-    per_param_s = 2 * shapes.tokens / machine.flops_per_s
+    on_host = settings["stash"] == "host"
+    keys = [f"L{index:03d}" for index in range(len(layers))]
+    per_param_s = 2 * tokens / machine.flops_per_s
 
-    def layer(params: int, trained: int) -> LayerCost:
-        return cost_of_moving(machine, shapes.precision, params, trained, trained)
+    def forward_s(of: Sized) -> float:
+        return of.params * per_param_s
 
-    def backward_s(params: int, trained: int) -> float:
-        return (params + trained) * per_param_s
+    def backward_s(of: Sized) -> float:
+        return (of.params + of.trained) * per_param_s
 
     def turns(ops: Sequence[Op], fetched: int, parked: int) -> tuple[TurnCost, ...]:
         moved = (0, fetched * boundary_bytes, parked * boundary_bytes) if on_host else (0, 0, 0)
-        return tuple(TurnCost(k, tuple(ops), *moved) for k in range(micro_batches))
+        return tuple(TurnCost(k, tuple(ops), *moved) for k in range(settings["micro_batches"]))
 
+    last = len(layers) - 1
     forward = [
-        Stay(key, visit, turns([Op("forward", key, visit, params * per_param_s)], 1, 1))
-        for visit, (key, params) in enumerate(zip(keys[:-1], layer_params[:-1], strict=True))
+        Stay(key, visit, turns([Op("forward", key, visit, forward_s(layer))], 1, 1))
+        for visit, (key, layer) in enumerate(zip(keys[:last], layers[:last], strict=True))
     ]
-    last, params = depth - 1, layer_params[-1]
     turn = [
-        Op("forward", keys[last], last, params * per_param_s),
-        Op("loss", SHELL, -1, (2 * shell_params + shell_trained) * per_param_s),
-        Op("backward", keys[last], depth, backward_s(params, layer_trained[-1])),
+        Op("forward", keys[last], last, forward_s(layers[last])),
+        Op("loss", SHELL, -1, forward_s(shell) + backward_s(shell)),
+        Op("backward", keys[last], last + 1, backward_s(layers[last])),
     ]
-    first = 0 if shell_trained else next(i for i, trained in enumerate(layer_trained) if trained)
+    first = 0 if shell.trained else next(i for i, layer in enumerate(layers) if layer.trained)
     backward = [
         Stay(keys[i], visit, turns([Op("backward", keys[i], visit, seconds)], 2, 1))
         for i in range(last - 1, first - 1, -1)
-        for visit, seconds in [
-            (2 * depth - 1 - i, layer_params[i] * per_param_s + backward_s(layer_params[i], layer_trained[i]))
-        ]
+        for visit, seconds in [(2 * last + 1 - i, forward_s(layers[i]) + backward_s(layers[i]))]
     ]
-    slots = {  # as with one layer ahead
-        "weights": width * (shell_params + weight_slots(1) * max(layer_params)),
-        "gradients": 4 * (shell_trained + gradient_slots(1) * max(layer_trained)),
-    }
-    held = (4 if on_host else depth * micro_batches) * boundary_bytes
-    peak = {**slots, "stash": held, "activations": shapes.activation_bytes}
-    settings = {name: getattr(shapes, name) for name in ("micro_batches", "stash", "precision")}
     return {
         "layers": {
-            **{k: layer(p, t) for k, p, t in zip(keys, layer_params, layer_trained, strict=True)},
-            SHELL: layer(shell_params, shell_trained),
+            **{key: layer.moving for key, layer in zip(keys, layers, strict=True)},
+            SHELL: shell.moving,
         },
         "start": turns([Op("shell", SHELL, -1, 0.0)], 0, 1),
         "stays": (*forward, Stay(keys[last], last, turns(turn, 1, 1)), *backward),
         "closing": (),
         "copies": {lane: CopySpeed(0.0, getattr(machine, f"{lane}_bytes_per_s")) for lane in COPY_LANES},
         "handover_s": 0.0,
-        "settings": settings,
+        "settings": dict(settings),
         "names": {key: key for key in (*keys, SHELL)},
-        "memory": (("device", peak),),
     }

@@ -19,10 +19,12 @@ from l2l_core.rules import weight_itemsize
 from l2l_core.trace import Trace
 
 
-def costs_of_rehearsal(rehearsal: Rehearsal, micro_batches: Sequence[Any], config: RelayConfig) -> Costs:
-    """Costs from a rehearsal of at most a few of these micro-batches."""
+def costs_of_rehearsal(
+    rehearsal: Rehearsal, micro_batches: Sequence[Any], config: RelayConfig, most_passes: int | None = None
+) -> Costs:
+    """Costs from a rehearsal of at most a few of these micro-batches, timed at most so often."""
     chosen, stands = representatives([form_of(micro_batch) for micro_batch in micro_batches])
-    found = rehearsal.run([micro_batches[k] for k in chosen], config)
+    found = rehearsal.run([micro_batches[k] for k in chosen], config, most_passes)
     wire_bytes = max((held.get("weights", 0) for place, held in _samples(found.profile) if place == "host"), default=0)
     host = {**_standing(rehearsal), "optimizer": found.state_bytes}
     host["weights"] = host.get("weights", 0) + wire_bytes

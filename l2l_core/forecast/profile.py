@@ -50,6 +50,7 @@ class Profile:
         Raises:
             ValueError: the trace holds no whole training step.
         """
+        trace.check_finished()
         return Profile(**Recording(trace).costs())
 
     @staticmethod

@@ -72,10 +72,11 @@ class Rehearsal:
     objective: Task
     learn: Callable[[list[Unit]], None] = lambda way: None
 
-    def run(self, micro_batches: Sequence[Any], config: RelayConfig) -> Rehearsed:
-        """Rehearse these micro-batches under `config`, once metered, then timed."""
+    def run(self, micro_batches: Sequence[Any], config: RelayConfig, most_passes: int | None = None) -> Rehearsed:
+        """Rehearse these micro-batches under `config`, once metered, then timed, at most so often."""
         began_s = time.perf_counter()
         config = replace(config, micro_batches=len(micro_batches), seed=0)
+        most = MOST_PASSES if most_passes is None else most_passes
         with self._parts_apart() as parts, self._dry_store(parts) as dry:
             passing = partial(self._pass, parts, dry, micro_batches, config)
             metered = passing(None, self.predicted)
@@ -84,7 +85,7 @@ class Rehearsal:
                 self.learn(metered.way)
             replayed = None if config.meter == "always" else metered.learned
             timed: list[_Pass] = []
-            while not timed or (len(timed) < MOST_PASSES and sum(one.seconds for one in timed) < ENOUGH_S):
+            while not timed or (len(timed) < most and sum(one.seconds for one in timed) < ENOUGH_S):
                 timed.append(passing(replayed, metered.way))
         usual = sorted(timed, key=lambda one: one.trace.span_s)[len(timed) // 2]
         return Rehearsed(

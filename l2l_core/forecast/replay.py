@@ -101,7 +101,8 @@ class _Replay:
         self._eps_s = 0.0  # when the EPS is free
         self._jobs: deque[_Job] = deque()  # that it has not begun, in order
         self._left_s = self._arrives_s = 0.0  # when the stash that moves has left, or is there
-        self._slots: dict[str, float] = {}  # when the weights of a layer are there
+        self._slots: list[str] = [""] * weight_slots(config.ahead)  # the layer in each, "" if there is none
+        self._there_s: dict[str, float] = {}  # when the weights of a layer in a slot are there
         self._visits: dict[str, list[int]] = defaultdict(list)  # positions in the stays, by layer
         for index, stay in enumerate(profile.stays):
             self._visits[stay.layer].append(index)
@@ -150,20 +151,18 @@ class _Replay:
 
     def _load(self, index: int) -> None:
         """Have the weights of a stay in a slot, and those of the next ones on their way."""
-        ahead = self._config.ahead
-        window = dict.fromkeys(stay.layer for stay in self._profile.stays[index : index + weight_slots(ahead)])
+        window = dict.fromkeys(stay.layer for stay in self._profile.stays[index : index + len(self._slots)])
         for layer in window:
             if layer not in self._slots:
-                if len(self._slots) > ahead:
-                    old = [other for other in self._slots if other not in window]
-                    del self._slots[max(old, key=lambda other: self._next_use(other, index))]
-                self._slots[layer] = math.inf
-                arrived = partial(self._slots.__setitem__, layer)
-                self._h2d.trickle(self._t, "load", layer, self._layers[layer].load_bytes, self._itemsize, arrived)
+                free = [slot for slot, other in enumerate(self._slots) if other not in window]
+                slot = max(free, key=lambda slot: self._next_use(self._slots[slot], index))
+                self._slots[slot], self._there_s[layer] = layer, math.inf
+                nbytes, arrived = self._layers[layer].load_bytes, partial(self._there_s.__setitem__, layer)
+                self._h2d.trickle(self._t, "load", layer, nbytes, self._itemsize, arrived, slot)
         layer = self._profile.stays[index].layer
-        if self._slots[layer] == math.inf:
+        if self._there_s[layer] == math.inf:
             self._h2d.flush(self._t)
-        self._wait(self._slots[layer])
+        self._wait(self._there_s[layer])
 
     def _next_use(self, layer: str, index: int) -> float:
         visits = self._visits[layer]

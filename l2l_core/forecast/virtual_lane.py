@@ -25,30 +25,51 @@ class VirtualLane:
         self._name, self._pieces, self._add = name, pieces, events.append
         self._free_s = 0.0
         self._waiting: deque[int] = deque()  # pieces of the copy that trickles
-        self._what = "", ""  # its kind and layer
+        self._of = 0  # how many it has
+        self._what = "", "", -1  # its kind and layer, and the slot that it fills
         self._then: Callable[[float], None] = lambda done_s: None
 
-    def send(self, t: float, kind: str, layer: str, nbytes: int, k: int = -1, visit: int = -1) -> float:
+    def send(
+        self,
+        t: float,
+        kind: str,
+        layer: str,
+        nbytes: int,
+        k: int = -1,
+        visit: int = -1,
+        slot: int = -1,
+        piece: int = 0,
+        pieces: int = 1,
+    ) -> float:
         """Issue a copy at `t`; returns when it is done."""
         start_s = self._free_s if self._free_s > t else t
         self._free_s = stop_s = start_s + self._fixed_s + nbytes * self._s_per_byte
-        self._add(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit))
+        self._add(Event(self._name, kind, start_s, stop_s, layer, k, nbytes, visit, 0.0, -1, slot, piece, pieces))
         return stop_s
 
     def trickle(
-        self, t: float, kind: str, layer: str, nbytes: int, itemsize: int, then: Callable[[float], None]
+        self,
+        t: float,
+        kind: str,
+        layer: str,
+        nbytes: int,
+        itemsize: int,
+        then: Callable[[float], None],
+        slot: int = -1,
     ) -> None:
         """Issue the first piece of a copy, the others turn by turn; `then` hears when the last one is done."""
         self.flush(t)  # a lane has one copy that trickles; the one before must be over
         edges = cuts(nbytes // itemsize, itemsize, self._pieces)
         self._waiting.extend(itemsize * (stop - start) for start, stop in pairwise(edges))
-        self._what, self._then = (kind, layer), then
+        self._of, self._what, self._then = len(self._waiting), (kind, layer, slot), then
         self.turn(t)
 
     def turn(self, t: float) -> None:
         """Let one piece follow."""
         if self._waiting:
-            done_s = self.send(t, *self._what, self._waiting.popleft())
+            (kind, layer, slot), piece = self._what, self._of - len(self._waiting)
+            nbytes = self._waiting.popleft()
+            done_s = self.send(t, kind, layer, nbytes, slot=slot, piece=piece, pieces=self._of)
             if not self._waiting:
                 self._then(done_s)
 

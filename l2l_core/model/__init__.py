@@ -7,6 +7,7 @@ Begin reading at `layers.py`, `stacks.py`; `reference.py` is the oracle.
 from l2l_core.model.ambient import Ambient as Ambient
 from l2l_core.model.ambient import RandomState as RandomState
 from l2l_core.model.ambient import function_modes_without as function_modes_without
+from l2l_core.model.asked_layers import resolve_layers as resolve_layers
 from l2l_core.model.caches import Caches as Caches
 from l2l_core.model.caches import arguments_without as arguments_without
 from l2l_core.model.compiled import call_of as call_of
@@ -26,7 +27,6 @@ from l2l_core.model.hidden import holds_tensor as holds_tensor
 from l2l_core.model.hidden import is_cache as is_cache
 from l2l_core.model.hidden import refuse_hidden as refuse_hidden
 from l2l_core.model.layers import find_layers as find_layers
-from l2l_core.model.layers import resolve_layers as resolve_layers
 from l2l_core.model.memento import keep as keep
 from l2l_core.model.memento import keep_attributes as keep_attributes
 from l2l_core.model.memento import keep_without as keep_without

@@ -34,13 +34,13 @@ class RandomState:
 
     @staticmethod
     def take() -> RandomState:
-        """The generators as they stand now. CUDA's lives on the host too, so that nothing is waited for."""
+        """Read the generators as they stand now. CUDA's lives on the host too, so that nothing is waited for."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return RandomState(torch.get_rng_state(), cuda, random.getstate())
 
     @staticmethod
     def seeded(seed: int) -> RandomState:
-        """The state after ``torch.manual_seed(seed)`` and ``random.seed(seed)``; every generator is left alone.
+        """Make the state after ``torch.manual_seed(seed)`` and ``random.seed(seed)``; every generator is left alone.
 
         A device that is a GPU has initialised CUDA by now, so the state of CUDA's generator is there when it matters.
         """
@@ -114,7 +114,7 @@ class Ambient:
             _set_attention_flags(self.attention)
 
     def without(self, *modes: Any) -> Ambient:
-        """The same state with some dispatch or function modes left out."""
+        """Copy the state with some dispatch or function modes left out."""
         return replace(
             self,
             dispatch_modes=tuple(m for m in self.dispatch_modes if m not in modes),
@@ -122,11 +122,11 @@ class Ambient:
         )
 
     def within(self, mode: Any) -> Ambient:
-        """The same state inside a function mode, which is the first to be entered: the user's own come before it."""
+        """Copy the state inside a function mode, which is the first to be entered: the user's own come before it."""
         return replace(self, function_modes=(mode, *self.function_modes))
 
     def reseeded(self, random_state: RandomState) -> Ambient:
-        """The same state with other random generators."""
+        """Copy the state with other random generators."""
         return replace(self, random=random_state)
 
     @property
@@ -148,7 +148,7 @@ class Ambient:
         try:
             yield
         finally:
-            Ambient.clear()
+            Ambient.clear()  # a block that failed may leave modes behind, and `put` wants empty stacks
             outside.put()
 
 
@@ -172,6 +172,7 @@ def function_modes_without(kind: type) -> Iterator[None]:
 
 def _pop_saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
     hooks = []
+    # True: also while Dynamo traces, where they would not show.
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         torch._C._autograd._pop_saved_tensors_default_hooks()

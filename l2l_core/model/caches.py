@@ -36,7 +36,7 @@ class Caches:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """No configuration of the model asks for a cache in the block; they do again afterwards, however it is left."""
+        """Let no configuration of the model ask for a cache in the block; afterwards, however it is left, they do."""
         asking = self._asking()
         if asking and not self._told:
             self._told = True
@@ -53,7 +53,7 @@ class Caches:
                 config.use_cache = True
 
     def _asking(self) -> list[Any]:
-        """Configurations of the model and its parts, each once, with `use_cache` on."""
+        """Find the configurations of the model and its parts, each once, with `use_cache` on."""
         found: dict[int, Any] = {}
         waiting = [vars(module).get("config") for module in self._model.modules()]
         while waiting:
@@ -65,7 +65,7 @@ class Caches:
 
 
 def arguments_without(model: nn.Module) -> dict[str, Any]:
-    """What to pass to a model that takes `use_cache` itself, and may have no configuration that says it."""
+    """Say what to pass to a model that takes `use_cache` itself, and may have no configuration that says it."""
     takes = "use_cache" in inspect.signature(model.forward).parameters
     return {"use_cache": False} if takes and hasattr(model, "config") else {}
 

@@ -22,11 +22,12 @@ _ENTRIES = ("_compiled_call_impl", "forward")  # where a module keeps what `torc
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether it is what ``torch.compile(module)`` returns: a module around the one that is compiled."""
+    # Who has compiled nothing has not imported Dynamo, which takes long.
     return "torch._dynamo.eval_frame" in sys.modules and isinstance(module, wrapper_class())
 
 
 def entry_of(module: nn.Module) -> str | None:
-    """The attribute that is called when a compiled module is; None for a module that is not compiled."""
+    """Name the attribute that is called when a compiled module is; None for a module that is not compiled."""
     if vars(module).get("_compiled_call_impl") is not None:
         return "_compiled_call_impl"
     is_compiled = is_wrapper(module) or hasattr(getattr(module, "forward", None), "get_compiler_config")
@@ -34,17 +35,17 @@ def entry_of(module: nn.Module) -> str | None:
 
 
 def call_of(module: nn.Module) -> str:
-    """The attribute of a module to be shadowed in order to be asked before it runs."""
+    """Name the attribute of a module to be shadowed in order to be asked before it runs."""
     return entry_of(module) or "forward"
 
 
 def parts_of(root: nn.Module) -> list[nn.Module]:
-    """Compiled modules in and below `root`."""
+    """Find the compiled modules in and below `root`."""
     return [module for module in root.modules() if entry_of(module) is not None]
 
 
 def compiled_below(part: nn.Module) -> list[nn.Module]:
-    """The modules whose code, hooks included, a compiled part has in its graph."""
+    """List the modules whose code, hooks included, a compiled part has in its graph."""
     modules = list(part.modules())
     return modules if entry_of(part) == "_compiled_call_impl" else modules[1:]
 
@@ -87,12 +88,12 @@ def refuse_hooks(layer: nn.Module, name: str) -> None:
 
 
 def not_compiled() -> AbstractContextManager[Any]:
-    """In such a block compiled modules run as they are written, so that hooks and modes see what is in them."""
+    """Run compiled modules as they are written in such a block, so that hooks and modes see what is in them."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy that is compiled as the module is; `copy.deepcopy` forgets it, or leaves the original's code in the copy."""
+    """Copy deeply, compiled as the module is; `copy.deepcopy` forgets that, or keeps the original's code in it."""
     twin = copy.deepcopy(module, memo)
     copies = dict(twin.named_modules())
     for name, own in module.named_modules():
@@ -103,15 +104,15 @@ def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
 
 
 def _made_again(made: Callable[..., Any], own: nn.Module, new: nn.Module) -> Callable[..., Any]:
-    """What was made of a method of `own`, made of the same method of `new`."""
+    """Make of a method of `new` what was made of the same method of `own`."""
     method = made._torchdynamo_orig_callable  # type: ignore[attr-defined]
     if getattr(method, "__self__", None) is not own:
-        return made
+        return made  # of a function, or of another module: nothing of its own to compile
     held = dict(zip(made.__code__.co_freevars, made.__closure__ or (), strict=True))
     compiler = held["self"].cell_contents  # backend and options; PyTorch keeps them nowhere else
     return compiler(types.MethodType(method.__func__, new))
 
 
 def wrapper_class() -> type:
-    """The class of what ``torch.compile(module)`` returns; Dynamo must have been imported."""
+    """Return the class of what ``torch.compile(module)`` gives; Dynamo must have been imported."""
     return sys.modules["torch._dynamo.eval_frame"].OptimizedModule

@@ -22,7 +22,7 @@ def is_cache(value: Any) -> bool:
 
 
 def cache_refusal(cache: Any, where: str) -> str:
-    """Why a layer may not have this cache."""
+    """Say why a layer may not have this cache."""
     return (
         f"{where} is a key-value cache ({type(cache).__name__}): it would carry one run's tensors into the recompute. "
         "Train without it: pass use_cache=False in the batch, or leave it and past_key_values out; config.use_cache is off "
@@ -49,4 +49,5 @@ def holds_tensor(value: Any, depth: int = 4) -> bool:
         return True
     if depth == 0 or isinstance(value, (*_PLAIN, *_NO_DATA)):
         return False
+    # Asked of every object at every layer call, hence a few things and not deep.
     return any(holds_tensor(part, depth - 1) for part in gc.get_referents(value)[:200])

@@ -1,7 +1,6 @@
 """Which modules of a model are layers: the legs of the relay.
 
-`find_layers` looks at the module tree only: nothing runs, no model family is known by name. `resolve_layers` turns
-what a user passed as `layers=` into the same mapping. Neither changes the model.
+`find_layers` looks at the module tree only: nothing runs, nothing changes, no model family is known by name.
 
 The rules, each of which some model in `tests/core/model/test_layers.py` needs:
 
@@ -24,7 +23,6 @@ The rules, each of which some model in `tests/core/model/test_layers.py` needs:
    attributes count as the members of a container, in the order of definition. What was chosen so is logged.
 """
 
-import difflib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -34,8 +32,6 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
 from l2l_core.model.compiled import is_wrapper
-
-__all__ = ["find_layers", "resolve_layers"]
 
 logger = logging.getLogger("l2l_core")
 
@@ -87,37 +83,14 @@ def find_layers(model: nn.Module) -> Named:
     return found
 
 
-def resolve_layers(model: nn.Module, layers: Iterable[nn.Module | str] | None) -> Named:
-    """Return the layers that the user asked for, by dotted name, in the order given; `None` means `find_layers`.
-
-    `layers` may mix modules and dotted names. Raises TypeError or ValueError, with the value, the cause and the
-    remedy, for anything that cannot be a leg of the relay.
-    """
-    if layers is None:
-        return find_layers(model)
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise TypeError(f"layers={_shown(layers)} is one value; pass a sequence: layers=[{_shown(layers)}].")
-    names = {module: name for name, module in model.named_modules()}
-    resolved: Named = {}
-    for value in layers:
-        module = _lookup(model, value)
-        name = _checked_name(names, module, value)
-        if name in resolved:
-            raise ValueError(f"layers contains {name!r} twice (now as {_shown(value)}); list every layer once.")
-        resolved[name] = module
-    if not resolved:
-        raise ValueError("layers=[] names no layer; list at least one, or pass layers=None to find them.")
-    _check_not_nested(resolved)
-    return resolved
-
-
 # --- stacks: rules 1 to 3 ------------------------------------------------------------------------------------------
 
 
 def _chosen(stacks: list[_Stack]) -> set[nn.Module]:
-    """The layers, out of all stacks: those of the highest rank, in the grain of rules 4 and 5."""
+    """Choose the layers out of all stacks: those of the highest rank, in the grain of rules 4 and 5."""
     best = max((stack.rank for stack in stacks), default=0)
     layers: dict[nn.Module, bool] = {}  # layer -> is it an expert?
+    # Deepest first: a stack finds there those that its members hold.
     for stack in sorted((s for s in stacks if s.rank == best), key=lambda s: s.depth, reverse=True):
         _settle(layers, stack)
     return set(layers)
@@ -133,7 +106,7 @@ def _stacks(model: nn.Module, is_container: Callable[[nn.Module], bool]) -> list
 def _containers(
     module: nn.Module, owner: nn.Module, name: str, pattern: str, is_container: Callable[[nn.Module], bool]
 ) -> Iterator[_Container]:
-    """The containers in and below `module`; `owner` is the nearest module around it that is none."""
+    """Find the containers in and below `module`; `owner` is the nearest module around it that is none."""
     if isinstance(module, ParametrizationList):  # a ModuleList by inheritance only
         return
     contains = is_container(module)
@@ -150,13 +123,13 @@ def _containers(
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Rule 1."""
-    is_dict = isinstance(module, nn.ModuleDict) and not _can_run(module)
+    """Whether rule 1 calls it a container."""
+    is_dict = isinstance(module, nn.ModuleDict) and not can_run(module)
     return is_dict or isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def _has_attributes(module: nn.Module) -> bool:
-    """Rule 6."""
+    """Whether it counts as a container by rule 6."""
     return _is_container(module) or sum(map(_is_parameterised, module.children())) > 1
 
 
@@ -184,14 +157,15 @@ def _children(module: nn.Module, name: str) -> Named:
 
 
 def _members(container: nn.Module, name: str) -> Named:
-    """What the slots stand for (rule 1)."""
+    """Find what the slots stand for (rule 1)."""
     members: Named = {}
     for child_name, child in _children(container, name).items():
-        members |= {child_name: child} if _can_run(child) else _members(child, child_name)
+        members |= {child_name: child} if can_run(child) else _members(child, child_name)
     return members
 
 
-def _can_run(module: nn.Module) -> bool:
+def can_run(module: nn.Module) -> bool:
+    """Whether it has a forward of its own."""
     return type(module).forward is not nn.Module.forward or is_wrapper(module)
 
 
@@ -200,12 +174,12 @@ def _is_parameterised(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> type:
-    """The class of a module, compiled or not; torch makes up a new class for every parametrized one (spectral norm)."""
+    """Return the class of a module, compiled or not; torch makes up a class per parametrized one (spectral norm)."""
     return type_before_parametrizations(module._orig_mod if is_wrapper(module) else module)  # type: ignore[arg-type]
 
 
 def _rank(module: nn.Module) -> int:
-    """_SEVERAL: several operations. 2: one with its wrapping. 1: one, bare. 0: vectors only (rule 3)."""
+    """Rank by rule 3. _SEVERAL: several operations. 2: one with its wrapping. 1: one, bare. 0: vectors only."""
     operations = sum(any(p.ndim > 1 for p in part.parameters(recurse=False)) for part in module.modules())
     is_wrapped = any(True for _ in module.children())
     return _SEVERAL if operations > 1 else operations + (operations and is_wrapped)
@@ -216,9 +190,9 @@ def _rank(module: nn.Module) -> int:
 
 def _settle(layers: dict[nn.Module, bool], stack: _Stack) -> None:
     """Add `stack` to the `layers` found deeper; where its members hold some of them, one side gives way."""
-    held = {layer for member in stack.members for layer in _inside(member) if layer in layers}
+    held = {layer for member in stack.members for layer in inside(member) if layer in layers}
     inner = {layer for layer in held if not layers[layer]}
-    stages = {member for member in stack.members if inner & _inside(member)}
+    stages = {member for member in stack.members if inner & inside(member)}
     inner_wins = 2 * _numel(inner) > _numel(stages)
     for layer in held - inner if inner_wins else held:
         del layers[layer]
@@ -226,7 +200,8 @@ def _settle(layers: dict[nn.Module, bool], stack: _Stack) -> None:
         layers[member] = stack.is_routed
 
 
-def _inside(module: nn.Module) -> set[nn.Module]:
+def inside(module: nn.Module) -> set[nn.Module]:
+    """Return the modules below it."""
     return set(module.modules()) - {module}
 
 
@@ -237,49 +212,8 @@ def _has_router(owner: nn.Module, container: nn.Module, num_members: int) -> boo
 
 
 def _numel(modules: Iterable[nn.Module]) -> int:
+    # A set: tied weights count once.
     return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
-
-
-# --- what the user passed ------------------------------------------------------------------------------------------
-
-
-def _lookup(model: nn.Module, value: object) -> nn.Module:
-    if isinstance(value, nn.Module):
-        return value
-    if not isinstance(value, str):
-        raise TypeError(f"layers contains {_shown(value)}; pass modules or dotted names such as 'encoder.layer.0'.")
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if value not in modules:
-        close = difflib.get_close_matches(value, modules, n=3) or _candidates(model)
-        raise ValueError(
-            f"layers contains {value!r}, but {type(model).__name__} has no module of that name; "
-            f"close ones: {_listed(close)}."
-        )
-    return modules[value]
-
-
-def _checked_name(names: dict[nn.Module, str], module: nn.Module, value: object) -> str:
-    """The first dotted name of `module`, which the user gave as `value`, if it can be a layer."""
-    if module not in names:
-        raise ValueError(
-            f"layers contains {_shown(value)}, which is not part of the model; "
-            "pass a module of this very model (not of a copy), or its dotted name."
-        )
-    if names[module] == "":
-        raise ValueError("layers contains the model itself; list modules inside it, or pass layers=None to find them.")
-    if not _can_run(module):
-        raise ValueError(
-            f"layers contains {names[module]!r}, a {type(module).__name__} without a forward of its own; "
-            "list its members instead."
-        )
-    return names[module]
-
-
-def _check_not_nested(layers: Named) -> None:
-    for outer, module in layers.items():
-        inside = _inside(module)
-        for inner in (name for name, layer in layers.items() if layer in inside):
-            raise ValueError(f"layers contains {inner!r}, which lies inside layer {outer!r}; list only one of the two.")
 
 
 # --- messages ------------------------------------------------------------------------------------------------------
@@ -290,22 +224,19 @@ def _nothing_found(model: nn.Module) -> str:
         f"found no layers in {type(model).__name__}: looked for an nn.ModuleList, nn.Sequential or nn.ModuleDict "
         "that holds two or more parameterised modules of one class, for a ModuleList of one, and for attributes of one "
         "class with several operations each. Name the layers yourself, as modules or "
-        f"dotted names, for example layers=[{_listed(_candidates(model))}]."
+        f"dotted names, for example layers=[{listed(candidates(model))}]."
     )
 
 
-def _candidates(model: nn.Module, count: int = 5) -> list[str]:
-    """Names of modules that can run and own parameters, shallow ones first."""
-    names = [name for name, m in model.named_modules() if name and _can_run(m) and _is_parameterised(m)]
+def candidates(model: nn.Module, count: int = 5) -> list[str]:
+    """List names of modules that can run and own parameters, shallow ones first."""
+    names = [name for name, m in model.named_modules() if name and can_run(m) and _is_parameterised(m)]
     return sorted(names, key=lambda name: name.count("."))[:count]
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Return names as a message shows them."""
     return ", ".join(map(repr, names))
-
-
-def _shown(value: object) -> str:
-    return f"{type(value).__name__}(...)" if isinstance(value, nn.Module) else repr(value)
 
 
 def _join(path: str, part: str) -> str:

@@ -95,9 +95,9 @@ def _keep_tensor(tensor: torch.Tensor) -> PutBack:
 
     def put_back() -> None:
         if tensor.shape != value.shape or tensor.dtype != value.dtype:
-            tensor.data = value.clone()
-        elif not torch.equal(tensor, value):
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.data = value.clone()  # it was resized, or cast: the object stays
+        elif not torch.equal(tensor, value):  # writing the same would still count up the version of the tensor
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # its tensors are refused outside of it
                 tensor.copy_(value)
 
     return put_back

@@ -21,7 +21,7 @@ _NAMED = {"dtype": lambda name: getattr(torch, name), "device": torch.device, "b
 
 
 def encode(value: Any, at: str, tensors: Tensors) -> Any:
-    """`value` as JSON; its tensors go to `tensors` under the name `at`, one that several places share only once.
+    """Write `value` as JSON; its tensors go to `tensors` under the name `at`, one that several places share only once.
 
     Raises:
         ValueError: neither tensor nor plain data.
@@ -31,6 +31,7 @@ def encode(value: Any, at: str, tensors: Tensors) -> Any:
     if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
         name = next((name for name, tensor in tensors.items() if tensor is value), _free(at, tensors))
         tensors[name] = value
+        # Strides as a copy has them: what is expanded, or a part of something, is written out alone.
         return {"tensor": name, "stride": torch.empty_like(value, device="meta").stride()}
     if type(value).__name__ in _SEQUENCES and type(value) is _SEQUENCES[type(value).__name__]:
         return {type(value).__name__: [encode(v, f"{at}/{i}", tensors) for i, v in enumerate(value)]}
@@ -51,14 +52,14 @@ def encode(value: Any, at: str, tensors: Tensors) -> Any:
 
 
 def _free(name: str, tensors: Tensors) -> str:
-    """A name that no tensor has: keys of a dictionary may look alike."""
+    """Find a name that no tensor has: keys of a dictionary may look alike."""
     while name in tensors:
         name += "'"
     return name
 
 
 def decode(value: Any, tensors: Tensors, read: Tensors) -> Any:
-    """What `encode` was given, in memory of its own; `read` has the tensors that were met before."""
+    """Make anew what `encode` was given, in memory of its own; `read` has the tensors that were met before."""
     if not isinstance(value, dict):
         return value
     kind, content = next(iter(value.items()))

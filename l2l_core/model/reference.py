@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 
 def copy_tensors(micro_batch: Any) -> Any:
-    """Copies of all tensors in containers that PyTorch knows."""
+    """Copy all tensors in containers that PyTorch knows."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), micro_batch)
 
 
@@ -59,7 +59,7 @@ def train_step(
     max_grad_norm: float | None = None,
     copied: Callable[[Any], Any] = copy_tensors,
 ) -> list[torch.Tensor]:
-    """One step of plain training: accumulate, clip, update, clear. Returns the scaled losses; the random state is kept."""
+    """Take one step of plain training: accumulate, clip, update, clear. Returns scaled losses; keeps random state."""
     python_state = random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):  # all, as `manual_seed` seeds all
         losses = accumulate(model, micro_batches, objective, divisors, seeds, copied)
@@ -69,5 +69,5 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for param in model.parameters():
-        param.grad = None
+        param.grad = None  # of parameters that the optimizer does not have, too
     return losses

@@ -43,7 +43,7 @@ class Stack:
 
 
 def find_stacks(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Stack, ...]:
-    """The stacks that `layers` form in `model`, in the order of the layers.
+    """Find the stacks that `layers` form in `model`, in the order of the layers.
 
     A layer that is a plain attribute of its parent (``self.block1``) is in no stack. A layer in two containers belongs
     to the one that the model defines first.
@@ -84,7 +84,7 @@ class Resolver:
         self._places = {layer: (stack, i) for stack in self._stacks for i, layer in enumerate(stack.layers)}
 
     def layer(self, where: Where) -> nn.Module:
-        """The layer at `where`."""
+        """Return the layer at `where`."""
         if isinstance(where, str):
             return self._named(where)
         if isinstance(where, nn.Module):
@@ -98,7 +98,7 @@ class Resolver:
         return stack.layers[_index(stack, position, len(stack))]
 
     def place_of(self, where: Where) -> tuple[Stack, int]:
-        """The stack of the layer at `where`, and its position there."""
+        """Return the stack of the layer at `where`, and its position there."""
         layer = self.layer(where)
         if layer not in self._places:
             raise ValueError(
@@ -108,7 +108,7 @@ class Resolver:
         return self._places[layer]
 
     def place(self, where: Where) -> tuple[Stack, int]:
-        """A stack and an index in it, in front of which something goes; the one behind the last layer is one, too.
+        """Return a stack and an index in it, in front of which something goes; the end of the stack is one, too.
 
         Negative positions count as in ``list.insert``: -1 is in front of the last layer.
         """
@@ -120,7 +120,7 @@ class Resolver:
     def span(
         self, first: Where | slice | range | tuple[str, slice | range] | tuple[str, str], last: Where | None = None
     ) -> tuple[Stack, range]:
-        """A stack and the indices of layers that follow one another in it.
+        """Return a stack and the indices of layers that follow one another in it.
 
         ``span(2)`` is one layer, ``span(2, 4)``, ``span("L002", "L004")`` and ``span(("L002", "L004"))`` are three: both ends
         belong to it. A slice or range counts as in Python, so ``span(slice(2, 5))`` is the same three.
@@ -156,7 +156,7 @@ class Resolver:
         raise ValueError(f"no layer {name!r}; {_there_are(valid)}")
 
     def _positioned(self, where: int | tuple[str, int]) -> tuple[Stack, int]:
-        """The stack and the position, not yet checked, that `where` says."""
+        """Return the stack and the position, not yet checked, that `where` says."""
         if isinstance(where, tuple):
             if len(where) != 2 or not isinstance(where[0], str):
                 raise TypeError(f"{where!r} names no layer; a tuple is (name of the stack, position)")
@@ -215,7 +215,7 @@ def _integer(value: object) -> int:
 
 
 def _index(stack: Stack, position: int, places: int) -> int:
-    """`position` counted from the front; `places` is len(stack), or one more if the end is a place too."""
+    """Count `position` from the front; `places` is len(stack), or one more if the end is a place too."""
     size = len(stack)
     if not -size <= position < places:
         raise ValueError(_out_of_range(stack, position, places))
@@ -232,7 +232,7 @@ def _count(stack: Stack) -> str:
 
 
 def _there_are(names: Iterable[str]) -> str:
-    """What there is, as a range if the names are numbered without gaps."""
+    """Say what there is, as a range if the names are numbered without gaps."""
     names = list(names)
     if not names:
         return "there is none"

@@ -17,7 +17,7 @@ logger = logging.getLogger("l2l_core")
 
 
 def check(saved: Saved, state: State) -> None:
-    """Whether the relay that `state` was taken from can take over a save.
+    """Refuse a save that the relay that `state` was taken from cannot take over.
 
     Raises:
         ValueError: it is of another model or optimizer.

@@ -30,7 +30,7 @@ Keyed = TypeVar("Keyed", Unit, Block)
 
 
 def plain_branch(name: str, state: State, values: Mapping[Values, str], present: Collection[Unit]) -> Part:
-    """A branch that is not trained now.
+    """Describe a branch that is not trained now.
 
     Args:
         values: what the values of blocks are called in the save.
@@ -54,12 +54,12 @@ def plain_branch(name: str, state: State, values: Mapping[Values, str], present:
 
 
 def plain_history(history: History, present: Collection[Unit]) -> Part:
-    """The way back and forth, without the journal; `present` are the layers that are not freed."""
+    """Describe the way back and forth, without the journal; `present` are the layers that are not freed."""
 
     def plain(turn: Turn) -> list[Any]:
         number, changes = turn
         if gone := [unit for one in changes for unit in one.units() if unit not in present]:
-            names = ", ".join(dict.fromkeys(_keys(gone)))
+            names = ", ".join(dict.fromkeys(_keys(gone)))  # as a whole: the rest of a turn alone would be another edit
             changes = (Barred(f"{names} was dropped for good: its bytes are gone, it cannot come back"),)
         return [number, [plain_change(one) for one in changes]]
 
@@ -67,7 +67,7 @@ def plain_history(history: History, present: Collection[Unit]) -> Part:
 
 
 def plain_change(one: Change) -> list[Any]:
-    """The name of its kind, then what `Reader.read_change` makes it of."""
+    """Give the name of its kind, then what `Reader.read_change` makes it of."""
     match one:
         case change.Restack():
             form = [one.stack, _keys(one.before), _keys(one.after), [_keys(pair) for pair in one.like.items()]]
@@ -85,7 +85,7 @@ def plain_change(one: Change) -> list[Any]:
 
 
 def plain_random(random: RandomState) -> Part:
-    """The generators; `read_random` is the way back."""
+    """Describe the generators; `read_random` is the way back."""
     return {slot: getattr(random, slot) for slot in RandomState.__slots__}
 
 
@@ -124,7 +124,7 @@ class Reader:
         self.blocks = {block.key: block for unit in self.units.values() for block in unit.blocks}
 
     def branch(self, part: Part, held: Mapping[str, Values]) -> State:
-        """What `plain_branch` was given.
+        """Read what `plain_branch` was given.
 
         Args:
             held: values of blocks, by what they are called in the save.
@@ -136,7 +136,7 @@ class Reader:
         if missing:
             raise ValueError(f"the branch {part['name']!r} cannot be restored: {self.missing[missing[0]]}")
         history = History(self.editor)
-        self.restore(history, part, [Entry(**row) for row in part["journal"]])
+        self.restore(history, part, [Entry.of_plain(row) for row in part["journal"]])
         values, trained = _found(self.blocks, part["values"]), _found(self.blocks, part["trained"])
         return State(
             config=RelayConfig(**part["config"]),
@@ -173,7 +173,7 @@ class Reader:
         return found
 
     def read_change(self, kind: str, *form: Any) -> Change:
-        """What `plain_change` was given.
+        """Read what `plain_change` was given.
 
         Raises:
             KeyError: of a layer that is missing.
@@ -200,17 +200,17 @@ class Reader:
 
 
 def _found(there: Mapping[str, Keyed], by_key: Mapping[str, T]) -> dict[Keyed, T]:
-    """Without what is not there: layers that nobody could build, and that only an undo would have brought back."""
+    """Leave out what is not there: layers that nobody could build, and that only an undo would have brought back."""
     return {there[key]: value for key, value in by_key.items() if key in there}
 
 
 def of_kind(kind: str, parts: Mapping[str, Part]) -> dict[str, Part]:
-    """The parts of one kind by their names, which begin with it."""
+    """Select the parts of one kind by their names, which begin with it."""
     return {name: part for name, part in parts.items() if name.startswith(f"{kind}-")}
 
 
 def read_random(plain: Part) -> RandomState:
-    """What `plain_random` was given, as much of it as this machine has generators for."""
+    """Read what `plain_random` was given, as much of it as this machine has generators for."""
     random = RandomState(**plain)
     if random.torch_cuda is not None and not torch.cuda.is_available():
         logger.warning("the save has a random state of CUDA, and there is no CUDA here: it is left out")

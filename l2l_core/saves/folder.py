@@ -49,7 +49,7 @@ _AFTER_FULL = (
 
 
 class Generation(NamedTuple):
-    """One save in a folder.
+    """Is one save in a folder.
 
     Attributes:
         path: of the manifest.
@@ -82,7 +82,7 @@ def write(folder: Path, steps: int, manifest: Mapping[str, Any], contents: Mappi
         folder.mkdir(parents=True, exist_ok=True)
         for path in new:  # a folder is only safe from a power cut when the one that lists it is
             _sync(path.parent)
-    if current := _current(folder):
+    if current := _current(folder):  # without a good pointer nobody knows which one is, so all stay for now
         _delete_generations(folder, but=current)  # first of all: what crashed saves left may be what fills the disk
     generation = folder / f"step-{steps:08d}-{secrets.token_hex(4)}"
     try:
@@ -90,11 +90,11 @@ def write(folder: Path, steps: int, manifest: Mapping[str, Any], contents: Mappi
         files = _write_tensors(generation, {f"{name}.safetensors": tensors for name, tensors in contents.items()})
         encoded = json.dumps({"schema": _SCHEMA, **manifest, "files": files}).encode()
         _write(generation / _MANIFEST, encoded)
-        _sync(generation)
+        _sync(generation)  # before the pointer: after a power cut it must not name what never reached the disk
         _sync(folder)
         _point(folder, generation.name, encoded)
     except BaseException as error:
-        if _current(folder) != generation.name:
+        if _current(folder) != generation.name:  # else it failed after the switch, and this is the only good save
             shutil.rmtree(generation, ignore_errors=True)
         if is_full(error):
             needed_bytes = sum(tensor.nbytes for tensors in contents.values() for tensor in tensors.values())
@@ -105,7 +105,7 @@ def write(folder: Path, steps: int, manifest: Mapping[str, Any], contents: Mappi
 
 def _write_tensors(generation: Path, contents: Mapping[str, Tensors]) -> dict[str, Any]:
     """Write the files and return their fingerprints, which are taken while the next file is being written."""
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:  # leaving it waits: nobody deletes a file that is still being read
         sealed = {name: pool.submit(_seal, _write_file(generation / name, t)) for name, t in contents.items()}
     return {name: seal.result() for name, seal in sealed.items()}
 
@@ -132,12 +132,13 @@ def _point(folder: Path, generation: str, manifest: bytes) -> None:
     """Make `generation` the current one: this is the moment of the save."""
     pointer = {"generation": generation, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
     _write(folder / f"{_POINTER}.tmp", json.dumps(pointer).encode())
+    # Written whole under another name first: a reader finds the old pointer or the new one, never half of one
     os.replace(folder / f"{_POINTER}.tmp", folder / _POINTER)
     _sync(folder)
 
 
 def _current(folder: Path) -> str | None:
-    """The generation that the folder's pointer names; None where there is no good pointer."""
+    """Read which generation the folder's pointer names; None where there is no good pointer."""
     try:
         return _read_pointer(folder)[0]
     except ValueError:
@@ -185,7 +186,7 @@ def read(folder: Path) -> Generation:
 
 
 def _read_pointer(folder: Path) -> tuple[str, str]:
-    """Name of the current generation and checksum of its manifest."""
+    """Read the name of the current generation and the checksum of its manifest."""
     path = folder / _POINTER
     try:
         pointer = json.loads(path.read_bytes())

@@ -21,9 +21,10 @@ from l2l_core.surgery import kind_of, per_layer
 
 
 def parts_of(editor: Editor, history: History, branches: Branches) -> dict[str, Part]:
-    """The past of a relay, by name of the part."""
+    """Describe the past of a relay, by name of the part."""
     parts = {f"parked-{parked.unit.key}": _plain_layer(parked) for parked in editor.parking}
     present = editor.present
+    # By identity: what several branches hold together is written once, and held together again
     held = dict.fromkeys(v for state in branches.others.values() for v in state.values.values() if v is not None)
     names = {values: f"values-{i}" for i, values in enumerate(held)}
     for values, name in names.items():
@@ -36,7 +37,7 @@ def parts_of(editor: Editor, history: History, branches: Branches) -> dict[str, 
 
 def _plain_layer(parked: Parked) -> Part:
     unit = parked.unit
-    contents = parked.contents()
+    contents = parked.contents()  # mapped, where it waits on disk: a save does not fetch it
     return {
         "key": unit.key,
         "class": type(unit.module).__name__,
@@ -103,11 +104,12 @@ class Restorer:
             if unit is None:
                 missing[part["key"]] = self.resumption.missing(part["key"], part["class"])
             else:
-                units[unit.key] = unit
+                units[unit.key] = unit  # also as a pattern for those that come after it
                 waiting.append((part, unit))
         reader = Reader(self.editor, units, missing)
         held = {name: self._values(part) for name, part in of_kind("values", parts).items()}
         others = {part["name"]: reader.branch(part, held) for part in of_kind("branch", parts).values()}
+        # Not before all of them are read: a branch that cannot be restored refuses the load
         self.branches.adopt(parts["history"]["branch"], others)
         reader.restore(self.history, parts["history"], self.history.journal)
 
@@ -119,7 +121,7 @@ class Restorer:
         return fill
 
     def _layer(self, part: Part, units: Mapping[str, Unit], parked: Mapping[str, Unit]) -> Unit | None:
-        """A parked layer, which may be parked here already, as it was part of the caller's model."""
+        """Find or build a parked layer, which may be parked here already, as it was part of the caller's model."""
         key, unit = part["key"], parked.get(part["key"])
         if unit is None:
             shell = self.editor.lineup.shell

@@ -53,7 +53,7 @@ def load(folder: Path) -> Saved:
 
 
 def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
-    """The manifest, and what tensors each file is to hold: those that `encode` meets join the file that it is given."""
+    """Make the manifest, and list the tensors of each file: those that `encode` meets join the one it is given."""
     optimizer, masters, contents = state.store.optimizer, state.masters, state.tensors_by_unit()
     optimizer_state = {}
     for tensors in contents.values():
@@ -76,13 +76,14 @@ def _describe(state: State) -> tuple[dict[str, Any], dict[str, Tensors]]:
         "optimizer_state": optimizer_state,
         "random": encode(plain_random(state.random_state), "random", common),
     }
+    # Only now: encoding the manifest has put the tensors of parts and settings where they go
     contents |= {name: tensors for name, tensors in parts.items() if tensors}
     return manifest, {**contents, "relay": common}
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A save whose files are complete and undamaged.
+    """Is a save whose files are complete and undamaged.
 
     Attributes:
         path: of the manifest.
@@ -113,7 +114,7 @@ class Saved:
         return Edited.of(self.manifest.get("edits", {}))
 
     def past(self) -> dict[str, Part]:
-        """What `State.past` was, in memory of its own; every call takes that memory anew."""
+        """Decode what `State.past` was, in memory of its own; every call takes that memory anew."""
         return {name: decode(part, self.tensors, {}) for name, part in self.manifest.get("past", {}).items()}
 
     def restore_into(self, state: State) -> None:

@@ -31,7 +31,7 @@ SHARED = shared_key("")  # what keys of blocks that several units use begin with
 
 @dataclass
 class Resumption:
-    """How one save is taken over.
+    """Takes one save over.
 
     Args:
         saved: the save.
@@ -52,7 +52,7 @@ class Resumption:
         self._holder = next(key for i in count() if (key := f"holder-{i}") not in self._kinds)
 
     def prepare(self, model: nn.Module, optimizer: object, back: ExitStack) -> dict[str, nn.Module | str]:
-        """The layers for a relay over a model that is as it was before the edits, or as it is in the save.
+        """Find the layers for a relay over a model that is as it was before the edits, or as it is in the save.
 
         In the second case layers that share weights with others may be gone. For as long as the relay is being made a holder
         of those weights is among the layers, so that they become blocks of their own, as they are in the save.
@@ -92,7 +92,7 @@ class Resumption:
         here = [[unit.key, unit.name] for unit in lineup.layers if unit.key != self._holder]
         # In messages layers are counted as in the manifest, where the shell comes first.
         compare_layers(self.saved.path, [["", ""], *self.built.layers.items()], [["", ""], *here])
-        if edited.first is not None:
+        if edited.first is not None:  # before anything is looked up: stacks go by the names that they had first
             lineup.began_as(edited.first, self.built.containers)
         editor.group_order.recall(edited.orders, lineup.first_names)
         lineup.made, lineup.origin = max(edited.made, lineup.made), {**lineup.origin, **edited.origin}
@@ -104,8 +104,9 @@ class Resumption:
             like = {units[key]: origin for key in keys if (origin := units.get(edited.origin[key])) in before}
             if (after := tuple(units[key] for key in keys)) != before:
                 new = {unit: origin for unit, origin in like.items() if unit not in before}
+                # Trusted: it stood so in the relay that was saved
                 back.callback(editor.restack(name, before, after, new, trust=True))
-        if edited.stacks:
+        if edited.stacks:  # restacking lets the layers of a stack follow one another; they may have stood apart
             lineup.layers = [units[key] for key in self.saved.layers if key in units]
         if edited.is_edited:
             self._set_trained(editor)
@@ -120,7 +121,7 @@ class Resumption:
         return editor.new_layers.make_room(key, module)
 
     def find(self, key: str, kind: str, there: Mapping[str, nn.Module]) -> nn.Module | None:
-        """A module of the kind that a layer is in the save: the caller's own, or a copy of one `there`; None if there is none.
+        """Find a module of a kind for a layer: the caller's own, or a copy of one `there`; None if there is none.
 
         Raises:
             ValueError: the caller's own is of another kind.
@@ -137,7 +138,7 @@ class Resumption:
         return deep_copy(like[0]) if like else None
 
     def missing(self, key: str, kind: str) -> str:
-        """Why a layer is not there, and what would help."""
+        """Say why a layer is not there, and what would help."""
         return (
             f"layer {key}, a {kind} like none in the model, is not there: a save has no code. Load with such a module: "
             f"modules={{{key!r}: ...}}"
@@ -149,7 +150,7 @@ class Resumption:
             editor.train_only(block, [name in trained for name in block.names])
 
     def _regroup(self, editor: Editor) -> None:
-        """A group may hold other parameters than those that the optimizer was made with for this model."""
+        """Let groups hold what they hold in the save, which may be other than what the optimizer was made with."""
         groups, params = self.saved.manifest["groups"], named_params(editor.lineup.units)
         if len(groups) == len(editor.store.masters.groups) and all(
             name in params for names in groups for name in names
@@ -173,7 +174,7 @@ def keep(model: nn.Module, optimizer: object, back: ExitStack) -> None:
     for param in model.parameters():
         back.callback(param.requires_grad_, param.requires_grad)
     if isinstance(optimizer, Optimizer):
-        back.callback(optimizer.state.update, dict(optimizer.state))
+        back.callback(optimizer.state.update, dict(optimizer.state))  # called after the next one: cleared, then filled
         back.callback(optimizer.state.clear)
         for group in optimizer.param_groups:
             back.callback(group.update, {name: group[name] for name in ("params", "param_names") if name in group})

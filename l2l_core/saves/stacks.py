@@ -14,7 +14,7 @@ from l2l_core.surgery import kind_of, ties_of
 
 @dataclass(frozen=True)
 class Edited:
-    """The stacks of an edited relay.
+    """Tells of the stacks of an edited relay.
 
     Attributes:
         stacks: keys of the layers in order, by the name that the stack had first.
@@ -43,7 +43,7 @@ class Edited:
 
     @staticmethod
     def from_(editor: Editor, history: History) -> Edited:
-        """Of a relay as it is now."""
+        """Tell of a relay as it is now."""
         lineup = editor.lineup
         now, first = lineup.built, lineup.first
         kinds = {unit.key: kind_of(unit.module) for unit in lineup.layers}
@@ -55,9 +55,9 @@ class Edited:
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Edited:
-        """From `asdict` of one, which JSON has made lists of."""
+        """Read it from `asdict` of one, which JSON has made lists of."""
         builts = {name: Built(**plain[name]) for name in ("first", "now") if plain.get(name)}
-        journal = tuple(Entry(**row) for row in plain.get("journal", ()))
+        journal = tuple(Entry.of_plain(row) for row in plain.get("journal", ()))
         return Edited(**{**plain, "journal": journal, **builts})
 
     @property
@@ -66,7 +66,7 @@ class Edited:
         return bool(self.journal)
 
     def built_in(self, model: nn.Module, names: Mapping[str, str], kinds: Mapping[str, str], where: object) -> Built:
-        """How a model is built that is as it was before the edits, or as it is in the save.
+        """Find how a model is built that is as it was before the edits, or as it is in the save.
 
         Args:
             model: the caller's.
@@ -111,7 +111,7 @@ class Edited:
 
 
 def _unlike(built: Built, model: nn.Module, modules: Mapping[str, nn.Module]) -> str:
-    """In what a model is not built so; empty if it is."""
+    """Say in what a model is not built so; empty if it is."""
 
     def reasons() -> Iterator[str]:
         for name in built.layers.values():
@@ -136,6 +136,6 @@ def _are_same(saved: Mapping[str, str], here: Mapping[str, str]) -> bool:
 
 
 def _are_alike(saved: Mapping[str, str], here: Mapping[str, str]) -> bool:
-    """Whether layers of one kind there are of one kind here, and of different ones otherwise."""
+    """Tell whether layers of one kind there are of one kind here, and of different ones otherwise."""
     pairs = {(saved[key], here[key]) for key in saved}
     return len(pairs) == len(set(saved.values())) == len(set(here.values()))

@@ -19,7 +19,7 @@ from l2l_core.surgery import ties_of
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What there is to save of a relay between two steps, or to restore into one.
+    """Holds what there is to save of a relay between two steps, or to restore into one.
 
     Attributes:
         config: of the relay.
@@ -40,9 +40,9 @@ class State:
     past: dict[str, Part]
 
     def outline(self) -> dict[str, Any]:
-        """What a relay must agree in with a save that it takes over, as plain data; versions only in their keys.
+        """List what a relay must agree in with a save that it takes over, as plain data; versions only in their keys.
 
-        Keys and names of units, versions of blocks by key, names that stand for one tensor, names of parameters that are
+        These are keys and names of units, versions of blocks by key, names that stand for one tensor, names of what is
         trained, class of the optimizer, names of the parameters in each of its groups.
         """
         params = named_params(self.units)
@@ -62,6 +62,7 @@ class State:
         held: dict[Block, Unit] = {}
         for unit in self.units:
             for block in unit.blocks:
+                # The first one's file has a shared block, so that it is written once
                 held.setdefault(block, unit)
         return held
 
@@ -72,7 +73,7 @@ class State:
         return {name: masters[param] for name, param in named_params(self.units).items()}
 
     def tensors_by_unit(self) -> dict[str, Tensors]:
-        """Weights and buffers (non-persistent ones too) as they are now, by name, for each unit's key."""
+        """List weights and buffers (non-persistent ones too) as they are now, by name, for each unit's key."""
         held: dict[str, Tensors] = {unit.key: {} for unit in self.units}
         for block, unit in self.blocks.items():
             held[unit.key] |= {f"weights/{n}": view for n, view in zip(block.names, block.views, strict=True)}
@@ -83,11 +84,11 @@ class State:
         return held
 
     def tensors(self) -> Tensors:
-        """Weights and buffers of all units, by name."""
+        """List weights and buffers of all units, by name."""
         return {name: tensor for tensors in self.tensors_by_unit().values() for name, tensor in tensors.items()}
 
 
 def named_params(units: Iterable[Unit]) -> dict[str, nn.Parameter]:
-    """The model's parameters by the names that their blocks have for them."""
+    """Give the model's parameters by the names that their blocks have for them."""
     blocks = dict.fromkeys(block for unit in units for block in unit.blocks)
     return {name: param for b in blocks for name, param in zip(b.names, b.params, strict=True)}

@@ -4,6 +4,7 @@ May import `step.micro_batch`, `step.traffic`, `step.graph`, `eps`, `surgery`, `
 Begin reading at `loop.py`, the algorithm; then `run.py`, which puts a pass together.
 """
 
+from l2l_core.step.failure import note_failure as note_failure
 from l2l_core.step.interrupt import interrupts_wait as interrupts_wait
 from l2l_core.step.learned import Kind as Kind
 from l2l_core.step.learned import Layers as Layers

@@ -1,4 +1,8 @@
-"""Which setting would make a step fit the device: the last line of an out-of-memory error."""
+"""Which setting would make a pass fit the device, from what is known in the middle of it: the last line of an error.
+
+What it is not: tried. When a step has failed, a relay tries settings (`l2l_core/forecast/smallest.py`) and says what it
+found instead. This is what there is to say of inference, and where nothing can be tried.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,22 @@ from l2l_core.rules import weight_slots
 from l2l_core.trace import format_bytes
 
 
-def advise(ledger: Ledger, config: RelayConfig, slot_bytes: int, missing_bytes: int) -> str:
-    """The first setting whose known saving covers `missing_bytes`, with the number."""
+def advise(ledger: Ledger, config: RelayConfig, slot_bytes: int, least_bytes: int, missing_bytes: int) -> str:
+    """Name the first setting whose known saving covers what is missing, with the number.
+
+    Args:
+        ledger: of the device.
+        config: present settings.
+        slot_bytes: of a layer's weights.
+        least_bytes: that weights and gradients take whatever the settings.
+        missing_bytes: at this moment; what else the pass would ask for is not known.
+    """
+    if ledger.limit_bytes is not None and least_bytes > ledger.limit_bytes:
+        return (
+            "Remedy: no settings help, since the shell, one layer and their gradients alone take "
+            f"{format_bytes(least_bytes)}. Make big parts of the shell layers of their own (layers=[...]), or give the "
+            "device more than that."
+        )
     now = ledger.by_category()
     stash_bytes = now.get("stash", 0)
     if config.stash == "device" and stash_bytes >= missing_bytes:

@@ -30,7 +30,7 @@ class Checks:
         self._stamps = stamps_of(shell.params)
 
     def visit(self, unit: Unit, again: bool) -> None:
-        """A layer is about to run; `again`: not for the first time in this pass.
+        """Look at a layer that is about to run; `again`: not for the first time in this pass.
 
         Raises:
             RuntimeError: it cannot run twice.
@@ -64,12 +64,12 @@ class Checks:
         return segments
 
     def loss(self, forward: Forward, loss: torch.Tensor) -> GradientEdge | None:
-        """Where backward of the loss starts; None if it depends on no parameter.
+        """Return where backward of the loss starts; None if it depends on no parameter.
 
         Raises:
             NonFiniteError: it is not finite; names the layer that gave out the first such value.
         """
-        if not torch.isfinite(loss):
+        if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
             raise NonFiniteError(self._explain(loss, forward))
         return get_gradient_edge(loss) if loss.requires_grad else None
 
@@ -100,6 +100,6 @@ def refuse_hooks(unit: Unit, params: Sequence[torch.Tensor]) -> None:
 
 
 def _read_in_several(segments: Sequence[Segment], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Which of these parameters get gradients from several segments."""
+    """Find which of these parameters get gradients from several segments."""
     reads = Counter(leaf for segment in segments for leaf in segment.uses)
     return [param for param in params if reads[param] > 1]

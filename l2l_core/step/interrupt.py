@@ -33,5 +33,5 @@ def interrupts_wait() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if pressed:
+    if pressed:  # not in `finally`: an error of the block itself is not hidden by it
         raise KeyboardInterrupt

@@ -59,7 +59,7 @@ class Learned:
         self.way, self._is_guess = list(way), False
 
     def of_step(self, kind: Kind) -> Metered | None:
-        """What a step of this kind may replay; None if it must be metered."""
+        """Return what a step of this kind may replay; None if it must be metered."""
         return self._known.find(kind)
 
     def stepped(self, kind: Kind, way: Sequence[Unit], metered: Metered) -> None:
@@ -71,7 +71,7 @@ class Learned:
         self.take_way(way)
 
     def of_inference(self, kind: Kind, task: object) -> Metered | None:
-        """What an inference of this kind, for this purpose, may replay."""
+        """Return what an inference of this kind, for this purpose, may replay; None if it must be metered."""
         return self._inferred.get((kind, task))
 
     def inferred(self, kind: Kind, task: object, metered: Metered) -> None:
@@ -80,7 +80,7 @@ class Learned:
 
     @contextmanager
     def without(self, units: Collection[Unit]) -> Iterator[None]:
-        """In the block some layers sit out; what is known of steps with all of them is as it was afterwards."""
+        """Let some layers sit out in the block; what is known of steps with all of them is as it was afterwards."""
         before = self.way, self._is_guess, self._known
         self.way, self._is_guess = [unit for unit in self.way if unit not in units], False
         self._known = self._in_part
@@ -119,7 +119,7 @@ class _Metered:
         return lambda: vars(self).update(_kind=kind, _metered=metered)
 
     def with_more(self, kind: Kind) -> Metered | None:
-        """Of a step with all of these layers, and maybe with others."""
+        """Return what a step with all of these layers, and maybe with others, has learned; None if there was none."""
         if self._kind is None or not _is_like(kind, self._kind) or not kind.layers <= self._kind.layers:
             return None
         return self._metered

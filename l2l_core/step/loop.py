@@ -59,7 +59,7 @@ class ForwardLoop:
         self.run, self.order, self.plan, self.prefetch = run, order, plan, prefetch
 
     def forward(self) -> None:
-        """Inference: forward alone."""
+        """Run forward alone: an inference."""
         self.begin(self.plan.order)
         while (unit := self.order.next_unit()) is not None:
             visit = self.order.open(unit)
@@ -76,18 +76,18 @@ class ForwardLoop:
             self.run.stash.park(forward.k)
 
     def advance(self, forward: Forward, visit: Visit, after: Call | None) -> None:
-        """One turn: a micro-batch runs the layer, and the shell up to its next layer call."""
+        """Take one turn: a micro-batch runs the layer, and the shell up to its next layer call."""
         call = forward.waiting
         assert call is not None and call.unit is visit.unit, f"{visit.unit.key} k={forward.k}"
         call.visit = visit.index
         self.relay(call, after)
-        call.buffers = self.run.buffers_of(visit.unit)
+        call.buffers = self.run.buffers_of(visit.unit)  # before the run, which may change them; a recompute begins here
         forward.keeper = self.plan.keeper(visit.index)
         forward.advance()
         visit.calls += [last for last in forward.calls[-1:] if last is call]  # if it takes part in backward
 
     def relay(self, call: Call, after: Call | None) -> None:
-        """What `call` needs is on the device, and what comes `after` it begins to arrive."""
+        """Have what `call` needs on the device, and let what comes `after` it begin to arrive."""
         self.run.stash.fetch(call.awaited, call.k, call.unit.key, call.visit)
         if after is not None:
             self.run.stash.expect(after.awaited, after.k, after.unit.key, after.visit)
@@ -125,7 +125,7 @@ class TrainLoop:
     def train(self) -> list[torch.Tensor]:
         """Run the step; return the scaled losses of the micro-batches, which add up to the step's loss."""
         self._forward.begin(self._forward.plan.there_and_back)
-        self._lose_in_order()
+        self._lose_in_order()  # a forward that calls no layer is over by now
         while (unit := self._order.next_unit()) is not None:
             visit = self._open(unit)
             with self._prefetch.visit(unit):  # [1]
@@ -138,9 +138,10 @@ class TrainLoop:
                 self._close(visit)
 
         rest = self._turn()
+        # A list made now: as calls are back-propagated, they leave their visits.
         coming = islice([call for visit in rest for call in visit.calls], 1, None)
         for visit in rest:
-            self._store.raise_failure()
+            self._store.raise_failure()  # of the EPS thread: the rest of backward would be in vain
             with self._prefetch.visit(visit.unit):  # [1]
                 for call in list(visit.calls):  # [3] in ascending k, as accumulation over micro-batches adds
                     self._forward.relay(call, next(coming, None))
@@ -238,6 +239,8 @@ class TrainLoop:
             return
         visit.gradient.push()
         visit.gradient = None
+        # Another visit of the layer, and the shell or another layer with a shared block, may still bring parts; those
+        # that are shared wait for the end of the step.
         if not any(other.calls and other.unit is visit.unit for other in self._order.visits):
             for block in visit.unit.blocks:
                 if not block.shared and self._apart(block):

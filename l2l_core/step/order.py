@@ -60,7 +60,7 @@ class Order:
         return [visit.unit for visit in self.visits]
 
     def next_unit(self, besides: Forward | None = None) -> Unit | None:
-        """The layer that the least advanced micro-batches wait for; None if none waits."""
+        """Find the layer that the least advanced micro-batches wait for; None if none waits."""
         waiting: dict[Unit, tuple[int, int]] = {}
         for forward in self.forwards:
             if forward.waiting is not None and forward is not besides:
@@ -84,18 +84,18 @@ class Order:
         return self.visits[-1]
 
     def in_turn(self, visit: Visit) -> Iterator[tuple[Forward, Call | None]]:
-        """The micro-batches that wait for the visit's layer, each with the call whose input may arrive while it runs."""
+        """Go through the micro-batches that wait for the layer, each with the call whose input may arrive meanwhile."""
         waiting = self._waiting_for(visit.unit)
         for forward, following in zip_longest(waiting, waiting[1:]):
             if following is None:
                 yield forward, self._after(visit, forward)
             else:
                 assert following.waiting is not None
-                following.waiting.visit = visit.index
+                following.waiting.visit = visit.index  # its fetch begins now, and is recorded with the visit
                 yield forward, following.waiting
 
     def _after(self, visit: Visit, last: Forward) -> Call | None:
-        """The first call of the next visit, as far as is known before `last` has had its turn in this one.
+        """Find the first call of the next visit, as far as is known before `last` has had its turn in this one.
 
         With one micro-batch nothing is known; at the turn the first call of backward is.
         """
@@ -115,7 +115,7 @@ class Order:
         return visit.index == len(self._expected) - 1
 
     def turn(self) -> list[Visit]:
-        """Forward is over: the visits that backward makes, the last one first."""
+        """Turn round, forward being over; return the visits that backward makes, the last one first."""
         rest = [visit for visit in reversed(self.visits) if visit.calls]
         for visit in rest:
             for call in visit.calls:
@@ -123,11 +123,12 @@ class Order:
         return rest
 
     def number_of_backward(self, visit: Visit) -> int:
-        """The number of the visit that back-propagates what this one has run."""
+        """Return the number of the visit that back-propagates what this one has run."""
         return 2 * len(self.visits) - 1 - visit.index
 
     def is_irregular(self) -> bool:
         """Whether micro-batches take different ways, so that their gradients reach the shell out of order."""
+        # Whoever still waits in this visit has its layer ahead: that alone is no other way.
         ways = [[c.unit for c in f.calls] + ([f.waiting.unit] if f.waiting else []) for f in self.forwards]
         return any(way != ways[0] for way in ways)
 

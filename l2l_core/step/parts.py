@@ -37,11 +37,11 @@ class Parts:
         return {unit.key: unit.name for unit in self.units}
 
     def shell_modules(self) -> list[nn.Module]:
-        """Modules that are in no layer."""
+        """Find the modules that are in no layer."""
         return outside(self.model, {unit.module for unit in self.layers})
 
     def inside(self) -> dict[torch.Tensor, str]:
-        """Parameters that only layers use, and a layer's name."""
+        """Find the parameters that only layers use, each with the name of a layer."""
         own = set(self.shell.params)
         return {param: unit.name for unit in self.layers for param in unit.params if param not in own}
 
@@ -61,6 +61,6 @@ class Parts:
         return max((unit.numel for unit in self.layers), default=0)
 
     def new_trace(self, config: RelayConfig, step: int = 0) -> Trace:
-        """An empty trace of a pass that begins now."""
+        """Make an empty trace of a pass that begins now."""
         settings = {**asdict(config), **self.device.figures()}
         return Trace(step=step, device=self.device.name, names=self.names, settings=settings)

@@ -24,7 +24,7 @@ class Plan:
     keeper_of: Callable[[int], Keeper] | None = None
 
     def keeper(self, visit: int) -> Keeper:
-        """What becomes of graphs that are made in the visit with this number."""
+        """Say what becomes of graphs that are made in the visit with this number."""
         if self.keeper_of is not None:
             return self.keeper_of(visit)
         return KEEP_AT_THE_TURN if visit == len(self.order) - 1 else RECOMPUTE

@@ -84,7 +84,7 @@ def run_step(
         forward = ForwardLoop(stage.run, order, work.plan, stage.prefetch)
         checks = Checks(stage.run, parts.shell, parts.inside(), apart)
         losses = TrainLoop(forward, store, slots, shell, apart, checks, divisors).train()
-        stage.run.recomputes.settle()
+        stage.run.recomputes.settle()  # before deferred updates: a recompute that differed has trained nothing yet
         store.finish()
         assert not any(visit.calls for visit in order.visits), "a call was not back-propagated"
         stage.stash.drain()

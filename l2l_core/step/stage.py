@@ -103,6 +103,8 @@ class Stage:
             note = f"The relay was at: {doing}."
             if note not in getattr(error, "__notes__", ()):  # the same error object may come again
                 error.add_note(note)
+        if error is not None:
+            self.clock.stop()  # the trace shows what was being computed
         refused = ledger.refused(error) if isinstance(error, torch.OutOfMemoryError) else None  # while all is booked
         self._stack.close()
         if refused is not None:
@@ -111,15 +113,16 @@ class Stage:
     def _set_up(self) -> None:
         parts, enter, later = self.parts, self._stack.enter_context, self._stack.callback
         ledger = parts.device.ledger
-        ledger.advise = partial(advise, ledger, self.config, self._dtype.itemsize * parts.slot_numel)
+        slot_bytes = self._dtype.itemsize * parts.slot_numel
+        ledger.advise = partial(advise, ledger, self.config, slot_bytes, slot_bytes + self._least_beside_a_slot())
         enter(parts.device.current())
         later(parts.device.settle)  # last of all: then nothing is under way, and the trace has every event
         parts.place.begin(parts.units, self._dtype)
         later(parts.place.end)
-        later(RandomState.take().put)
+        later(RandomState.take().put)  # forwards draw from streams of their own; the caller's stands where it stood
         on_host = self.config.stash == "host"
         enter(parts.shell.buffers.on(parts.device, "shell buffers"))
-        exempt = model_tensors(parts)
+        exempt = model_tensors(parts)  # after the shell's buffers came: modules hold their copies now
         at_work = AtWork()
         self._images = Images(parts.device, parts.host, at_work, exempt)
         self.stash = Stash(
@@ -184,13 +187,22 @@ class Stage:
             order,
             check,
         )
+        # Undone before all that is above: forwards unwind while the hooks, spies and slots around them are there.
         later(self.shadows.cancel)
+
+    def _least_beside_a_slot(self) -> int:
+        """Device bytes that a pass takes besides a layer's weights, whatever the settings."""
+        layers = [sum(block.trained.numel for block in unit.blocks) for unit in self.parts.layers]
+        shell = sum(block.trained.numel for block in self.parts.shell.blocks)
+        gradients = 4 * (shell + max(layers, default=0)) if torch.is_grad_enabled() else 0
+        return self._dtype.itemsize * self.parts.shell.numel + gradients
 
     def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
         """Put the shell on the device; return where its parameters are for the length of the pass."""
         shell, device = self.parts.shell, self.parts.device
         flat = device.empty(shell.numel, self._dtype)
         self._stack.callback(device.recycle, flat)
+        # Booking may raise: then the buffer is recycled, and nothing is released.
         device.ledger.book("weights", "shell", flat.nbytes)
         self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
         self._images.exempt([flat], weights=True)
@@ -207,7 +219,7 @@ class Stage:
 
     @contextmanager
     def _visiting(self, unit: Unit) -> Iterator[None]:
-        """What a visit needs on the device besides weights: the layer's buffers, which are part of no image."""
+        """Bring what a visit needs besides weights: the layer's buffers, which are part of no image."""
         with unit.buffers.on(self.parts.device, "buffers") as copies, self._images.exempting(copies):
             yield
 
@@ -216,14 +228,14 @@ class Stage:
 
         The masters, and whatever comes after, know nothing of it.
         """
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)  # of its own, on the host: no stream moves, the same on any device
         with torch.no_grad():
             for param in self.parts.shell.params:
                 noise = torch.randn(param.shape, generator=generator) * _SHAKEN
                 param.data.add_(noise.to(param.device, param.dtype))
 
     def gradients(self, store: LayerStore, apart: Apart) -> tuple[GradientSlots, Gradient]:
-        """Device buffers for the gradients of layers, and the gradient of the shell."""
+        """Make device buffers for the gradients of layers, and the gradient of the shell."""
         parts = self.parts
         takers = Takers(parts.units)
         self._stack.callback(takers.close)
@@ -237,9 +249,9 @@ class Stage:
         return slots, shell.take(parts.shell)
 
     def forwards(self, micro_batches: Sequence[Any], task: Task, seeds: Sequence[int]) -> list[Forward]:
-        """One paused forward per micro-batch, each with a random stream of its own."""
+        """Make one paused forward per micro-batch, each with a random stream of its own."""
         base = Ambient.take()
-        base.put()
+        base.put()  # `take` has emptied the thread's stacks of modes and hooks
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
             base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
         if self._watch.guards_shell:
@@ -277,7 +289,7 @@ class Stage:
 
 
 def model_tensors(parts: Parts) -> list[torch.Tensor]:
-    """Tensors that the model keeps between passes: masters, buffers, plain attributes."""
+    """List the tensors that the model keeps between passes: masters, buffers, plain attributes."""
     modules = list(parts.model.modules())
     held = [v for m in modules for v in [*m._buffers.values(), *vars(m).values()] if isinstance(v, torch.Tensor)]
     return held + [master for unit in parts.units for master in unit.masters]

@@ -107,7 +107,7 @@ def compare_step(
         for param, own in zip(model.parameters(), twin.parameters(), strict=True)
     }
     settings = settings_of(optimizer)
-    del optimizer
+    del optimizer  # on a GPU its state takes the room that the relay needs next
     result = relay_step()
     weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
     buffers, visits = _buffers(model, twin), _visits(result.trace)
@@ -128,7 +128,8 @@ def compare_step(
 
 
 def _twin_of(model: nn.Module) -> nn.Module:
-    """A deep copy; a tensor with a graph, which a forward has left on a module, is copied without it."""
+    """Copy the model deeply; a tensor with a graph, which a forward has left on a module, is copied without it."""
+    # `deepcopy` refuses tensors with a graph.
     held = [value for module in model.modules() for value in vars(module).values()]
     graphs = {
         id(value): value.detach().clone() for value in held if isinstance(value, torch.Tensor) and not value.is_leaf
@@ -167,7 +168,7 @@ def _row(
 
 
 def _buffers(model: nn.Module, twin: nn.Module) -> dict[int, Pair]:
-    """The model's buffers by identity, beside those of its copy at the same place."""
+    """List the model's buffers by identity, beside those of its copy at the same place."""
     modules = zip(model.named_modules(), twin.modules(), strict=True)
     return {
         id(buffer): (f"{prefix}.{name}" if prefix else name, buffer, own._buffers.get(name))
@@ -178,7 +179,7 @@ def _buffers(model: nn.Module, twin: nn.Module) -> dict[int, Pair]:
 
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """The largest difference of two tensors that differ; infinite if they cannot be subtracted."""
+    """Return the largest difference of two tensors that differ; infinite if they cannot be subtracted."""
     if one is None or other is None or one.shape != other.shape:
         return math.inf
     differ = one != other
@@ -189,7 +190,7 @@ def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
 def _differing_state(
     expected: Mapping[nn.Parameter, Mapping[str, Any]], found: Mapping[nn.Parameter, Mapping[str, Any]]
 ) -> list[str]:
-    """Names in the optimizer's state that differ for some parameter."""
+    """List the names in the optimizer's state that differ for some parameter."""
     names = (name for param, theirs in expected.items() for name in differing(theirs, found.get(param, {})))
     return list(dict.fromkeys(f"state {name!r}" for name in names))
 

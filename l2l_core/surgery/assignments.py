@@ -9,7 +9,7 @@ _MISSING = object()
 
 
 class Assignments:
-    """Assignments to dicts (attributes of modules, members of the container), made together and undone together."""
+    """Collects assignments to dicts (attributes of modules, members of the container), to be made and undone as one."""
 
     def __init__(self) -> None:
         self._sets: dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, Any]] = {}
@@ -17,7 +17,7 @@ class Assignments:
 
     def set(self, target: MutableMapping[Any, Any], name: Any, value: Any) -> None:
         """Let a dict have `value` under `name`; the last one counts."""
-        self._sets[id(target), name] = (target, name, value)
+        self._sets[id(target), name] = (target, name, value)  # the dict too: held, so that no other gets its id
 
     def fill(self, target: dict[str, Any], content: dict[str, Any]) -> None:
         """Let a dict have `content` and nothing else, in its order."""
@@ -55,5 +55,5 @@ class Assignments:
 
 
 def _refill(target: dict[str, Any], content: dict[str, Any]) -> None:
-    target.clear()
+    target.clear()  # the same dict, since the container holds it; emptied, since its order counts
     target.update(content)

@@ -30,7 +30,7 @@ _PARTS = {"encoder", "decoder", "vision", "text", "audio", "speech", "image", "v
 
 
 def is_config(name: str, value: Any) -> bool:
-    """Whether the attribute `name` with this value is a configuration."""
+    """Tell whether the attribute `name` with this value is a configuration."""
     if value is None or isinstance(value, nn.Module | int | float | str | list | tuple | type):
         return False
     named = bool(words(name) & _CONFIG_NAMES)
@@ -42,20 +42,21 @@ def is_config(name: str, value: Any) -> bool:
 
 
 def fields(config: Any) -> dict[str, Any]:
-    """The fields of a config by name: those that it stores. Writing here passes no validation and no alias."""
+    """Give the fields of a config by name, those that it stores. Writing here passes no validation and no alias."""
     return config if isinstance(config, dict) else vars(config)
 
 
 def alias(config: Any, name: str) -> str:
-    """The name under which a config of transformers stores `name` (GPT-2: num_hidden_layers is n_layer)."""
+    """Give the name under which a config of transformers stores `name` (GPT-2: num_hidden_layers is n_layer)."""
     names = getattr(config, "attribute_map", None)
     return names.get(name, name) if isinstance(names, Mapping) else name
 
 
 def nested(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The config and those inside it, with dotted prefix ("", "text_config.")."""
+    """Go through the config and those inside it, with dotted prefix ("", "text_config.")."""
     yield prefix, config
     for name, value in list(fields(config).items()):
+        # No deeper than three, so that one which holds itself comes to an end
         if isinstance(name, str) and not name.startswith("_") and prefix.count(".") < 3:
             plain = isinstance(value, dict | SimpleNamespace) and isinstance(config, dict | SimpleNamespace)
             if plain or is_config(name, value) or (hasattr(value, "to_dict") and not isinstance(value, type)):
@@ -67,7 +68,7 @@ def nested(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the model a stack is, as far as names and numbers can say.
+    """Says where in the model a stack is, as far as names and numbers can.
 
     Attributes:
         words: of the path to the container and of the class that owns it.
@@ -84,7 +85,7 @@ class Place:
 
 @dataclass(frozen=True)
 class DepthField:
-    """A number that is the depth of a stack: field `name` of `config`, or element `at` of that field."""
+    """Is a number that is the depth of a stack: field `name` of `config`, or element `at` of that field."""
 
     config: Any
     name: str  # as stored
@@ -93,7 +94,7 @@ class DepthField:
     role: frozenset[str] = frozenset()
 
     def value(self, depth: int) -> Any:
-        """What the field becomes."""
+        """Give what the field becomes at a depth: a number, or the whole list with one element changed."""
         if self.at is None:
             return depth
         old = fields(self.config)[self.name]
@@ -101,7 +102,7 @@ class DepthField:
 
 
 def depth_fields(config: Any, place: Place) -> list[DepthField]:
-    """All fields of `config`, and of configs inside it, that may be the depth of the stack at `place`."""
+    """Find all fields of `config`, and of configs inside it, that may be the depth of the stack at `place`."""
     found = []
     for prefix, inner in nested(config):
         for name, value in fields(inner).items():
@@ -119,7 +120,7 @@ def depth_fields(config: Any, place: Place) -> list[DepthField]:
 
 
 def best(found: Sequence[DepthField]) -> list[DepthField]:
-    """The most specific; of several that are equally so, `num_hidden_layers`. Several are left if nothing decides."""
+    """Choose the most specific; of several equally so, `num_hidden_layers`. Several are left if nothing decides."""
     most = max((len(field.role) for field in found), default=0)
     left = [field for field in found if len(field.role) == most]
     standard = [field for field in left if field.name == alias(field.config, "num_hidden_layers")]
@@ -127,7 +128,7 @@ def best(found: Sequence[DepthField]) -> list[DepthField]:
 
 
 def is_depth_name(name: str, place: Place) -> bool:
-    """Whether an attribute of a module that holds the stack may be its depth (`num_layers`)."""
+    """Tell whether an attribute of a module that holds the stack may be its depth (`num_layers`)."""
     return bool(words(name) & _COUNTED) and words(name) - _FILLING <= place.words
 
 
@@ -136,7 +137,7 @@ def is_depth_name(name: str, place: Place) -> bool:
 
 @dataclass(frozen=True)
 class LayerList:
-    """A field that says something about every layer: `entries`, and how a list of entries is written."""
+    """Is a field that says something about every layer: `entries`, and how a list of entries is written."""
 
     config: Any
     name: str
@@ -146,7 +147,7 @@ class LayerList:
 
 
 def layer_lists(config: Any, place: Place) -> list[LayerList]:
-    """The fields of `config` with one entry per layer, with the positions of some layers, or with a pattern of them."""
+    """Find the fields of `config` with one entry per layer, the positions of some layers, or a pattern of them."""
     if place.stage is not None:  # a list is then about the stages
         return []
     found = (layer_list(config, name, value, place) for name, value in fields(config).items())
@@ -154,7 +155,7 @@ def layer_lists(config: Any, place: Place) -> list[LayerList]:
 
 
 def layer_list(config: Any, name: str, value: Any, place: Place) -> LayerList | None:
-    """`value` as a list about the layers of the stack at `place`, if it is one."""
+    """Read `value` as a list about the layers of the stack at `place`; None if it is none."""
     if not isinstance(name, str) or name.startswith("_") or not isinstance(value, list | tuple):
         return None
     parts, kind = words(name), type(value)
@@ -165,6 +166,7 @@ def layer_list(config: Any, name: str, value: Any, place: Place) -> LayerList | 
         return LayerList(config, name, hashable(pattern), lambda new: kind([[list(new), 1]]), tuple(pattern))
     is_indices = all(map(_is_int, value)) and list(value) == sorted(set(value))
     is_indices = is_indices and all(0 <= i < place.depth for i in value)
+    # As many ascending numbers as there are layers may be an entry for each: then the name must say otherwise
     if is_indices and (parts & _INDEX_WORDS or (value and len(value) != place.depth)):
         member = tuple(i in value for i in range(place.depth))
         return LayerList(config, name, member, lambda new: kind(i for i, is_in in enumerate(new) if is_in), member)
@@ -174,7 +176,7 @@ def layer_list(config: Any, name: str, value: Any, place: Place) -> LayerList | 
 
 
 def _expanded(value: Sequence[Any]) -> list[Any] | None:
-    """[[["global", "local"], 2]] is global, local, global, local."""
+    """Write a pattern out: [[["global", "local"], 2]] is global, local, global, local; None if it is none."""
     pairs = [each for each in value if isinstance(each, list | tuple) and len(each) == 2]
     if not value or len(pairs) != len(value):
         return None
@@ -184,7 +186,7 @@ def _expanded(value: Sequence[Any]) -> list[Any] | None:
 
 
 def hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
-    """The values of a list as what can be compared and counted; a list among them by how it is written."""
+    """Make the values of a list comparable and countable; a list among them goes by how it is written."""
     return tuple(value if isinstance(value, Hashable) else repr(value) for value in values)
 
 
@@ -193,7 +195,7 @@ def hashable(values: Sequence[Any]) -> tuple[Hashable, ...]:
 
 @cache
 def words(name: str) -> frozenset[str]:
-    """The words of a name, singular: {"num", "decoder", "layer"} of `num_decoder_layers`, {"bert", "encoder"} of BertEncoder."""
+    """Split a name into its words, in the singular: {"num", "decoder", "layer"} for `num_decoder_layers`."""
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
     return frozenset(part.lower().removesuffix("s") for part in parts)
 

@@ -20,7 +20,11 @@ from l2l_core.surgery.surroundings import REMEDY, Surroundings
 
 
 def find_depth_fields(around: Surroundings, wanted: str | None, is_resized: bool, trust: bool) -> list[DepthField]:
-    """The fields of the configuration that must say the new depth, in every config from the owner's to the model's."""
+    """Find the fields that must say the new depth, in every config from the owner's to the model's.
+
+    Raises:
+        ValueError: several may be the depth, or none is, or settings of single layers would not follow.
+    """
     if wanted is not None:
         return _wanted_fields(around, wanted)
     followed: list[DepthField] = []
@@ -61,7 +65,7 @@ def _refuse_unknown_depth(around: Surroundings, config: Any) -> None:
 
 
 def _wanted_fields(around: Surroundings, wanted: str) -> list[DepthField]:
-    """The field that the caller named, in all configs that have it."""
+    """Find the field that the caller named, in all configs that have it."""
     place, found = around.place, {}
     head, dot, last = wanted.rpartition(".")
     for _, config in around.configs:
@@ -84,7 +88,7 @@ def _wanted_fields(around: Surroundings, wanted: str) -> list[DepthField]:
 
 
 def _listed(configs: list[Any], number: int) -> str:
-    """The fields that are `number`, for a message."""
+    """List the fields that are `number`, for a message."""
     inside = (each for config in configs for each in config_depth.nested(config))
     labels = [
         f"{prefix}{name}"
@@ -106,12 +110,12 @@ def changed_configs(
     travelled: list[list[Any]],
     count: int,
 ) -> dict[int, Any]:
-    """id of a config -> the changed copy that takes its place; configs inside others are copied with them."""
+    """Copy and change configs, by the id of each; configs inside others are copied with them."""
     memo: dict[int, Any] = {}
     touched = {id(each.config) for each in followed}
     for _, config in reversed(around.configs):  # the model's first: it may hold the others
         if id(config) not in memo and touched & {id(inner) for _, inner in config_depth.nested(config)}:
-            copy.deepcopy(config, memo)
+            copy.deepcopy(config, memo)  # one memo for all: what two of them hold is one object in the copies too
     for each in followed:
         config_depth.fields(memo[id(each.config)])[each.name] = each.value(count)
     for listed, entries in zip(lists, travelled, strict=True):

@@ -31,7 +31,7 @@ _POSITION_WORDS = {"id", "idx", "index", "number"}
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What is looked up in a layer once. Names only: it must not keep the layer alive.
+    """Holds what is looked up in a layer once. Names only: it must not keep the layer alive.
 
     Attributes:
         features: what tells it apart. Equal features are the same object.
@@ -51,7 +51,7 @@ _BUILT_AT_MOST = 64
 
 
 def anatomy(layer: nn.Module) -> Anatomy:
-    """The layer's anatomy, as it was when first asked for."""
+    """Give the layer's anatomy, as it was when first asked for."""
     found = _known.get(layer)
     if found is None:
         found = _known[layer] = _look(layer)
@@ -59,10 +59,10 @@ def anatomy(layer: nn.Module) -> Anatomy:
 
 
 def kind_of(layer: nn.Module) -> str:
-    """A checksum of what a layer is but its weights and its position: layers of one kind compute alike, given the same weights.
+    """Compute a checksum of a layer but for weights and position: those of one kind compute alike with equal weights.
 
-    Stricter than features, which evidence is drawn from: the classes of all parts, all settings (dropout and tuples too), and
-    which parameters are one. What only code says (a function without a name) does not show.
+    It is stricter than features, which evidence is drawn from: classes of all parts, all settings (dropout and tuples
+    too), and which parameters are one, count as well. What only code says (a function without a name) does not show.
     """
     known_of = anatomy(layer)  # a layer that waits on disk has no shapes now
     positions = set(known_of.positions)
@@ -83,7 +83,7 @@ def kind_of(layer: nn.Module) -> str:
 
 
 def _plainly(value: Any) -> Any:
-    """A setting as something that is the same in every process; None for what is no setting."""
+    """Write a setting as something that is the same in every process; None for what is no setting."""
     if isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     if isinstance(value, tuple | list):
@@ -99,7 +99,7 @@ def look_again(layer: nn.Module) -> None:
 
 
 def attributes_at(layer: nn.Module, path: str) -> dict[str, Any]:
-    """The attributes of the submodule at `path` ("" is the layer itself)."""
+    """Give the attributes of the submodule at `path` ("" is the layer itself)."""
     for part in path.split(".") if path else ():
         layer = layer._modules[part]  # type: ignore[assignment] - the path is of a module
     return vars(layer)
@@ -123,18 +123,18 @@ def _look(layer: nn.Module) -> Anatomy:
             elif isinstance(value, int | float | str) and not is_dropout and "drop" not in name:
                 # Dropout may grow with depth; it is no part of what the layer computes in evaluation.
                 features["attribute", f"{path}.{name}".lstrip(".")] = value
-    key = frozenset(features.items())
+    key = frozenset(features.items())  # layers alike share one object, and are compared by identity
     return Anatomy(_interned.setdefault(key, features), tuple(positions), tuple(configs))
 
 
 def is_position(name: str) -> bool:
-    """Whether an attribute of this name may hold a layer's position (layer_idx, layer_id, block_index, idx)."""
+    """Tell whether an attribute of this name may hold a layer's position (layer_idx, layer_id, block_index, idx)."""
     parts = words(name)
     return bool(parts & _POSITION_WORDS) and (bool(parts & {"layer", "block"}) or parts <= _POSITION_WORDS)
 
 
 def varying(features: Sequence[Features]) -> list[Feature]:
-    """The features in which some differ."""
+    """List the features in which some differ."""
     kinds = list({id(each): each for each in features}.values())
     names = dict.fromkeys(name for kind in kinds for name in kind)
     return [name for name in names if len({kind.get(name) for kind in kinds}) > 1]
@@ -143,7 +143,7 @@ def varying(features: Sequence[Features]) -> list[Feature]:
 def explained(
     name: Feature, old: Sequence[Features], entries: Sequence[Hashable], new_entries: Sequence[Hashable]
 ) -> list[Hashable] | None:
-    """The value of a feature at every new position as the entries of the configuration explain it.
+    """Give the value of a feature at every new position as the entries of the configuration explain it.
 
     Args:
         old, entries: features and entries of the layers that stand in the stack.
@@ -163,7 +163,7 @@ UNKNOWN = object()
 
 
 def by_position(name: Feature, old: Sequence[Features], count: int) -> list[Hashable]:
-    """The value of a feature at `count` positions, judged by the old ones: they repeat, or the last one goes on."""
+    """Guess a feature at `count` positions by the old ones: they repeat, or the last one goes on."""
     values = [features.get(name) for features in old]
     for period in range(2, len(values) // 2 + 1):
         if all(value == values[i % period] for i, value in enumerate(values)):
@@ -172,11 +172,11 @@ def by_position(name: Feature, old: Sequence[Features], count: int) -> list[Hash
 
 
 def built(model: nn.Module, config: Any, name: str) -> list[Features]:
-    """Features of the layers in the container `name` that the model's class would build from `config`.
+    """Find the features of the layers in the container `name` that the model's class would build from `config`.
 
     Nothing is allocated: the model is built on the meta device. Any class may be here, so any exception may come.
     """
-    key = type(model), type(config), repr(config.to_dict()), name
+    key = type(model), type(config), repr(config.to_dict()), name  # by what it says: every edit has a copy of its own
     if key not in _built:
         while len(_built) >= _BUILT_AT_MOST:
             del _built[next(iter(_built))]
@@ -193,5 +193,5 @@ def _build(model: nn.Module, config: Any, name: str) -> list[Features]:
 
 
 def described(name: Feature) -> str:
-    """A feature, for a message."""
+    """Word a feature for a message."""
     return ("parameter " if name[0] == "parameter" else "") + name[1]

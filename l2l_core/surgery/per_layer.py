@@ -20,7 +20,11 @@ _entries_of_left: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictiona
 def travel(
     lists: list[LayerList], stack: Stack, new: tuple[nn.Module, ...], like: Mapping[nn.Module, nn.Module]
 ) -> list[list[Any]]:
-    """The entries of the new order, one list for each of `lists`."""
+    """Give the entries of the new order, one list for each of `lists`.
+
+    Raises:
+        ValueError: `like` names no layer of the stack, or a new layer does not show what its entry is.
+    """
     at = {layer: i for i, layer in enumerate(stack.layers)}
     for layer, model_of_it in like.items():
         if model_of_it not in at and model_of_it not in _entries_of_left:
@@ -64,7 +68,7 @@ def remember(stack: Stack, new: tuple[nn.Module, ...], lists: list[LayerList]) -
 
 
 def entries_of(layer: nn.Module) -> dict[str, Any]:
-    """What a layer's entries were when it left its stack, by name of the list."""
+    """Give what a layer's entries were when it left its stack, by name of the list."""
     return dict(_entries_of_left.get(layer, {}))
 
 
@@ -75,11 +79,12 @@ def remember_entries(layer: nn.Module, entries: Mapping[str, Any]) -> None:
 
 
 def _positions(stack: Stack) -> dict[tuple[str, str], int]:
-    """(submodule, attribute) that holds the position of its layer in all layers that have it -> what is added to it."""
+    """Find each (submodule, attribute) that is the position in all layers that have it, and what is added there."""
     offsets: dict[tuple[str, str], set[int]] = {}
     for i, layer in enumerate(stack.layers):
         for path, name in anatomy(layer).positions:
             value = attributes_at(layer, path).get(name)
+            # Another offset in one layer, or no number, and the place says something else than a position
             offsets.setdefault((path, name), set()).add(value - i if isinstance(value, int) else -1)
     single = len(stack) == 1  # then any number would do: take only what counts from 0 or 1
     return {

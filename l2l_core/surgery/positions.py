@@ -64,7 +64,11 @@ def check_alike(
 
 
 def _built(model: nn.Module, stack: Stack, count: int, copies: Mapping[int, Any]) -> list[likeness.Features] | None:
-    """What the model's class would build from the changed configuration; None if it cannot be asked."""
+    """Find what the model's class would build from the changed configuration; None if it cannot be asked.
+
+    Raises:
+        ValueError: the class builds the model as it was, and not as it would be.
+    """
     config = next((value for name, value in vars(model).items() if config_depth.is_config(name, value)), None)
     if id(config) not in copies or not hasattr(config, "to_dict"):  # a constructor by hand may do anything
         return None
@@ -72,7 +76,7 @@ def _built(model: nn.Module, stack: Stack, count: int, copies: Mapping[int, Any]
         found = likeness.built(model, copies[id(config)], stack.name)
     except Exception as error:
         try:
-            likeness.built(model, config, stack.name)
+            likeness.built(model, config, stack.name)  # as it was: if that fails too, the edit is not to blame
         except Exception:  # the class takes other arguments, or cannot be built without data
             return None
         raise ValueError(
@@ -101,7 +105,7 @@ def _had(name: str, value: object) -> str:
 def _check_roles(
     stack: Stack, new: tuple[nn.Module, ...], old: list[likeness.Features], without_role: Collection[nn.Module]
 ) -> None:
-    """Without a configuration, only a layer that owns what the others of its class lack has a role of its own."""
+    """Refuse to move a layer that owns what the others of its class lack; without a configuration only that shows."""
     classes = [type(layer) for layer in stack.layers]
     for i, features in enumerate(old):
         peers = [old[j] for j, kind in enumerate(classes) if kind is classes[i] and j != i]

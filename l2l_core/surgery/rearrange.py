@@ -128,7 +128,7 @@ def _refuse_twice(title: str, new: tuple[nn.Module, ...], layer: nn.Module) -> N
 
 
 def _new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
-    """The container's members by name, with `new` in place of the stack's layers."""
+    """List the container's members by name, with `new` in place of the stack's layers."""
     old = list(stack.container._modules.items())
     inside = set(stack.layers)
     slots = [i for i, (_, child) in enumerate(old) if child in inside]
@@ -146,6 +146,7 @@ def _new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
             children[i] = layer
         return {name: child for (name, _), child in zip(old, children, strict=True)}
     before, after = old[:first], old[last + 1 :]
+    # Numbered throughout: members behind the layers get other names, as in a container that is built anew
     if [name for name, _ in old] == [str(i) for i in range(len(old))]:
         children = [child for _, child in before] + list(new) + [child for _, child in after]
         return {str(i): child for i, child in enumerate(children)}
@@ -154,7 +155,7 @@ def _new_members(stack: Stack, new: tuple[nn.Module, ...]) -> dict[str, Any]:
 
 
 def _names(stack: Stack, old: list[str], count: int, taken: set[str]) -> list[str]:
-    """Names for `count` members, as the old ones are numbered ("block1", "block2")."""
+    """Name `count` members as the old ones are numbered ("block1", "block2")."""
     numbered = [re.fullmatch(r"(.*?)(\d+)", name) for name in old]
     names = old[:count]
     if count > len(old):

@@ -22,7 +22,7 @@ _SHARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 
 
 class Sample(NamedTuple):
-    """One call of a layer. Tensors are on the host and need no gradient."""
+    """Holds one call of a layer. Tensors are on the host and need no gradient."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
         return pytree.tree_leaves((self.args, self.kwargs), is_leaf=is_cache)
 
     def fresh(self, replaced: dict[int, Any] | None = None) -> Sample:
-        """A copy that a layer may write into; leaves whose `id` is in `replaced` give way to what stands there.
+        """Make a copy that a layer may write into; leaves whose `id` is in `replaced` give way to what stands there.
 
         A tensor that occurs twice occurs twice in the copy too.
         """
@@ -56,7 +56,7 @@ def capture_samples(model: nn.Module, call: Callable[[], Any], layers: Sequence[
     wanted, found = set(layers), dict[nn.Module, Sample]()
 
     def take(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.setdefault(layer, Sample(args, kwargs).fresh())
+        found.setdefault(layer, Sample(args, kwargs).fresh())  # a copy, at once: the layer may write into its arguments
         if len(found) == len(wanted):
             raise _SeenAllError
 
@@ -82,7 +82,7 @@ def capture_samples(model: nn.Module, call: Callable[[], Any], layers: Sequence[
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Put the generators of torch and Python, and of NumPy where somebody uses it, back after a block."""
-    numpy = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")  # not imported for this: where nobody has, nobody draws from it
     before, numpy_before = RandomState.take(), numpy.random.get_state() if numpy is not None else None
     try:
         yield
@@ -115,7 +115,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
+                module._buffers[name] = buffer  # the tensor itself, where the forward has put another in its place
                 if buffer is not None and not torch.equal(buffer, value):
                     buffer.copy_(value)
 

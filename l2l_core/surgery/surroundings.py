@@ -21,7 +21,7 @@ REMEDY = "trust=True does it all the same"
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is around a stack.
+    """Tells what is around a stack.
 
     Attributes:
         chain: (name, module) from the model down to the owner of the container.
@@ -59,6 +59,7 @@ class Surroundings:
             if isinstance(outer, nn.ModuleList | nn.Sequential) and name.rpartition(".")[2].isdigit():
                 stage, stages = (int(name.rpartition(".")[2]), len(outer)) if len(outer) > 1 else (None, 0)
                 break
+        # A list in between owns nothing: configuration and depth are kept by the module that has the list
         owner = next((m for _, m in reversed(around) if not isinstance(m, nn.ModuleList)), model)
         names = config_depth.words(stack.name.replace(".", "_")) | config_depth.words(type(owner).__name__)
         configs: dict[int, tuple[nn.Module, Any]] = {}
@@ -86,7 +87,7 @@ def _outside(
 
 
 def follow_beside(assignments: Assignments, around: Surroundings, new: tuple[nn.Module, ...], trust: bool) -> None:
-    """Lists of the layers follow; everything else that knows single layers, or how many there are, is refused."""
+    """Let lists of the layers follow, and refuse all else that knows single layers, or how many there are."""
     stack, inside = around.stack, set(around.stack.layers)
     for name, module in around.shell:
         for part, child in module._modules.items():
@@ -116,7 +117,7 @@ def follow_beside(assignments: Assignments, around: Surroundings, new: tuple[nn.
 
 
 def _check_companions(around: Surroundings) -> None:
-    """Nothing beside the container may have as many members as it has layers: it would have to grow with it."""
+    """Refuse what has as many members beside the container as it has layers: it would have to grow with it."""
     owner, stack, count = around.owner, around.stack, len(around.stack)
     prefix = f"{around.chain[-1][0]}.".lstrip(".")
     for name, child in owner._modules.items():
@@ -138,7 +139,7 @@ def _check_companions(around: Surroundings) -> None:
 
 
 def lists_of_owner(around: Surroundings) -> list[LayerList]:
-    """Plain lists with one entry per layer that the owner of the container keeps as attributes."""
+    """Find plain lists with one entry per layer that the owner of the container keeps as attributes."""
     attributes = vars(around.owner)
     found = (config_depth.layer_list(attributes, name, value, around.place) for name, value in attributes.items())
     return [
@@ -149,7 +150,7 @@ def lists_of_owner(around: Surroundings) -> list[LayerList]:
 def follow_depth_attributes(
     assignments: Assignments, around: Surroundings, followed: list[DepthField], count: int
 ) -> None:
-    """The depth as an attribute: of the container's owner by its name, further up only as the field is called there."""
+    """Set the depth as an attribute: of the container's owner by its name, further up only as the field is called."""
     if around.place.stage is not None:
         return
     names = {each.name for each in followed} | ({"num_hidden_layers"} if followed else set())

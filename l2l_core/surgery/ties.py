@@ -11,7 +11,7 @@ __all__ = ["ties_of"]
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:
-    """The names of every parameter and buffer that has more than one, in the order of the model.
+    """List the names of every parameter and buffer that has more than one, in the order of the model.
 
     Two models with the same names, shapes and ties compute alike, given the same weights and the same code.
     """

@@ -20,7 +20,7 @@ from l2l_core.surgery.sample import same_random_numbers, untouched
 
 @dataclass
 class Trial:
-    """What came of running a model.
+    """Holds what came of running a model.
 
     Attributes:
         error: what ended the run; None if nothing did.
@@ -41,6 +41,7 @@ def check_fit(model: nn.Module, call: Callable[[], Any], stack: Stack, at: int, 
     Raises:
         ValueError: it does not; names the neighbours and the shapes.
     """
+    # A failure there proves nothing, since the model may need what was left out: the whole decides
     if _try_nearby(model, call, stack, at).error is None:
         return
     trial = _try_out(model, call, stack.layers[at])
@@ -49,7 +50,7 @@ def check_fit(model: nn.Module, call: Callable[[], Any], stack: Stack, at: int, 
 
 
 def _try_nearby(model: nn.Module, call: Callable[[], Any], stack: Stack, at: int) -> Trial:
-    """The same in the model without most of the other layers, which takes less time."""
+    """Try it in the model without most of the other layers, which takes less time."""
     kept = [layer for i, layer in enumerate(stack.layers) if i == 0 or abs(i - at) <= 1]
     try:
         put_back = rearrange(model, stack, kept, trust=True)

@@ -1,6 +1,6 @@
 """What happened in a step: events on lanes, memory over time, and what is read off them.
 
-Imports nothing of the engine.
+May import `rules`.
 Begin reading at `events.py` (what a trace consists of), `trace.py`.
 """
 
@@ -10,8 +10,8 @@ from l2l_core.trace.events import CATEGORIES as CATEGORIES
 from l2l_core.trace.events import LANES as LANES
 from l2l_core.trace.events import PLACES as PLACES
 from l2l_core.trace.events import Event as Event
+from l2l_core.trace.events import Failed as Failed
 from l2l_core.trace.events import MemorySample as MemorySample
-from l2l_core.trace.export import with_stays as with_stays
 from l2l_core.trace.result import StepResult as StepResult
 from l2l_core.trace.roofline import OVERLAPPING as OVERLAPPING
 from l2l_core.trace.roofline import PHASES as PHASES
@@ -20,4 +20,5 @@ from l2l_core.trace.roofline import Work as Work
 from l2l_core.trace.roofline import roofline as roofline
 from l2l_core.trace.roofline import visits_of as visits_of
 from l2l_core.trace.trace import Trace as Trace
+from l2l_core.trace.version_1 import with_all_said as with_all_said
 from l2l_core.trace.words import format_bytes as format_bytes

@@ -60,7 +60,7 @@ class Bound:
 
 
 def bounds(trace: Recorded) -> tuple[Bound, ...]:
-    """What binds each phase of a step, in order of time; the spans add up to the trace's. Empty without events.
+    """Say what binds each phase of a step, in order of time; the spans add up to the trace's. Empty without events.
 
     Works on the trace of a step under way or that failed, and of a forward pass. Settings that the trace does not know
     (`Trace.settings`) are not advised on; the number of micro-batches is then read off the events.
@@ -72,7 +72,7 @@ def bounds(trace: Recorded) -> tuple[Bound, ...]:
 
 
 def micro_batches_to_hide(compute_s: float, fixed_s: float, growing_s: float, micro_batches: int) -> int | None:
-    """The least number of micro-batches under whose compute a lane's work fits, None if there is none.
+    """Find the least number of micro-batches under whose compute a lane's work fits, None if there is none.
 
     Each further micro-batch of the same size adds to compute and to the growing part in proportion, so K' of them do if
     ``K' * (compute_s - growing_s) / K >= fixed_s``.
@@ -166,7 +166,7 @@ class _Adviser:
         return f"{more}{faster} would hide it ({times})", {"micro_batches": needed}
 
     def _load(self, phase: Phase, lane: str) -> _Load:
-        """The lane's work of a phase, and the compute under which it can hide."""
+        """Add up the lane's work of a phase, and the compute under which it can hide."""
         visits = self.work.in_phase(phase.name)
         # the EPS has nothing to do before the turn has given the first gradient; copies hide under their own visits
         turned = (i for i, visit in enumerate(visits) if any(e.kind == "backward" for e in visit["compute"]))
@@ -181,7 +181,7 @@ class _Adviser:
         )
 
     def _advise_bursts(self, phase: Phase, lane: str, load: _Load) -> Advice:
-        """The lane's work would fit under compute as a whole, but was exposed."""
+        """Advise where the lane's work would fit under compute as a whole, but was exposed."""
         fits = f"its {_time(load.fixed_s + load.growing_s)} would fit under {_time(load.compute_s)} of compute"
         ahead, exposed = self.settings.get("ahead"), _time(phase.exposed_s[lane])
         if self.settings.get("stash") == "host" and load.growing_s:  # it also waits behind other copies
@@ -193,7 +193,7 @@ class _Adviser:
         return f"{fits}, but not where it falls, and no setting moves it", {}
 
     def _advise_growing(self, lane: str, load: _Load) -> Advice:
-        """More micro-batches bring as much work for the lane as compute to hide it."""
+        """Advise where more micro-batches bring as much work for the lane as compute to hide it."""
         why = f"{_time(load.growing_s)} of its work grows with the micro-batches, as fast as compute or faster"
         if self.settings.get("stash") != "host" or lane == "eps":
             return f"{why}: only {self._faster(lane, load)} would hide it", {}
@@ -206,7 +206,7 @@ class _Adviser:
         return f"{why}: stash='device'{and_more}, or {self._faster(lane, load)}, would hide it", settings
 
     def _faster(self, lane: str, load: _Load) -> str:
-        """How fast the lane would have to be."""
+        """Say how fast the lane would have to be."""
         if lane == "eps":
             return "a faster optimizer"
         latency_s = self.settings.get("latency_s") or 0.0
@@ -244,7 +244,7 @@ def _count(micro_batches: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    """`seconds` for people: three digits."""
+    """Write `seconds` for people: three digits."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= 0.9995 * scale:
             return f"{seconds / scale:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"

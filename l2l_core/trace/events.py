@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from l2l_core.trace.words import format_bytes
+
 CATEGORIES = ("weights", "gradients", "activations", "stash", "optimizer", "other")  # of bytes in a memory
 LANES = ("compute", "h2d", "d2h", "eps")
 PLACES = ("device", "host")
@@ -26,9 +28,12 @@ class Event(NamedTuple):
     visit: int = -1  # forward visits 0..V-1, backward visits V..2V-1, -1 if none
     stalled_s: float = 0.0  # seconds that compute waited for copies or for the EPS right before the event
     stay: int = -1  # of compute: number of the stay on the device that it is part of or follows, from 0; -1 if none
+    slot: int = -1  # of a load: the weight slot that it fills; -1 if none, as for the shell
+    piece: int = 0  # of a copy that travels in pieces: which one this is
+    pieces: int = 1  # how many there are
 
     def label(self) -> str:
-        """A short name: "F L003 k=1", "L L004", "loss k=0". Kinds that share a first letter are spelled out."""
+        """Give a short name: "F L003 k=1", "L L004", "loss k=0". Kinds that share a first letter are spelled out."""
         words = [_LETTERS.get(self.kind, self.kind)]
         if self.layer not in ("", self.kind):
             words.append(self.layer)
@@ -51,6 +56,32 @@ class MemorySample:
         return sum(self.bytes_by_category.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """How a step ended that was not finished.
+
+    Attributes:
+        t_s: when, in seconds since it began.
+        error: name of the exception's class.
+        asked_bytes: of the allocation that the device had no room for; 0 if it failed for another reason.
+        asked_for: what for, as "activations for L004 during forward of h.4 (L004), micro-batch 0".
+        held_bytes: of the device that were in use then.
+        missing_bytes: by how much the allocation was too large.
+    """
+
+    t_s: float
+    error: str
+    asked_bytes: int = 0
+    asked_for: str = ""
+    held_bytes: int = 0
+    missing_bytes: int = 0
+
+    def __str__(self) -> str:
+        asked = f": {format_bytes(self.asked_bytes)} of {self.asked_for} were asked for" if self.asked_bytes else ""
+        missing = f", {format_bytes(self.missing_bytes)} too much" if self.missing_bytes else ""
+        return f"failed after {self.t_s:.3g} s ({self.error}){asked}{missing}"
+
+
 class Recorded(Protocol):
     """What those who read or write a trace ask of it; `Trace` is one."""
 
@@ -58,6 +89,10 @@ class Recorded(Protocol):
     device: str
     names: dict[str, str]
     settings: dict[str, Any]
+    failed: Failed | None
+
+    def check_finished(self) -> None:
+        """Raise a ValueError if the step failed."""
 
     @property
     def lanes(self) -> Mapping[str, tuple[Event, ...]]:

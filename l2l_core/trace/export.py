@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from l2l_core.trace.events import Event, Recorded
+from l2l_core.trace.version_1 import UNSAID
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -29,11 +30,11 @@ PID = 1
 CATEGORIES = {"compute": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "eps": "cpu_op"}
 COPIES = {"h2d": "Memcpy HtoD ", "d2h": "Memcpy DtoH "}
 SCHEMA = "l2l-trace"
-VERSION = 2  # in files of version 1 events say no stays
+VERSION = 2  # in files of version 1 events say less: see `version_1.py`
 
 
 def slack_s(t_s: float) -> float:
-    """By how much two clock readings at `t_s` may contradict each other, in seconds.
+    """Say by how much two clock readings at `t_s` may contradict each other, in seconds.
 
     cudaEventElapsedTime resolves about 0.5 microseconds and returns milliseconds as float32 (relative error 6e-8):
     https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__EVENT.html
@@ -58,7 +59,7 @@ def write_chrome(trace: Recorded, path: Path, compress: bool | None = None) -> N
 
 
 def chrome_trace(trace: Recorded) -> Row:
-    """The trace as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters."""
+    """Write the trace as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters."""
     slices = list(_place(trace))
     rows = [*_metadata(trace), *(_slice_row(trace, one) for one in slices), *_flow_rows(slices), *_counters(trace)]
     return {
@@ -96,6 +97,7 @@ def _place(trace: Recorded) -> Iterator[_Slice]:
 
 def _metadata(trace: Recorded) -> Iterator[Row]:
     process = f"relay step {trace.step}" + (f" on {trace.device}" if trace.device else "")
+    process += f", {trace.failed}" if trace.failed is not None else ""
     yield {"ph": "M", "pid": PID, "name": "process_name", "args": {"name": process}}
     for tid, lane in enumerate(trace.lanes, start=1):
         yield {"ph": "M", "pid": PID, "tid": tid, "name": "thread_name", "args": {"name": lane}}
@@ -137,7 +139,7 @@ def _flow_rows(slices: list[_Slice]) -> Iterator[Row]:
 
 
 def _load_to_use(slices: list[_Slice]) -> Iterator[tuple[_Slice, _Slice]]:
-    """Every load with the first forward or backward of its layer after it and before that layer's next load."""
+    """Pair every load with the first forward or backward of its layer after it and before that layer's next load."""
     loads, uses = defaultdict(list), defaultdict(list)
     for one in slices:  # a lane is sorted by start, hence so is each list
         if one.event.kind == "load":
@@ -154,7 +156,7 @@ def _load_to_use(slices: list[_Slice]) -> Iterator[tuple[_Slice, _Slice]]:
 
 
 def _counters(trace: Recorded) -> Iterator[Row]:
-    """One counter track per place. A category that a sample leaves out is written as 0, or viewers keep its last."""
+    """Write one counter track per place. A category that a sample leaves out is 0, or viewers keep its last."""
     categories: dict[str, Row] = defaultdict(dict)
     for sample in trace.memory:
         categories[sample.place].update(dict.fromkeys(sample.bytes_by_category, 0))
@@ -190,7 +192,7 @@ def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> int:
             if number == 1:
                 promised, version = _check_header(row), row["version"]
             kind = row.pop("type")
-            take[kind](row | {"stay": -1} if version == 1 and kind == "event" else row)
+            take[kind](row | UNSAID if version == 1 and kind == "event" else row)
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(
                 f"{path}, line {number}: this is not what Trace.to_jsonl writes: {type(error).__name__}: {error}"
@@ -218,34 +220,9 @@ _IS_A: Mapping[str, Callable[[Any], bool]] = {
 
 
 def build(record: type[T], row: Row) -> T:
-    """`record(**row)`, every field present and of its annotated type. Raises KeyError or TypeError otherwise."""
+    """Make `record(**row)`, every field present and of its annotated type. Raises KeyError or TypeError otherwise."""
     for name, annotation in record.__annotations__.items():
         kind = getattr(annotation, "__forward_arg__", annotation)  # how a NamedTuple keeps the text
         if not _IS_A[kind](row[name]):
             raise TypeError(f"{name} is {row[name]!r}, expected {kind}")
     return record(**row)
-
-
-def with_stays(events: Sequence[Event]) -> list[Event]:
-    """The same events in the same order, with the stays that compute events of version 1 do not say.
-
-    A stay begins with another layer, with another visit of a shared one, and at the turn where a graph comes back: there
-    the last layer's forward and backward take turns in one stay, unless its graphs were dropped meanwhile.
-    """
-    told = list(events)
-    moved = {(e.visit, e.k) for e in told if e.kind in ("fetch", "stash")}
-    stay, last = -1, None
-    for i in sorted(range(len(told)), key=lambda i: (told[i].start_s, told[i].stop_s)):
-        event = told[i]
-        if event.lane != "compute":
-            continue
-        if event.kind in ("forward", "backward"):
-            if last is None or last.layer != event.layer:
-                stay += 1
-            elif last.kind == event.kind:
-                stay += last.visit != event.visit
-            elif event.kind == "backward":
-                stay += last.k != event.k or (event.visit, event.k) in moved
-            last = event
-        told[i] = event._replace(stay=stay)
-    return told

@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Union of intervals as a sorted list without overlaps; touching ones are joined, empty ones dropped."""
+    """Return the union of intervals as a sorted list without overlaps; touching ones are joined, empty ones dropped."""
     union: list[Interval] = []
     for start, stop in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if union and start <= union[-1][1]:
@@ -20,7 +20,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """What two merged lists of intervals have in common, merged again."""
+    """Find what two merged lists of intervals have in common, merged again."""
     common, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -34,5 +34,5 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def measure(intervals: list[Interval]) -> float:
-    """Total length of a merged list of intervals."""
+    """Add up the length of a merged list of intervals."""
     return math.fsum(stop - start for start, stop in intervals)

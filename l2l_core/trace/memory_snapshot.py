@@ -36,7 +36,7 @@ def write_memory_snapshot(trace: Recorded, path: Path) -> None:
 
 
 def memory_snapshot(trace: Recorded) -> Row:
-    """The snapshot as plain values: one segment per place, as it is at the end, and what happened there."""
+    """Make the snapshot as plain values: one segment per place, as it is at the end, and what happened there."""
     arenas = [_Arena(trace, place, number) for number, place in enumerate(("device", "host"))]
     for arena in arenas:
         arena.follow([sample for sample in trace.memory if sample.place == arena.place])
@@ -82,7 +82,7 @@ class _Arena:
                 used[category] += change
 
     def segment(self) -> Row:
-        """What is in use at the end, and the gaps between."""
+        """Tell what is in use at the end, and the gaps between."""
         blocks, at = [], self._base
         for block in self._blocks:
             if block.start > at:
@@ -106,7 +106,7 @@ class _Arena:
         }
 
     def actions(self) -> list[Row]:
-        """The making of the segment, and every allocation and release."""
+        """Tell of the making of the segment, and every allocation and release."""
         made = self._action("segment_alloc", self._base, self._reach - self._base, 0, "unknown", (self.place,))
         return [made, *self._actions] if self._actions else []
 
@@ -134,7 +134,7 @@ class _Arena:
             nbytes -= min(size, nbytes)
 
     def _find(self, nbytes: int) -> int:
-        """The first gap that is large enough."""
+        """Find the first gap that is large enough; its address."""
         at = self._base
         for block in self._blocks:
             if block.start - at >= nbytes:
@@ -143,7 +143,7 @@ class _Arena:
         return at
 
     def _running(self, t_s: float) -> tuple[str, ...]:
-        """What the lanes did at a time, or had done last."""
+        """Say what the lanes did at a time, or had done last."""
         names = []
         for lane, events in self._lanes.items():
             index = bisect_right(self._starts[lane], t_s) - 1
@@ -176,5 +176,5 @@ def _block_row(start: int, stop: int, state: str, names: tuple[str, ...]) -> Row
 
 
 def _frames(names: tuple[str, ...]) -> list[Row]:
-    """What the viewer shows as the Python stack, the innermost frame first."""
+    """Write what the viewer shows as the Python stack, the innermost frame first."""
     return [{"filename": "relay", "line": 0, "name": str(name)} for name in names]

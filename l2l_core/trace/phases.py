@@ -13,7 +13,7 @@ IDLE = "idle"  # what binds a phase when compute waits and no lane works
 
 
 def cuts_of(lanes: Mapping[str, Sequence[Event]]) -> Iterator[tuple[str, float, float]]:
-    """Name, start and stop of each phase that takes time."""
+    """Give name, start and stop (in seconds) of each phase that takes time."""
     events = [event for lane in lanes.values() for event in lane]
     if not events:
         return
@@ -56,7 +56,7 @@ class Phase:
         return max(0.0, measure(union) - measure(intersect(union, self._union["compute"])))
 
     def work_for_s(self, lane: str, layers: set[str]) -> float:
-        """Seconds of work for these layers."""
+        """Add up the seconds of work for these layers."""
         return math.fsum(seconds for event, seconds in self.parts[lane] if event.layer in layers)
 
 

@@ -37,7 +37,7 @@ Seconds = Mapping[str, float]  # by lane
 
 
 def visits_of(compute: Sequence[Event]) -> list[list[Event]]:
-    """Compute events by stay, in order; what comes before the first layer computes is the first group."""
+    """Group compute events by stay, in order; what comes before the first layer computes is the first group."""
     groups: list[list[Event]] = [[]]
     last = None
     for event in compute:
@@ -49,7 +49,7 @@ def visits_of(compute: Sequence[Event]) -> list[list[Event]]:
 
 
 def turn_of(groups: Sequence[Sequence[Event]]) -> int:
-    """Index in `visits_of` of the group that back-propagates first, their number if none does."""
+    """Find the index in `visits_of` of the group that back-propagates first, their number if none does."""
     turns = (i for i, group in enumerate(groups) if i and any(e.kind in ("loss", "backward") for e in group))
     return next(turns, len(groups))
 
@@ -85,7 +85,7 @@ class Work:
             self.groups[self._group_of(event)][event.lane].append(event)
 
     def in_phase(self, name: str) -> list[dict[str, list[Event]]]:
-        """The visits of "forward" or "backward"."""
+        """Return the visits of "forward" or "backward"."""
         return self.groups[1 : self.turn] if name == "forward" else self.groups[self.turn : -1]
 
     def _group_of(self, event: Event) -> int:
@@ -102,7 +102,7 @@ class Work:
         return bisect_right(self._starts, event.start_s)
 
     def _visit_before(self, load: Event) -> int:
-        """The group before the visit that a load is for. The shell is for every visit, hence for the first."""
+        """Find the group before the visit that a load is for. The shell is for every visit, hence for the first."""
         starts = self._starts_of[load.layer]
         used = bisect_left(starts, load.start_s)
         if load.layer == SHELL or used == len(starts):  # or not used yet: its visit is the next
@@ -155,7 +155,7 @@ class Roofline:
 
 
 def roofline(trace: Recorded, figures: Mapping[str, Any] | None = None) -> Roofline:
-    """How short a step with this trace's work could be on a link with these figures.
+    """Say how short a step with this trace's work could be on a link with these figures.
 
     Compute and EPS take the seconds that their events took: for a forecast, record the trace without link limits, so that
     compute did not wait inside its own events. Copies take bytes over bandwidth plus one latency per event; where there is
@@ -166,8 +166,9 @@ def roofline(trace: Recorded, figures: Mapping[str, Any] | None = None) -> Roofl
         figures: "h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s"; default the trace's own settings.
 
     Raises:
-        ValueError: the trace has no visit with a loss or backward.
+        ValueError: the trace has no visit with a loss or backward, or its step failed.
     """
+    trace.check_finished()
     work = Work(trace.lanes, trace.settings)
     price = _Price(trace.settings if figures is None else figures)
     if not work.in_phase("backward"):

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from l2l_core.trace.bounds import Bound, bounds
-from l2l_core.trace.events import LANES, PLACES, Event, MemorySample
-from l2l_core.trace.export import build, read_jsonl, with_stays, write_chrome, write_jsonl
+from l2l_core.trace.events import LANES, PLACES, Event, Failed, MemorySample
+from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
+from l2l_core.trace.version_1 import with_all_said
 from l2l_core.trace.words import format_bytes
 
 
@@ -32,7 +33,8 @@ class Trace:
 
     `names` maps layer keys to dotted names for exports. `clock` gives seconds since the step began; a simulation
     passes its virtual clock, the default counts real time from construction. `settings` says how the step ran, as plain
-    values: the fields of `RelayConfig` and what the device states about itself (`Device.figures`).
+    values: the fields of `RelayConfig` and what the device states about itself (`Device.figures`). `failed` says how the
+    step ended if it was not finished: what is here is then a part of a step, of which nothing is concluded.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class Trace:
         names: Mapping[str, str] | None = None,
         clock: Callable[[], float] | None = None,
         settings: Mapping[str, Any] | None = None,
+        failed: Failed | None = None,
     ) -> None:
         self.step = step
         self.device = device
         self.names = dict(names or {})
         self.settings = dict(settings or {})
+        self.failed = failed
         self.began_s = time.perf_counter()  # what lanes subtract from their own clock readings
         self.clock = clock or (lambda: time.perf_counter() - self.began_s)
         self._events: list[Event] = []
@@ -57,7 +61,7 @@ class Trace:
 
     @classmethod
     def of(cls, events: Iterable[Event], memory: Iterable[MemorySample], **header: Any) -> Trace:
-        """A trace of what is known already, in order of arrival; `header` is the constructor's."""
+        """Make a trace of what is known already, in order of arrival; `header` is the constructor's."""
         trace = cls(**header)
         trace._events.extend(events)
         trace._samples.extend(memory)
@@ -66,7 +70,7 @@ class Trace:
     # ---- written while the step runs ---------------------------------------------------------------------------
 
     def now(self) -> float:
-        """Seconds since the step began."""
+        """Read the clock, in seconds since the step began."""
         return self.clock()
 
     def add(self, event: Event) -> None:
@@ -87,8 +91,28 @@ class Trace:
             taken = self._last_sample[place] = dict(bytes_by_category)
             self._samples.append(MemorySample(self.clock(), place, taken))
 
+    def fail(self, failed: Failed, held: Mapping[str, int] | None = None) -> None:
+        """Note how the step ended, and what the device held at that moment if that is known."""
+        with self._sampling:
+            if held is not None:
+                last_s = self._samples[-1].t_s if self._samples else 0.0
+                self._samples.append(MemorySample(max(failed.t_s, last_s), "device", dict(held)))
+            self.failed = failed
+
+    def check_finished(self) -> None:
+        """For whoever takes it for a whole step.
+
+        Raises:
+            ValueError: the step failed.
+        """
+        if self.failed is not None:
+            raise ValueError(
+                f"step {self.step} {self.failed}, so its trace is a part of a step and its figures are those of none: "
+                "take the trace of a step that was finished, as `relay.step(batch).trace`"
+            )
+
     def since(self, i: int) -> tuple[list[Event], int]:
-        """Events that arrived from cursor `i` on, in order of arrival, and the cursor for the next call."""
+        """Return the events that arrived from cursor `i` on, in order of arrival, and the cursor for the next call."""
         assert i >= 0, f"cursor {i} into a trace of {len(self._events)} events"
         new = self._events[i:]
         return new, i + len(new)
@@ -118,26 +142,27 @@ class Trace:
         return max(e.stop_s for e in events) - min(e.start_s for e in events) if events else 0.0
 
     def busy_s(self, lane: str) -> float:
-        """Seconds in which `lane` had work: length of the union of its events."""
+        """Add up the seconds in which `lane` had work: length of the union of its events."""
         return measure(self._busy(lane))
 
     def exposed_s(self, lane: str) -> float:
-        """Seconds in which `lane` had work while compute had none."""
+        """Add up the seconds in which `lane` had work while compute had none."""
         busy = self._busy(lane)
         return max(0.0, measure(busy) - measure(intersect(busy, self._busy("compute"))))
 
     def overlap(self) -> float:
-        """Share in [0, 1] of copy time (both directions) hidden under compute; 1.0 if nothing was copied."""
+        """Return the share in [0, 1] of copy time (both directions) hidden under compute; 1.0 if nothing was copied."""
         copies = self._busy("h2d", "d2h")
         hidden = intersect(copies, self._busy("compute"))
         return min(1.0, measure(hidden) / measure(copies)) if copies else 1.0
 
     def bound_by(self) -> tuple[Bound, ...]:
-        """What each phase of the step waits for, by how much, and the setting that would help; see `bounds.py`.
+        """Say what each phase of the step waits for, by how much, and the setting that would help; see `bounds.py`.
 
-        Empty without events. Print one for a sentence: "forward: h2d exposes 420 ms of 1.9 s; 6 micro-batches ...".
+        Empty without events, and for a step that failed. Print one for a sentence: "forward: h2d exposes 420 ms of 1.9 s;
+        6 micro-batches ...".
         """
-        return bounds(self)
+        return () if self.failed is not None else bounds(self)
 
     def _busy(self, *lanes: str) -> list[Interval]:
         for lane in lanes:
@@ -153,33 +178,36 @@ class Trace:
         return tuple(self._samples)
 
     def samples_since(self, i: int) -> list[MemorySample]:
-        """Memory samples from the `i`-th on, in order of time; their number moves the cursor on."""
+        """Return the memory samples from the `i`-th on, in order of time; their number moves the cursor on."""
         assert i >= 0, f"cursor {i} into {len(self._samples)} samples"
         return self._samples[i:]
 
     def peak_sample(self, place: str) -> MemorySample | None:
-        """The first sample with the largest total at `place`, None if nothing was sampled there."""
+        """Find the first sample with the largest total at `place`, None if nothing was sampled there."""
         if place not in PLACES:
             raise ValueError(f"no place {place!r}; the places are {', '.join(PLACES)}")
         return max((s for s in self.memory if s.place == place), key=lambda s: s.total, default=None)
 
     def peak_bytes(self, place: str) -> int:
-        """Largest total at `place` in bytes, 0 if nothing was sampled there."""
+        """Return the largest total at `place` in bytes, 0 if nothing was sampled there."""
         peak = self.peak_sample(place)
         return peak.total if peak else 0
 
     # ---- text and files ----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"<Trace of step {self.step} on {self.device or '?'}: {len(self._events)} events, {self.span_s:.6g} s>"
+        failed = f", {self.failed}" if self.failed is not None else ""
+        where = f"step {self.step} on {self.device or '?'}"
+        return f"<Trace of {where}: {len(self._events)} events, {self.span_s:.6g} s{failed}>"
 
     def summary(self) -> str:
-        """A few lines of text: span and overlap, busy and exposed seconds per lane, peak bytes per place."""
+        """Write a few lines of text: span and overlap, busy and exposed seconds per lane, peak bytes per place."""
         span_s = self.span_s
         lines = [
             f"step {self.step} on {self.device or '?'}: {span_s:.4g} s, {len(self._events)} events, "
             f"{self.overlap():.1%} of copy time hidden under compute"
         ]
+        lines += [f"  {self.failed}"] if self.failed is not None else []
         for lane in LANES:
             busy_s = self.busy_s(lane)
             share = busy_s / span_s if span_s else 0.0
@@ -203,6 +231,7 @@ class Trace:
         rows = [{"type": "event", **event._asdict()} for event in self.since(0)[0]]
         rows += [{"type": "memory", **asdict(sample)} for sample in self.memory]
         header = {"step": self.step, "device": self.device, "names": self.names, "settings": self.settings}
+        header |= {"failed": asdict(self.failed)} if self.failed is not None else {}
         write_jsonl(Path(path), header, rows)
 
     @classmethod
@@ -214,12 +243,13 @@ class Trace:
         trace = cls()
         takers = {"trace": trace._take_header, "event": trace._take_event, "memory": trace._take_sample}
         if read_jsonl(Path(path), takers) == 1:
-            trace._events = with_stays(trace._events)
+            trace._events = with_all_said(trace._events, trace.settings.get("ahead", 1))
         return trace
 
     def _take_header(self, row: dict[str, Any]) -> None:
         self.step, self.device, self.names = row["step"], row["device"], dict(row["names"])
         self.settings = dict(row.get("settings", {}))  # files written before there were any have none
+        self.failed = build(Failed, row["failed"]) if "failed" in row else None
 
     def _take_event(self, row: dict[str, Any]) -> None:
         self.add(build(Event, row))

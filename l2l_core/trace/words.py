@@ -2,7 +2,7 @@
 
 
 def format_bytes(nbytes: int | float) -> str:
-    """`nbytes` for people: decimal units, three digits."""
+    """Write `nbytes` for people: decimal units, three digits."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(value) < 999.5:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -200,16 +201,16 @@ def error_of(budget: int, model: nn.Module, batch: Any, **settings: Any) -> Devi
 
 
 def test_the_error_says_what_fills_the_device_and_its_first_remedy_works() -> None:
-    """Stash on the device does not fit; the message says so, and with the stash on the host the step runs."""
+    """Stash on the device does not fit; the message says so, and with the settings that it names the step runs."""
     batch, budget = chain_batch(8, rows=64), 700_000
     error = error_of(budget, Chain(12), batch, micro_batches=8)
     text = str(error)
     assert "emulated device of 700 kB is full" in text
     assert "stash" in text and "weights" in text and "in use" in text
-    assert "RelayConfig(stash='host')" in text
+    assert "Remedy: RelayConfig(" in text and "stash='host') needs" in text
     assert error.limit_bytes == budget
     assert error.requested_bytes + sum(error.bytes_by_category.values()) > budget
-    fitting = RelayConfig(micro_batches=8, stash="host")
+    fitting = replace(RelayConfig(micro_batches=8), **error.settings)
     with Relay(Chain(12), device=EmulatedDevice(memory_bytes=budget), loss=squared_error, config=fitting) as relay:
         assert relay.step(batch).peak_device_bytes <= budget
 
@@ -228,7 +229,10 @@ def test_the_remedy_more_micro_batches_works() -> None:
     with Relay(Chain(4), loss=squared_error, config=config) as relay:
         budget = relay.step(batch).peak_device_bytes
     error = error_of(budget, Chain(4), batch, micro_batches=2, stash="host", ahead=0)
-    assert "RelayConfig(micro_batches=4)" in str(error)
+    assert error.settings and "Remedy: RelayConfig(micro_batches=" in str(error)
+    fitting = replace(RelayConfig(micro_batches=2, stash="host", ahead=0), **error.settings)
+    with Relay(Chain(4), device=EmulatedDevice(memory_bytes=budget), loss=squared_error, config=fitting) as relay:
+        assert relay.step(batch).peak_device_bytes <= budget
 
 
 def test_weights_that_are_too_large_are_called_so() -> None:

@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 
 class Buffers:
-    """The buffers of some modules, by place: a module may write into a buffer or put another tensor in its place.
+    """Handles buffers of modules by place: a module may write into a buffer or put another tensor in its place.
 
     Invariant: values that were copied are on the host.
     """
@@ -34,15 +34,15 @@ class Buffers:
         return bool(self.places)
 
     def now(self) -> list[torch.Tensor | None]:
-        """The tensors as they stand."""
+        """List the tensors as they stand."""
         return [module._buffers[name] for module, name in self.places]
 
     def copy(self) -> list[torch.Tensor | None]:
-        """Copies of the values, on the host."""
+        """Copy the values to the host."""
         return [None if buffer is None else buffer.detach().to(_CPU, copy=True) for buffer in self.now()]
 
     def equal(self, values: Sequence[torch.Tensor | None]) -> bool:
-        """Compared by value: BatchNorm changes its statistics without counting a version. A GPU is waited for."""
+        """Compare by value, since BatchNorm changes its statistics without counting a version. A GPU is waited for."""
         return all(
             a is b if a is None or b is None else a.shape == b.shape and torch.equal(a.to(_CPU), b)
             for a, b in zip(self.now(), values, strict=True)
@@ -96,6 +96,7 @@ class Buffers:
                 module._buffers[name] = None
                 continue
             value = buffer.detach().to(_CPU)
+            # Into the host's own tensor, since others may hold it; what has not changed keeps its version counter too
             same = home is not None and home.shape == value.shape and home.dtype == value.dtype
             if same and torch.equal(home, value):  # type: ignore[arg-type]
                 continue
@@ -107,5 +108,5 @@ class Buffers:
 
 
 def _fits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `value` can be written into `buffer`: an expanded tensor has fewer places than elements."""
+    """Tell whether `value` can be written into `buffer`: an expanded tensor has fewer places than elements."""
     return buffer.shape == value.shape and 0 not in buffer.stride()

@@ -17,7 +17,7 @@ _TAKEN = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # files o
 
 
 def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Compare the model with the masters by pointer.
+    """Compare the model with the masters by pointer, and refuse what a relay cannot run at all.
 
     Raises:
         RuntimeError: parameters were replaced, moved, cast, or hold a gradient; the message has the remedy.
@@ -74,6 +74,7 @@ def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Uni
             )
     fast = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
     for module in shell if torch.backends.mha.get_fastpath_enabled() else ():
+        # PyTorch's own conditions; the function mode that is in force in shell code keeps it off that path
         if isinstance(module, fast) and not module.training and not any(p.requires_grad for p in module.parameters()):
             raise ValueError(
                 f"a frozen {type(module).__name__} in evaluation mode outside of the layers takes PyTorch's fast path in plain "
@@ -83,7 +84,7 @@ def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Uni
 
 
 def hooked(name: str) -> str:
-    """The message about a parameter's hook that would see parts of the gradient one by one."""
+    """Word the message about a parameter's hook that would see parts of the gradient one by one."""
     return (
         f"parameter {name} has a gradient hook and is used in several places: a relay adds their gradients one by one, so the "
         "hook would see each alone. Remove the hook, and clip or scale between backward and update (max_grad_norm), or untie it"
@@ -91,7 +92,7 @@ def hooked(name: str) -> str:
 
 
 def check_keys(keys: Iterable[object]) -> list[str]:
-    """The keys that a caller gives to layers. They name the layers' files in a save.
+    """Check the keys that a caller gives to layers; they name the layers' files in a save.
 
     Raises:
         ValueError: one that cannot.

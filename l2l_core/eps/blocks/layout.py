@@ -12,25 +12,26 @@ from dataclasses import dataclass
 
 import torch
 
-_ALIGN_BYTES = 64
+_ALIGN_BYTES = 64  # as PyTorch aligns what it allocates on the CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor's place in a flat buffer; offset and strides in elements."""
+    """Is one tensor's place in a flat buffer; offset and strides in elements."""
 
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This piece of `flat`: (numel,) -> `size`."""
+        """View this piece of `flat`: (numel,) -> `size`."""
+        # `as_strided` counts from the storage's beginning, and `flat` may be a range of a slot
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Places of several tensors of one dtype in a flat buffer of `numel` elements, of which `used` are theirs."""
+    """Gives several tensors of one dtype places in a flat buffer of `numel` elements, of which `used` are theirs."""
 
     pieces: tuple[Piece, ...]
     numel: int
@@ -46,7 +47,7 @@ class Layout:
         return Layout(tuple(pieces), offset, sum(tensor.numel() for tensor in tensors))
 
     def only(self, indices: Sequence[int]) -> Layout:
-        """The tensors with these indices one after another, each aligned; dtype float32."""
+        """Lay only the tensors with these indices out one after another, each aligned; dtype float32."""
         if len(indices) == len(self.pieces):
             return self
         pieces, offset = [], 0
@@ -56,16 +57,17 @@ class Layout:
         return Layout(tuple(pieces), offset, sum(math.prod(piece.size) for piece in pieces))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Every piece as a view of `flat`: (numel,)."""
+        """View every piece of `flat`: (numel,)."""
         return [piece.view(flat) for piece in self.pieces]
 
 
 def aligned(numel: int, element_size: int = 4) -> int:
-    """`numel` rounded up so that the next tensor starts on an aligned address."""
+    """Round `numel` up, so that the next tensor starts on an aligned address."""
     step = _ALIGN_BYTES // element_size
     return -(-numel // step) * step
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides that keep the tensor's order of dimensions; contiguous ones where it has gaps or overlaps."""
+    """Give strides that keep the tensor's order of dimensions, and have neither gaps nor overlaps."""
+    # PyTorch's own rule, on the meta device, where no memory is taken
     return tuple(torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride())

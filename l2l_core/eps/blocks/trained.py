@@ -16,7 +16,7 @@ from l2l_core.eps.blocks.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The trained parameters of a block.
+    """Names the trained parameters of a block.
 
     Attributes:
         flags: of every parameter of the block, whether it is trained.
@@ -30,7 +30,7 @@ class Trained:
 
     @staticmethod
     def of(layout: Layout, flags: Sequence[bool]) -> Trained:
-        """Of a block whose parameters lie as `layout` says."""
+        """Say what is trained of a block whose parameters lie as `layout` says."""
         indices = tuple(i for i, trained in enumerate(flags) if trained)
         return Trained(tuple(flags), indices, layout.only(indices))
 
@@ -42,7 +42,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class GradientPiece:
-    """The gradient of a block, or a part of it.
+    """Holds the gradient of a block, or a part of it.
 
     Invariant: what is not covered is garbage.
 
@@ -57,23 +57,24 @@ class GradientPiece:
     covers: tuple[bool, ...]
 
     def views(self) -> dict[int, torch.Tensor]:
-        """The gradient by index of the parameter in its block, of those that have one."""
+        """Give the gradient by index of the parameter in its block, of those that have one."""
         return {i: view for (i, view), has in zip(self.places().items(), self.covers, strict=True) if has}
 
     def places(self) -> dict[int, torch.Tensor]:
-        """Where the gradient of every trained parameter is, or would be."""
+        """Give where the gradient of every trained parameter is, or would be, by index in the block."""
         return dict(zip(self.trained.indices, self.trained.layout.views(self.flat), strict=True))
 
     def plus(self, other: GradientPiece) -> GradientPiece:
-        """The sum, in the buffer of this one."""
+        """Add another gradient of the same block, in the buffer of this one."""
         mine, added = self.views(), other.views()
         for place, view in self.places().items():
             if place in added:
+                # Not added to zero: what is not covered is garbage, and -0.0 + 0.0 is 0.0
                 view.add_(added[place]) if place in mine else view.copy_(added[place])
         return GradientPiece(self.flat, self.trained, tuple(i in mine or i in added for i in self.trained.indices))
 
     def without(self, indices: Sequence[int]) -> GradientPiece:
-        """The same, but for the parameters with these indices."""
+        """Give the same gradient, in the same buffer, without the parameters of these indices."""
         mine = self.views()
         return GradientPiece(
             self.flat, self.trained, tuple(i in mine and i not in indices for i in self.trained.indices)

@@ -42,7 +42,7 @@ _HIGH_RATE = 1e-2  # at a low one, what couples layers may be lost in rounding f
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found out about an optimizer that qualifies.
+    """Holds what was found out about an optimizer that qualifies.
 
     Attributes:
         elementwise: whether it treats each element by itself. Otherwise it adds elements up, and bits depend on the number
@@ -81,10 +81,10 @@ class Findings:
 
 
 def check_mode(part: Optimizer) -> None:
-    """Whether an optimizer that has modes is in one in which it takes steps; `part` has no parameters.
+    """Refuse a mode in which the optimizer takes no steps; `part` of it has no parameters.
 
     Raises:
-        ValueError: it is not.
+        ValueError: its `step` raises without any parameter.
     """
     try:
         step_alone(part)
@@ -135,7 +135,7 @@ def _train(form: Form, sits_out: Sequence[int]) -> None:
     for step in range(_STEPS):
         grads = form.grads(step, without=whole.second_places if step in sits_out else ())
         if step == _JOINS:
-            resumed = _resumed(form, whole)
+            resumed = _resumed(form, whole)  # before this step, which both then take
         _step_in_core(form, whole, grads, may_need_all=bool(sits_out))
         if resumed is not whole:
             _step_in_core(form, resumed, grads)
@@ -156,14 +156,14 @@ _UNSAVED = (
 
 
 def _resumed(form: Form, toy: Toy) -> Toy:
-    """A new optimizer that knows of `toy` what a save would hold."""
+    """Make a new optimizer that knows of `toy` what a save would hold; refuse what cannot be encoded or cloned."""
     check_keys(toy.optimizer)
     tensors: Tensors = {}
     state = toy.optimizer.state
     try:
         encoded = [encode(state.get(p, {}), f"state {i}", tensors) for i, p in enumerate(toy.params)]
         plain = [encode(part, f"settings {i}", tensors) for i, part in enumerate(to_save(toy.optimizer))]
-        held = [clone_state(state[param]) for param in toy.params if param in state]
+        held = [clone_state(state[param]) for param in toy.params if param in state]  # as undo and branches do
     except Exception as error:
         raise ValueError(
             f"{form.name} keeps what a relay cannot copy or save ({error}): verify, undo, branches and saves would fail. "
@@ -174,7 +174,7 @@ def _resumed(form: Form, toy: Toy) -> Toy:
     with torch.no_grad():
         for param, value, values in zip(new.params, toy.params, encoded, strict=True):
             param.copy_(value)
-            new.optimizer.state.pop(param, None)
+            new.optimizer.state.pop(param, None)  # a toy begins with what the user's optimizer knows
             if known := decode(values, tensors, read):
                 new.optimizer.state[param] = known
     put(new.optimizer, [held for part in plain for held in decode(part, tensors, read)])
@@ -182,7 +182,7 @@ def _resumed(form: Form, toy: Toy) -> Toy:
 
 
 def _step_in_core(form: Form, toy: Toy, grads: Grads, may_need_all: bool = False) -> None:
-    """A plain step over all weights."""
+    """Take a plain step over all weights."""
     fill(toy.params, grads)
     before = torch.get_rng_state()
     try:
@@ -199,10 +199,10 @@ def _step_in_core(form: Form, toy: Toy, grads: Grads, may_need_all: bool = False
 
 
 def _step_in_parts(form: Form, toy: Toy, parts: Sequence[Optimizer], grads: Grads) -> None:
-    """The same step as a relay takes it: one part after another, in the order of backward."""
+    """Take the same step as a relay does: one part after another, in the order of backward."""
     fill(toy.params, grads)
     changes: Changes = {}
-    for part in parts:
+    for part in parts:  # without a gradient a block is not updated, in a relay either
         if any(p.grad is not None for group in part.param_groups for p in group["params"]):
             try:
                 merge(changes, update_part(part, toy.optimizer))
@@ -212,7 +212,7 @@ def _step_in_parts(form: Form, toy: Toy, parts: Sequence[Optimizer], grads: Grad
 
 
 def _check_moved(form: Form, toy: Toy) -> None:
-    """A toy that nothing has happened to would prove nothing."""
+    """Refuse an optimizer whose toy nothing has happened to: it would prove nothing."""
     new = form.toy()
     still = all(torch.equal(a, b) for a, b in zip(toy.params, new.params, strict=True))
     if still and not toy.optimizer.state and not differing_settings(*map(settings_of, (toy.optimizer, new.optimizer))):
@@ -235,7 +235,7 @@ def _compare(form: Form, whole: Toy, other: Toy, kind: type[ValueError], message
 
 
 def _is_elementwise(form: Form) -> bool:
-    """Whether weights whose elements have changed places are updated alike."""
+    """Tell whether weights whose elements have changed places are updated alike."""
     plain, other = form.toy(lambda like: like), form.toy(mixed)
     for step in range(3):
         grads = form.grads(step)
@@ -249,7 +249,7 @@ def _is_elementwise(form: Form) -> bool:
 
 
 def _newcomers(form: Form) -> str:
-    """What is raised in core where a parameter has its first gradient in the third step; empty if nothing is."""
+    """Find what is raised in core where a parameter has its first gradient in the third step; empty if nothing is."""
     toy = form.toy(lambda like: like)
     try:
         for step in range(3):
@@ -260,7 +260,7 @@ def _newcomers(form: Form) -> str:
 
 
 def _follows_rate(form: Form) -> bool:
-    """Whether settings but for the rate itself are others where the rate is."""
+    """Tell whether settings but for the rate itself are others where the rate is."""
     toys = [form.toy(lambda like: like) for _ in range(2)]
     if not all("lr" in group for group in form.groups):
         return False
@@ -274,11 +274,11 @@ def _follows_rate(form: Form) -> bool:
 
 
 class _CoupledError(ValueError):
-    """Updates of parts give other weights, states or settings than one step over all."""
+    """Says that updates of parts give other weights, states or settings than one step over all."""
 
 
 class _NeedsGradientsError(Exception):
-    """A plain step raised where some parameters had no gradient; so it is not asked of the relay either."""
+    """Says that a plain step raised where some parameters had no gradient; so it is not asked of the relay either."""
 
 
 def _hint(error: Exception) -> str:

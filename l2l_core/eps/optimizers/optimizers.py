@@ -22,7 +22,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) -> tuple[Optimizer, Findings]:
-    """The optimizer over the model's parameters: a ready one is adopted, a factory is called once with all of them.
+    """Make the optimizer over the model's parameters: adopt a ready one, or call a factory once with all of them.
 
     Returns:
         The optimizer, and what was found out about it.
@@ -33,7 +33,7 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
     """
     made = optimizer if isinstance(optimizer, Optimizer) else _call_factory(optimizer, model)
     _check_kind(made)
-    known = set(model.parameters())
+    known = set(model.parameters())  # by identity, as tensors hash
     foreign = [p for group in made.param_groups for p in group["params"] if p not in known]
     if foreign:
         raise ValueError(

@@ -19,7 +19,7 @@ Group = Sequence[nn.Parameter]
 
 
 class Places:
-    """Where every parameter is in a model: its rank in `parameters()`, its name, its stack and the position there.
+    """Knows where parameters are in a model: the rank in `parameters()`, the name, the stack and the position there.
 
     Args:
         model: as it is now.
@@ -34,13 +34,13 @@ class Places:
         for stack in stacks:
             for position, layer in enumerate(stack.layers):
                 for param in layer.parameters():
-                    self.stack.setdefault(param, stack.container)
+                    self.stack.setdefault(param, stack.container)  # the first place counts, as in `parameters()`
                     self.position.setdefault(param, position)
 
 
 @dataclass
 class _Learned:
-    """What is known of one group.
+    """Holds what is known of one group.
 
     Attributes:
         fits: names of the rules that it follows, a small one several by chance.
@@ -69,7 +69,7 @@ class _Learned:
         return _RULES[self.rule](group, places) if self.rule in _RULES else self._by_pattern(group, places)
 
     def _by_pattern(self, group: Group, places: Places) -> list[nn.Parameter]:
-        """What is in no stack keeps its place; the layers of a stack come side by side where its first parameter was."""
+        """Keep the place of what is in no stack; put layers of a stack side by side where its first parameter was."""
         parts: dict[Any, list[nn.Parameter]] = {}
         for param in _by_rank(group, places):
             parts.setdefault(places.stack.get(param, param), []).append(param)
@@ -79,7 +79,7 @@ class _Learned:
 
 
 class GroupOrder:
-    """The order of an optimizer's groups, learned from groups over a model before it is edited.
+    """Keeps the order of an optimizer's groups, learned from groups over a model before it is edited.
 
     Args:
         groups: the model's parameters in every group.
@@ -88,7 +88,7 @@ class GroupOrder:
 
     def __init__(self, groups: Sequence[Group], places: Places) -> None:
         self._learned = [_Learned.of(group, places) for group in groups]
-        for rule in _RULES:
+        for rule in _RULES:  # one for all groups, where there is one: one function has made them
             if all(rule in learned.fits for learned in self._learned):
                 self._take([rule] * len(groups))
                 return
@@ -98,12 +98,12 @@ class GroupOrder:
             learned.rule = rule
 
     def sorted(self, groups: Sequence[Group], places: Places) -> list[list[nn.Parameter]]:
-        """The groups in their order; one that somebody has added since is left as it is."""
+        """Put the groups in their order; one that somebody has added since is left as it is."""
         known = [each.sorted(group, places) for each, group in zip(self._learned, groups, strict=False)]
         return known + [list(group) for group in groups[len(known) :]]
 
     def to_plain(self, names: Mapping[nn.Module, str]) -> list[Any]:
-        """As plain data; `names` are those of the stacks' containers."""
+        """Give the rules as plain data; `names` are those of the stacks' containers."""
         return [[each.rule, sorted(names[stack] for stack in each.downwards)] for each in self._learned]
 
     def recall(self, plain: Sequence[Any], names: Mapping[nn.Module, str]) -> None:
@@ -117,11 +117,11 @@ class GroupOrder:
 
 
 def _is_same(a: Group, b: Group) -> bool:
-    return all(x is y for x, y in zip(a, b, strict=True))
+    return all(x is y for x, y in zip(a, b, strict=True))  # == of parameters is elementwise
 
 
 def _by_rank(group: Group, places: Places) -> list[nn.Parameter]:
-    """As ``model.parameters()`` gives them; at the end, what is not in the model."""
+    """Sort as ``model.parameters()`` does; at the end, what is not in the model."""
     return sorted(group, key=lambda param: places.rank.get(param, len(places.rank)))
 
 
@@ -130,8 +130,8 @@ def _backwards(group: Group, places: Places) -> list[nn.Parameter]:
 
 
 def _by_name(group: Group, places: Places) -> list[nn.Parameter]:
-    """As ``sorted(names)`` gives them: layer 10 comes before layer 2."""
-    return sorted(group, key=lambda param: places.names.get(param, "~"))
+    """Sort as ``sorted(names)`` does: layer 10 comes before layer 2."""
+    return sorted(group, key=lambda param: places.names.get(param, "~"))  # "~" sorts behind every name
 
 
 _RULES: dict[str, Callable[[Group, Places], list[nn.Parameter]]] = {

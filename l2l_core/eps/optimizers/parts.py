@@ -25,12 +25,12 @@ _silencing = threading.RLock()  # hooks of all optimizers are in dictionaries of
 
 
 def over(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
-    """An optimizer of the same kind over other parameter groups, with settings of its own.
+    """Make an optimizer of the same kind over other parameter groups, with settings of its own.
 
     Its hooks and wrappers stay behind. What is no plain value (a dictionary by parameter, say) it has in common with
     `optimizer`, as a part must; `copy_over` shares nothing.
     """
-    twin = object.__new__(type(optimizer))
+    twin = object.__new__(type(optimizer))  # nobody knows what its constructor was given
     kept = {name: value for name, value in optimizer.__dict__.items() if name not in _ITS_OWN}
     twin.__dict__.update({name: _bound_to(twin, own(value), optimizer) for name, value in kept.items()})
     twin.defaults = {name: own(value) for name, value in optimizer.defaults.items()}
@@ -43,7 +43,7 @@ def over(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Opti
 def copy_over(
     optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, counterparts: Mapping[Any, Any]
 ) -> Optimizer:
-    """An optimizer of the same kind over other parameter groups that shares nothing with `optimizer`; it has no hooks.
+    """Make an optimizer of the same kind over other groups; it shares nothing with `optimizer`, and has no hooks.
 
     Args:
         groups: with the new parameters; the other values are copied, however deep.
@@ -65,7 +65,7 @@ def copy_over(
 
 
 def _bound_to(twin: Optimizer, value: Any, optimizer: Optimizer) -> Any:
-    """A method of the optimizer's that it keeps as an attribute is the twin's own there."""
+    """Bind a method that the optimizer keeps as an attribute to the twin; other values stay."""
     is_method = isinstance(value, MethodType) and value.__self__ is optimizer
     return MethodType(value.__func__, twin) if is_method else value
 
@@ -87,7 +87,7 @@ def silent(optimizer: Optimizer) -> Iterator[None]:
     hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_hooks_of_all()]
     kept = [dict(each) for each in hooks]
     for each in hooks:
-        each.clear()
+        each.clear()  # not another dictionary: handles that remove hooks point to this one
     try:
         yield
     finally:
@@ -118,8 +118,8 @@ def replace_params(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter
 
 
 def slice_of(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Optimizer:
-    """`optimizer` restricted to some of its parameters; state is shared with it, and settings are lent (`settings.py`)."""
-    wanted = set(params)
+    """Restrict `optimizer` to some of its parameters; state is shared with it, settings are lent (`settings.py`)."""
+    wanted = set(params)  # groups stay, empty ones too: parts and the whole are paired group by group
     groups = [{**g, "params": [p for p in g["params"] if p in wanted]} for g in optimizer.param_groups]
     return over(optimizer, groups, optimizer.state)
 
@@ -138,7 +138,8 @@ def update_part(part: Optimizer, whole: Optimizer, rate: float = 1.0) -> Changes
     """
     lend(whole, part)
     scale_rate(part, rate)
-    given = settings_of(part)
+    given = settings_of(part)  # after scaling, which is no change that the part makes
     step_alone(part)
     changes = changes_of(part, given)
+    # A rate that follows from a scaled one is the part's alone
     return changes if rate == 1.0 else {place: value for place, value in changes.items() if place[1] != "lr"}

@@ -29,7 +29,7 @@ _NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "de
 
 
 def settings_of(optimizer: Optimizer) -> Settings:
-    """Copies of the plain values; of the others only that there are such."""
+    """Copy the plain values; of the others say only that there are such."""
     return [
         {n: own(value) if is_plain(value) else _IN_COMMON for n, value in held.items() if _is_setting(n)}
         for held in _holders(optimizer)
@@ -37,17 +37,18 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 
 def to_save(optimizer: Optimizer) -> tuple[Settings, Settings]:
-    """What a save holds: plain values among attributes and defaults, and everything in the groups but parameters."""
+    """Give what a save holds: plain values of attributes and defaults, and all that is in the groups but parameters."""
     groups = [{name: value for name, value in group.items() if _is_setting(name)} for group in optimizer.param_groups]
     return settings_of(optimizer)[:2], groups
 
 
 def lend(whole: Optimizer, part: Optimizer) -> None:
     """Give a part the state of the whole, and settings of its own that are equal to those of the whole."""
-    part.state = whole.state
+    part.state = whole.state  # anew every time: `load_state_dict` gives the whole another one
     for theirs, mine in zip(_holders(whole), _holders(part), strict=True):
         for name in [name for name, value in mine.items() if name not in theirs and _counts(name, value)]:
             del mine[name]
+        # Not of the instance: hooks and bound methods among its attributes are the part's own
         in_common = (
             () if theirs is whole.__dict__ else [item for item in theirs.items() if item[0] not in _NOT_SETTINGS]
         )
@@ -56,7 +57,7 @@ def lend(whole: Optimizer, part: Optimizer) -> None:
 
 
 def changes_of(part: Optimizer, given: Settings) -> Changes:
-    """What a part has made of the settings that it was given."""
+    """Find what a part has made of the settings that it was given."""
     return {
         (index, name): own(value)
         for index, (held, before) in enumerate(zip(_holders(part), given, strict=True))
@@ -111,7 +112,7 @@ def put(optimizer: Optimizer, settings: Settings, only: bool = True) -> None:
 
 
 def differing_settings(one: Settings, other: Settings) -> list[str]:
-    """Names of settings and counters that differ."""
+    """List the names of settings and counters that differ."""
     names = (
         name
         for ours, theirs in zip(one, other, strict=True)
@@ -122,7 +123,7 @@ def differing_settings(one: Settings, other: Settings) -> list[str]:
 
 
 def own(value: Any) -> Any:
-    """A copy of a plain value; the value itself if it is none."""
+    """Copy a plain value; give the value itself if it is none."""
     if isinstance(value, _ATOMS) or not is_plain(value):
         return value
     if isinstance(value, torch.Tensor):
@@ -135,10 +136,10 @@ def own(value: Any) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a string, a small tensor, or a container of such."""
+    """Tell whether it is a number, a string, a small tensor, or a container of such."""
     if isinstance(value, _ATOMS):
         return True
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):  # of no class of its own, whose copies may be anything
         return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= _SMALL
     if type(value) in (dict, OrderedDict):
         return all(isinstance(key, str | int) for key in value) and all(map(is_plain, value.values()))
@@ -146,10 +147,10 @@ def is_plain(value: Any) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two plain values have the same bits and types; one NaN is like another."""
+    """Tell whether two plain values are equal and of the same types; one NaN is like another, and -0.0 is like 0.0."""
     if one is other:
         return True
-    if type(one) is not type(other):
+    if type(one) is not type(other):  # 1, 1.0 and True are equal, and a save tells them apart
         return False
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and (torch.equal(one, other) or _same_with_nan(one, other))

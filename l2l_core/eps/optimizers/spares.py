@@ -21,7 +21,7 @@ _MOVING = 0.1  # in place of rates that may be 0 for now, at the beginning of a 
 
 
 def spares_others(optimizer: Optimizer) -> bool:
-    """Whether parameters without a gradient stay as they are, without any state."""
+    """Tell whether parameters without a gradient stay as they are, without any state."""
     toy = over(optimizer, [_toy_group(group) for group in optimizer.param_groups], defaultdict(dict))
     for name, value in list(vars(toy).items()):
         if name not in ("param_groups", "state", "defaults") and isinstance(value, dict | list | torch.Tensor):
@@ -32,7 +32,7 @@ def spares_others(optimizer: Optimizer) -> bool:
         for learns, _ in pairs:
             learns.grad = torch.ones_like(learns)
         try:
-            with silent(optimizer):
+            with silent(optimizer):  # the toy has no hooks of its own, but those of all optimizers would hear of it
                 toy.step()
         except Exception:  # it cannot do without: then nothing is known
             return False
@@ -42,7 +42,7 @@ def spares_others(optimizer: Optimizer) -> bool:
 
 
 def _toy_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Settings as in a group of the optimizer's, over two parameters: one will have a gradient."""
+    """Make a group with settings as in one of the optimizer's, over two parameters: one will have a gradient."""
     dims = max((param.dim() for param in group["params"]), default=1)
     settings = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
     for name in {"lr", "weight_decay"}.intersection(settings):

@@ -14,7 +14,7 @@ from l2l_core.eps.optimizers.settings import is_same
 
 
 def clone_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what the optimizer knows of a parameter; tensors may be in containers of it."""
+    """Copy what the optimizer knows of a parameter; tensors may be in containers of it."""
     return {name: pytree.tree_map(_copied, value) for name, value in state.items()}
 
 
@@ -23,7 +23,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def state_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes of the tensors in what the optimizer knows of a parameter."""
+    """Count the bytes of tensors in what the optimizer knows of a parameter."""
     return sum(leaf.nbytes for value in state.values() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
 
 
@@ -32,13 +32,13 @@ def _leaves(value: Any) -> Sequence[Any]:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names in what two optimizers know of a parameter that differ."""
+    """List the names of what differs in what two optimizers know of a parameter."""
     both = {**one, **other}
     return [name for name in both if name not in one or name not in other or not _alike(one[name], other[name])]
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """The same for values in an optimizer's state: what is no plain value is compared by what it says of itself."""
+    """Compare values of an optimizer's state; what is no plain value, by what it says of itself."""
     ones, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
     if len(ones) != len(others):
         return False

@@ -55,7 +55,7 @@ class StepHooks:
         return bool(self._pre)
 
     def fire_before_gradients(self) -> None:
-        """Pre-hooks of a step that updates layers as their gradients come.
+        """Fire the pre-hooks of a step that updates layers as their gradients come.
 
         Raises:
             ValueError: a hook touches a gradient or changes a weight.
@@ -65,7 +65,7 @@ class StepHooks:
             fire(self.optimizer)
 
     def fire_with_gradients(self, whole: dict[Block, GradientPiece]) -> None:
-        """Pre-hooks of a step whose gradients are all there; what they make of those is in `whole` afterwards.
+        """Fire the pre-hooks of a step whose gradients are all there; what they make of those is in `whole` afterwards.
 
         Raises:
             ValueError: a hook gives a gradient to a parameter that has none, or two to one.
@@ -82,7 +82,7 @@ class StepHooks:
                     row.check_none()
 
     def fire_after(self, whole: Mapping[Block, GradientPiece], has_gradients: bool) -> None:
-        """Post-hooks, with the gradients that the step had, if there is a moment at which all are there.
+        """Fire the post-hooks, with the gradients that the step had, if there is a moment at which all are there.
 
         Raises:
             ValueError: a hook reads a gradient where there is none any more.
@@ -122,18 +122,18 @@ class StepHooks:
         data = [row.param.data for row in rows]
         try:
             for row in rows:
-                row.param.data = row.view
+                row.param.data = row.view  # before `grad`: PyTorch refuses one of another type than the data
                 row.param.grad = row.master.grad = row.given
             yield
         finally:
             for row, held in zip(rows, data, strict=True):
-                row.param.grad = row.master.grad = None
+                row.param.grad = row.master.grad = None  # buffers are used again, and nobody may find them here
                 row.param.data = held
 
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """One parameter while hooks run."""
+    """Stands for one parameter while hooks run."""
 
     block: Block
     name: str
@@ -227,12 +227,13 @@ class _GradWatch(TorchFunctionMode):
         self.rows, self.after, self.hook, self.errors = rows, after, "", list[ValueError]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # To get, set and delete an attribute arrive as the bound methods of its descriptor
         if getattr(func, "__self__", None) is torch.Tensor.grad and id(args[0]) in self.rows and not self._clears(args):
             self._refuse(self.rows[id(args[0])])
         return func(*args, **(kwargs or {}))
 
     def _clears(self, args: Sequence[Any]) -> bool:
-        """After a step gradients are gone, so that `zero_grad` finds its work done."""
+        """Tell whether it only clears a gradient that is gone after the step, as `zero_grad` does."""
         return self.after and (args[1:] == (None,) or _is_called_by("zero_grad"))
 
     def _refuse(self, row: _Row) -> NoReturn:
@@ -251,6 +252,7 @@ class _WriteWatch(TorchDispatchMode):
     def __init__(self, rows: Sequence[_Row], on_write: OnWrite) -> None:
         super().__init__()
         self.hook, self.errors, self._on_write = "", list[ValueError](), on_write
+        # One storage per block, so one row stands for it: the first, as it was put there last
         self._rows = {row.view.untyped_storage().data_ptr(): row for row in reversed(rows)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -35,7 +35,7 @@ Grads = list[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Toy:
-    """An optimizer over weights of its own, in two blocks."""
+    """Has an optimizer over weights of its own, in two blocks."""
 
     optimizer: Optimizer
 
@@ -61,7 +61,7 @@ class Toy:
 
 
 class Form:
-    """What toys of one optimizer have in common: shapes, first weights, gradients, settings."""
+    """Knows what toys of one optimizer have in common: shapes, first weights, gradients, settings."""
 
     def __init__(self, optimizer: Optimizer, rate: float = 0.0) -> None:
         """`rate` is the least that a group has.
@@ -79,7 +79,7 @@ class Form:
         self.noises = [slope.abs().mean() * torch.randn(slope.shape, generator=noise) for slope in self.slopes]
 
     def toy(self, shape: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Toy:
-        """An optimizer over weights of its own, which lie as in a layer; where `shape` is given it begins without state."""
+        """Make an optimizer over weights of its own, which lie as in a layer; with `shape` it begins without state."""
         state: Any = defaultdict(dict)
         groups, counterparts = [], {}
         for group, likes in zip(self.groups, self.likes, strict=True):
@@ -92,7 +92,7 @@ class Form:
                     state[param] = self._copied(self.optimizer.state[like])
         twin = copy_over(self.optimizer, groups, state, counterparts)
         for group in twin.param_groups:
-            group.pop("param_names", None)
+            group.pop("param_names", None)  # of the user's parameters, which are more or fewer
             if isinstance(group.get("lr"), float | int):
                 group["lr"] = max(group["lr"], self.rate) or RATE
             elif isinstance(group.get("lr"), torch.Tensor) and not group["lr"].any():
@@ -111,7 +111,7 @@ class Form:
             ) from error
 
     def grads(self, step: int, without: Sequence[int] = ()) -> Grads:
-        """Gradients that mostly point one way, as real ones do; None in some places."""
+        """Make gradients that mostly point one way, as real ones do; None in the places `without`."""
         pairs = enumerate(zip(self.slopes, self.noises, strict=True))
         return [None if i in without else slope + (step % 3 - 1) * 0.5 * noise for i, (slope, noise) in pairs]
 
@@ -131,7 +131,7 @@ def check_keys(optimizer: Optimizer) -> None:
 
 
 def _different(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups to try: all of them, or where there are many, the first of those that differ in more than numbers."""
+    """Choose groups to try: all, or of many the first two of each kind, which differs in more than numbers."""
     if len(groups) <= _GROUPS:
         return list(groups)
     kinds: dict[Any, list[dict[str, Any]]] = {}
@@ -142,7 +142,7 @@ def _different(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _likes(params: Sequence[nn.Parameter], state: Any, noise: torch.Generator) -> list[nn.Parameter]:
-    """What the weights of a toy group are like: two for every number of dimensions there.
+    """Choose what the weights of a toy group are like: two for every number of dimensions there.
 
     Those that the optimizer has a state of stand for themselves, since a count in the group belongs to such a state.
     """
@@ -159,7 +159,7 @@ def _likes(params: Sequence[nn.Parameter], state: Any, noise: torch.Generator) -
 
 
 def _side_by_side(tensors: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-    """Parameters with these values, as views of one flat buffer."""
+    """Make parameters with these values, as views of one flat buffer."""
     layout = Layout.of(tensors)
     views = layout.views(torch.zeros(layout.numel))
     for view, tensor in zip(views, tensors, strict=True):
@@ -168,7 +168,8 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> list[nn.Parameter]:
 
 
 def mixed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements in other places."""
+    """Put the same elements in other places."""
+    # A function of the size alone, so that a weight, its gradient and the result are mixed alike
     order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(tensor.numel()))
     return tensor.flatten()[order].view(tensor.shape)
 
@@ -176,4 +177,4 @@ def mixed(tensor: torch.Tensor) -> torch.Tensor:
 def fill(params: Sequence[nn.Parameter], grads: Grads) -> None:
     """Give parameters gradients of their own."""
     for param, grad in zip(params, grads, strict=True):
-        param.grad = None if grad is None else grad.clone()
+        param.grad = None if grad is None else grad.clone()  # a step may write into it, and other toys get the same

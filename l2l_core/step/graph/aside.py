@@ -33,6 +33,7 @@ class Aside(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # Most properties tell something of a tensor; some (`T`, `data`) give views, which nobody would guard.
         if name in _TELLING or (name in ("__get__", "__set__") and not _is_view_property(func)):
             with unasked():
                 return func(*args, **kwargs)
@@ -47,7 +48,7 @@ def _is_view_property(func: Any) -> bool:
 
 
 def back(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, guarded no longer; for the engine, which has brought its bytes."""
+    """Guard the tensor no longer, and return it; for the engine, which has brought its bytes."""
     if type(tensor) is Aside:
         tensor.__class__ = torch.Tensor
     return tensor
@@ -70,7 +71,7 @@ class Asides:
         self._guarded: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def note(self, tree: Any, k: int) -> Any:
-        """Micro-batch `k` has made these tensors; returns them."""
+        """Note that micro-batch `k` has made these tensors; return them."""
         if not self._active:
             return tree
         for tensor in (tree,) if isinstance(tree, torch.Tensor) else tree if isinstance(tree, tuple | list) else ():
@@ -90,7 +91,7 @@ class Asides:
         self._free.clear()
 
     def replaced(self, tensor: torch.Tensor, k: int) -> bool:
-        """Micro-batch `k` keeps something else where `tensor` was; whether it, or one before it, has read that."""
+        """Note that `k` keeps something else where `tensor` was; whether it, or one before it, has read that."""
         mark = getattr(tensor, "_relay_aside", None)
         if mark is None or mark.k >= k:
             return False
@@ -119,12 +120,14 @@ class Asides:
     def _release(self, tensor: torch.Tensor) -> None:
         back(tensor)
         ref = self._guarded.pop(id(tensor), None)
+        # Whoever asked is at work: on guard again when that one gives way.
         self._free.append(ref if ref is not None else weakref.ref(tensor))
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Hold no reference to a tensor object, which is about to be exchanged."""
         back(tensor)
         self._guarded.pop(id(tensor), None)
+        # `swap_tensors` refuses a tensor with weak references.
         self._free = [ref for ref in self._free if ref() is not tensor]
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class BufferOrder:
         return bool(self._places)
 
     def _note_replaced(self, buffers: Buffers) -> list[Place]:
-        """Where another tensor stands now than before."""
+        """Find where another tensor stands now than before, and note it."""
         now = zip(buffers.places, buffers.now(), strict=True)
         changed = [(at, tensor) for at, tensor in now if at not in self._stand or tensor is not self._stand[at]]
         for place, tensor in changed:
@@ -153,7 +153,7 @@ class BufferOrder:
 
 
 def written_by(func: Any, args: Sequence[Any]) -> set[int]:
-    """Storages that an operation changes."""
+    """Find the storages that an operation changes, by key."""
     schema = func._schema
     if not schema.is_mutable and not any(part in schema.name for part in _WRITES_STATISTICS):
         return set()

@@ -42,10 +42,11 @@ class Sink:
 
     def add(self, grad: torch.Tensor) -> None:
         """Add one contribution; same shape as the tensor."""
+        # Not in place: backward of an addition hands one and the same tensor to both sides.
         self.grad = grad if self.grad is None else self.grad + grad
 
     def take(self) -> torch.Tensor | None:
-        """The gradient so far; the sink is empty afterwards."""
+        """Take out the gradient so far; the sink is empty afterwards."""
         grad, self.grad = self.grad, None
         return grad if grad is None else back(grad)
 
@@ -56,7 +57,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor, sink: Sink, in_place: bool) -> torch.Tensor:  # type: ignore[override]
         ctx.sink = sink
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # no zeros where nobody reads it: plain training has no gradient there
         if in_place:
             ctx.mark_dirty(x)
             return x
@@ -70,7 +71,7 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: torch.Tensor, sink: Sink) -> torch.Tensor:
-    """`x` as the start of a new graph: same storage, no leaf (in-place use is allowed), its gradient goes to `sink`.
+    """Make `x` the start of a new graph: same storage, no leaf (in-place use is allowed), its gradient goes to `sink`.
 
     Gradients must be enabled.
     """
@@ -102,7 +103,7 @@ _PHONY = torch.empty(0, requires_grad=True)  # makes autograd record the node; g
 
 
 def sequence_number() -> int:
-    """Autograd's clock: nodes made from now on have this number or a higher one."""
+    """Read autograd's clock: nodes made from now on have this number or a higher one."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -130,16 +131,16 @@ class Segment:
         return any(sink.grad is not None for _, sink in places)
 
     def take(self) -> list[Root]:
-        """Every gradient that takes part in the run of this segment."""
+        """Take every gradient that takes part in the run of this segment."""
         return taken([*self.roots, *self.entries])
 
     def gradients(self) -> list[torch.Tensor]:
-        """Gradients that wait at the segment's borders."""
+        """List the gradients that wait at the segment's borders."""
         return [sink.grad for _, sink in (*self.roots, *self.entries) if sink.grad is not None]
 
 
 def taken(places: Iterable[tuple[GradientEdge, Sink]]) -> list[Root]:
-    """What waits in the sinks, each with the edge where it goes on; they are empty afterwards."""
+    """Take what waits in the sinks, each with the edge where it goes on; they are empty afterwards."""
     return [(edge, grad) for edge, sink in places if (grad := sink.take()) is not None]
 
 
@@ -151,13 +152,13 @@ def run_backward(roots: Sequence[Root]) -> None:
 
 
 def uses_of(starts: Iterable[GradientEdge], entered: Mapping[Any, torch.Tensor]) -> Counter[torch.Tensor]:
-    """How often the graph behind some edges reads each parameter, by itself or through an entry (by the entry's node)."""
+    """Count how often the graph behind some edges reads each parameter, by itself or through an entry (by its node)."""
     found = reach(starts)
     return Counter([*found.leaves, *(entered[node] for node in found.entries if node in entered)])
 
 
 def start_of(edge: GradientEdge) -> Start:
-    """The edge by numbers, which keep nothing of the graph alive."""
+    """Write the edge by numbers, which keep nothing of the graph alive."""
     return edge.node._sequence_nr(), edge.output_nr
 
 
@@ -185,7 +186,7 @@ class Reach:
     is_nested: bool
 
     def reads(self) -> set[Start]:
-        """Which results of its nodes the graph itself reads, as `start_of` writes them."""
+        """Find which results of its nodes the graph itself reads, as `start_of` writes them."""
         return {
             (read._sequence_nr(), nr) for node in self.nodes for read, nr in node.next_functions if read is not None
         }
@@ -220,7 +221,7 @@ def reach(starts: Iterable[GradientEdge]) -> Reach:
 
 
 def nested(who: str) -> str:
-    """The message about a reentrant checkpoint outside of a layer that is by itself: nobody sees which weights it reads."""
+    """Say what is wrong with a reentrant checkpoint where others read its weights too: nobody sees which it reads."""
     return (
         f"{who} uses a reentrant checkpoint: it adds to gradients of weights, which may be used elsewhere too, in a backward of "
         "its own, out of the order in which a relay adds them up. Use checkpoint(..., use_reentrant=False)"

@@ -70,7 +70,7 @@ class Attributes:
         self._undo.close()
 
     def _numbers_of(self, module: nn.Module) -> Iterable[str]:
-        """Names of what a layer's module may keep, which the shell may read before the layer has run."""
+        """List the names of what a layer's module may keep, which the shell may read before the layer has run."""
         if type(module).__module__.startswith("torch."):
             return ()
         if not self._metering:
@@ -221,7 +221,7 @@ class Attributes:
         )
 
     def set_on(self, unit: Unit) -> dict[Place, Any]:
-        """What the shell has set on a layer's modules in this pass, with the values as they stand."""
+        """Return what the shell has set on a layer's modules in this pass, with the values as they stand."""
         return {(m, name): vars(m).get(name) for m, name in self._on_layers.get(unit, ())}
 
 
@@ -259,7 +259,7 @@ def _unsteady(place: Place) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Numbers and words, and what consists of them."""
+    """Whether a value is numbers and words, or consists of them."""
     if isinstance(value, tuple | list):
         return all(is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)

@@ -86,7 +86,7 @@ class Call:
         kwargs: dict[str, Any],
         crossing: Crossing,
     ) -> Call:
-        """A call that waits for its layer.
+        """Make a call that waits for its layer.
 
         Raises:
             TypeError: an argument hides tensors (a cache, an object that is no pytree).
@@ -115,7 +115,7 @@ class Call:
         return bool(self.outputs or self.side_sinks)
 
     def note(self, run: Pass, outputs: Any) -> None:
-        """The layer has run for the first time: what it did to its buffers and to the hidden state."""
+        """Note what the layer did to its buffers and to the hidden state, in its first run."""
         if self.buffers:
             run.order.layer_ran(self.k, self.unit.buffers, self.buffers, run.buffers_of(self.unit))
         run.influence.note(self.unit, self.tensors, outputs)
@@ -194,12 +194,12 @@ class Call:
                     self._recompute(run)
 
     def _mark_parts(self, starts: Sequence[Start], read: Set[Start]) -> None:
-        """Outputs that the layer itself reads get a part of their gradient from the shell, and the rest in the layer."""
+        """Mark outputs that the layer reads itself: the shell gives a part of their gradient, the layer the rest."""
         for sink, start in zip(self.outputs, starts, strict=True):
             sink.is_part |= start in read
 
     def _check_graph(self, outputs: Iterable[GradientEdge], began: int) -> Reach:
-        """Refuse a layer that reads differentiable tensors which it was not given; what its graph consists of."""
+        """Refuse a layer that reads differentiable tensors it was not given; return what its graph consists of."""
         found = reach(outputs)
         own, params = {id(i.sink) for i in self.inputs}, {id(param) for param in self.unit.params}
         foreign = sum(id(leaf) not in params and isinstance(leaf, torch.nn.Parameter) for leaf in found.leaves)
@@ -221,7 +221,7 @@ class Call:
             return self.arguments.run(self.real)
 
     def _leave(self, run: Pass, given: Given, crossing: Crossing) -> Any:
-        """The outputs as the shell shall see them: entries, what the layer was given, and copies of weights."""
+        """Return the outputs as the shell shall see them: entries, what the layer was given, and copies of weights."""
         if given.flowing:  # a layer that only hands on what it was given ends no segment: nothing will run at its place
             self.segment = crossing.turn()
         run.asides.note(list(given.new.values()), self.k)  # should the layer keep them
@@ -241,7 +241,7 @@ class Call:
         return pytree.tree_unflatten([shown.get(id(item), item) for item in given.flat], given.spec)
 
     def _apart(self, run: Pass, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a copy of it if it lies in a weight, whose slot will hold another layer's soon, or in a buffer."""
+        """Copy a tensor that lies in a weight, whose slot soon holds another layer's, or in a buffer; return others."""
         return _copied(tensor.detach()) if run.stash.images.is_exempt(tensor) else tensor
 
     def _cut_sides(
@@ -373,7 +373,7 @@ class Call:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, overlapping ones too (an expanded weight): kernels round by them."""
+    """Copy with the same strides, overlapping ones too (an expanded weight): kernels round by them."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return tensor.clone()
     count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -382,7 +382,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _attributes_kept(unit: Unit) -> Iterator[None]:
-    """What the layer's modules set on themselves in the block, or put into their lists and dicts, is forgotten."""
+    """Forget what the layer's modules set on themselves in the block, or put into their lists and dicts."""
     before = [(module, dict(vars(module))) for module in unit.module.modules()]
     held = [v for _, attributes in before for v in attributes.values() if isinstance(v, list | dict | set | deque)]
     contents = [(container, copy.copy(container)) for container in held]

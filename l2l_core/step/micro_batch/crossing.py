@@ -49,7 +49,7 @@ class Crossing(TorchFunctionMode):
     # -- the engine's side ---------------------------------------------------------------------------------------------
 
     def sink_of(self, tensor: torch.Tensor) -> Sink:
-        """Where the gradient of a differentiable tensor gathers that is about to be read by a layer, or later."""
+        """Return where a differentiable tensor's gradient gathers, which a layer or later code is about to read."""
         node = tensor.grad_fn
         if is_entry(node):
             self._check_unchanged(tensor, node)
@@ -75,7 +75,7 @@ class Crossing(TorchFunctionMode):
         self._layers.append((began, sequence_number(), layer))
 
     def turn(self) -> Segment:
-        """The shell code that follows is a segment of its own; returns the one that has ended."""
+        """Begin a segment: the shell code that follows is one of its own; return the one that has ended."""
         # Entries are for one segment. The next one gets others, or backward of the two would run together.
         for entry in self._entries.values():
             if _is_changed(entry):
@@ -87,14 +87,14 @@ class Crossing(TorchFunctionMode):
         return self.segments[-2]
 
     def leave(self, tensor: torch.Tensor, sink: Sink) -> torch.Tensor:
-        """`tensor`, which a layer gives out, as the following segment shall see it."""
+        """Show `tensor`, which a layer gives out, as the following segment shall see it."""
         shown = enter(tensor, sink)
         self._outputs[shown.grad_fn] = Extent.of(tensor)
         self._entered(shown, sink)
         return self.asides.note(shown, self._k)
 
     def leave_in_place(self, tensor: torch.Tensor, sink: Sink) -> None:
-        """The same for a tensor that somebody holds already."""
+        """Do the same for a tensor that somebody holds already."""
         enter_in_place(tensor, sink)
         self._entered(tensor, sink)
 
@@ -254,13 +254,13 @@ class Crossing(TorchFunctionMode):
         return self.asides.note(out, self._k)
 
     def applied(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Something in the model's own code that is to be seen as one operation: a custom autograd function, a compiled part."""
+        """Run what is to be seen as one operation in the model's own code: a custom function, a compiled part."""
         if len(self.segments) == 1 or not torch.is_grad_enabled():
             return self.asides.note(function(*args, **kwargs), self._k)
         return self._on_entries(function, args, kwargs)
 
     def hand(self, tree: Any, given: dict[int, tuple[torch.Tensor, torch.Tensor, int]]) -> Any:
-        """Arguments, with entries in place of tensors that were made before the last layer call."""
+        """Return the arguments, with entries in place of tensors that were made before the last layer call."""
         kind = type(tree)
         if isinstance(tree, torch.Tensor):
             if not self._is_older(tree):
@@ -340,7 +340,7 @@ def _changes_view(tensor: torch.Tensor) -> str:
 
 
 def crossing_in_force() -> Crossing | None:
-    """The crossing of the micro-batch at work, while its shell code runs."""
+    """Return the crossing of the micro-batch at work, while its shell code runs."""
     return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Crossing)), None)
 
 

@@ -41,7 +41,7 @@ class EmptyCache:
         self._pristine, self._written = object.__getattribute__(cache, "_relay_state")
 
     def lend(self) -> LentCache:
-        """A copy for one run of the layer."""
+        """Make a copy for one run of the layer."""
         return LentCache(copy.deepcopy(self._pristine), self.original, self._where)
 
     def first_run(self, lent: LentCache) -> None:
@@ -83,7 +83,7 @@ class LentCache(RelayCache):
         return self._cache.update(keys, values, layer, *args, **kwargs)
 
     def entries(self) -> set[Entry]:
-        """What the layer has written.
+        """Return what the layer has written.
 
         Raises:
             TypeError: it has asked whether there was anything in another layer's place.
@@ -139,7 +139,7 @@ def _spend(cache: Any, written: set[Entry]) -> None:
 
 @cache
 def _spent(kind: type) -> type:
-    """A subclass of a cache's class of which nothing can be read."""
+    """Make a subclass of a cache's class of which nothing can be read."""
 
     def refuse(cache: Any, name: str) -> Any:
         if name.startswith("__"):

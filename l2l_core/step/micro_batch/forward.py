@@ -102,7 +102,7 @@ class Forward:
             self._ambient = Ambient.take()
 
     def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a shadowed layer does: cut, give way, and run when it is this layer's turn."""
+        """Do what a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         for last in self.calls[-1:]:
             if last.kept is not None:
                 self._goes_on_from(last)

@@ -55,7 +55,7 @@ class SideOutputs:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No hook of the engine is there in the block."""
+        """Take every hook of the engine away in the block."""
         if self._handle is None:
             yield
             return
@@ -66,7 +66,7 @@ class SideOutputs:
             self._handle = nn_module.register_module_forward_hook(self._on_output)
 
     def attributes(self, layer: nn.Module) -> dict[Locator, torch.Tensor]:
-        """Tensors with a graph that the layer's modules keep as plain attributes."""
+        """Find tensors with a graph that the layer's modules keep as plain attributes."""
         found: dict[Locator, torch.Tensor] = {}
         for module, path in [(layer, ""), *self._known[layer].items()]:
             held = vars(module)
@@ -85,7 +85,7 @@ class SideOutputs:
 
 
 def alive(seen: Mapping[Locator, Any]) -> dict[Locator, torch.Tensor]:
-    """Those of the weakly noted tensors that Python code still holds; what only autograd has saved does not count."""
+    """Find which weakly noted tensors Python code still holds; what only autograd has saved does not count."""
     found = {locator: tensor for locator, ref in seen.items() if (tensor := _held(ref)) is not None}
     unique = {id(tensor): locator for locator, tensor in reversed(found.items())}
     return {locator: found[locator] for locator in unique.values()}
@@ -100,7 +100,7 @@ def _held(ref: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
 
 @cache
 def _refs_when_saved() -> int:
-    """What `sys.getrefcount` says in `_held` of a tensor that autograd alone keeps alive; it depends on torch's version."""
+    """Ask `sys.getrefcount`, in `_held`, of a tensor that autograd alone keeps alive: torch's versions differ."""
     x = torch.ones(1, requires_grad=True) * 2
     saved_by = x * x
     ref = weakref.ref(x)
@@ -162,7 +162,7 @@ class UserHooks:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Observers stay quiet in the block."""
+        """Keep observers quiet in the block."""
         before, self._silent = self._silent, True
         try:
             yield

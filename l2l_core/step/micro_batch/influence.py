@@ -32,7 +32,7 @@ class Influence:
 
     @torch.no_grad()
     def note(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
-        """A layer has made `outputs` of `inputs`: any tree, and any shapes; the last dimension is the features'."""
+        """Note that a layer made `outputs` of `inputs`: any tree, any shapes; the last dimension is the features'."""
         pair = _hidden_states(inputs, pytree.tree_leaves(outputs))
         if pair is None:
             return
@@ -52,7 +52,7 @@ class Influence:
 
 
 def _hidden_states(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The first floating-point tensor that comes out, and the first of its shape that went in."""
+    """Find the first floating-point tensor that comes out, and the first of its shape that went in."""
     left = next((t for t in outputs if _is_floating(t)), None)
     came = next((t for t in inputs if left is not None and _is_floating(t) and t.shape == left.shape), None)
     return None if left is None or came is None or not left.ndim or not left.numel() else (came, left)
@@ -65,7 +65,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _spacing(tokens: int, shape: Sequence[int]) -> int:
-    """So many tokens from one that is looked at to the next: not in step with a sequence, whose first token is special."""
+    """Count tokens from one looked at to the next: not in step with sequences, whose first token is special."""
     every, row = -(-tokens // _SAMPLED), math.prod(shape[1:-1])
     while every > 1 and math.gcd(every, row) > 1:
         every += 1

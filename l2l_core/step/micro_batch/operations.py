@@ -40,7 +40,7 @@ class Operation(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def operation_of(func: Any) -> Operation:
-    """What a function is; asked of every operation, so it is kept."""
+    """Say what a function is; asked of every operation, so it is kept."""
     name = getattr(func, "__name__", "")
     of = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
     sets, gets = name == "__set__", name == "__get__" and of not in _VIEWING

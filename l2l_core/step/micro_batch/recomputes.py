@@ -22,11 +22,11 @@ class Recomputes:
 
     @torch.no_grad()
     def sums_of(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
-        """What to compare the recompute of these with."""
+        """Return what to compare the recompute of these with."""
         return [_sum(tensor.detach()) for tensor in outputs]
 
     def compare(self, layer: str, before: Sequence[Sum], outputs: Sequence[torch.Tensor]) -> None:
-        """A layer was recomputed.
+        """Compare what a layer has given when it was recomputed.
 
         Raises:
             RuntimeError: it gave something else.
@@ -63,7 +63,7 @@ def _sum_on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differs(layer: str) -> str:
-    """The message about a layer whose recompute gave something else."""
+    """Say what is wrong with a layer whose recompute gave something else."""
     return (
         f"layer {layer} gave other outputs when it was recomputed: it depends on something besides its arguments, weights and "
         "buffers (an attribute that changes between calls, NumPy's random numbers, a counter). Pass it as an argument of the "

@@ -46,14 +46,14 @@ class Pass:
     buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
 
     def buffers_of(self, unit: Unit) -> list[torch.Tensor | None]:
-        """Values of a unit's buffers now; the same list as before if none has changed."""
+        """Return the values of a unit's buffers now; the same list as before if none has changed."""
         last = self.buffer_values.get(unit)
         if last is None or not unit.buffers.equal(last):
             self.buffer_values[unit] = unit.buffers.copy()
         return self.buffer_values[unit]
 
     def expect_unchanged(self, unit: Unit) -> Callable[[], None]:
-        """A check that nobody sets a layer's attributes while a micro-batch waits for it to run first."""
+        """Make a check that nobody sets a layer's attributes while a micro-batch waits for it to run first."""
         runs, found = self.runs[unit], self._noted_on(unit)
         return lambda: self._check_noted(unit, found) if self.runs[unit] == runs else None
 
@@ -87,7 +87,7 @@ class Pass:
 
 
 def _of_layer(unit: Unit) -> dict[Place, Any]:
-    """Numbers and strings that the layer's modules keep as attributes."""
+    """Find numbers and strings that the layer's modules keep as attributes."""
     found = ((module, name, value) for module in unit.module.modules() for name, value in vars(module).items())
     return {(module, name): value for module, name, value in found if isinstance(value, int | float | str)}
 

@@ -125,7 +125,7 @@ class OutOfSight:
 
     @contextmanager
     def _buffers_told(self, part: nn.Module) -> Iterator[None]:
-        """The order in which micro-batches meet buffers of the shell."""
+        """Tell the order of buffers what a part has done in the block to those of the shell."""
         buffers = self._buffers.get(part)
         if not buffers:
             yield
@@ -136,7 +136,7 @@ class OutOfSight:
         self._order.part_ran(self._at_work.k, buffers, before, after)
 
     def _made(self, out: Any, began: int) -> None:
-        """What the part gives out and what autograd has saved in it is kept like that of any other code."""
+        """Keep what the part gives out, and what autograd has saved in it, like that of any other code."""
         tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self._note(tensors)
         edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.grad_fn is not None]
@@ -149,7 +149,7 @@ class OutOfSight:
                 node.register_prehook(partial(self._touch, saved))
 
     def _note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These were there when the part had run; some are weights and other tensors of the model."""
+        """Note what was there when the part had run; some are weights and other tensors of the model."""
         self._watch.made([tensor for tensor in tensors if not self._stash.images.is_exempt(tensor)], {})
 
     def _touch(self, saved: Sequence[torch.Tensor], _grads: Any) -> None:
@@ -159,7 +159,7 @@ class OutOfSight:
 
 
 def _nodes_since(edges: Iterable[GradientEdge], began: int) -> set[Any]:
-    """Graph nodes behind some edges, those that were made since a sequence number."""
+    """Find the graph nodes behind some edges that were made since a sequence number."""
     nodes, todo = set(), [edge.node for edge in edges]
     while todo:
         node = todo.pop()

@@ -31,7 +31,7 @@ class Traces:
         )
 
     def changed(self) -> list[Place]:
-        """Where something else is kept than before, or what is kept has changed in place."""
+        """Find where something else is kept than before, or what is kept has changed in place."""
         return [at for at, held in self._now().items() if not held.is_same(self._before.get(at))]
 
     def _now(self) -> dict[Place, _Held]:
@@ -63,7 +63,7 @@ def _extent(value: Any) -> int:
 
 
 def _content(value: Any, depth: int = 2) -> Any:
-    """A tensor's version, an array's bytes, what a container or an object holds: compared to see a change in place."""
+    """Return what shows a change in place: a tensor's version, an array's bytes, what containers and objects hold."""
     if isinstance(value, torch.Tensor):
         return value._version
     if depth and isinstance(value, dict):

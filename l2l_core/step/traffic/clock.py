@@ -31,6 +31,7 @@ class Clock:
         """Open an event."""
         assert self._stop is None, f"{kind} of {layer} begins within {self._what}"
         self._what = kind, layer, k, visit
+        # Bound now: a GPU tells its times later, when these are another event's.
         t0, add, stalled_s, stay = self._trace.began_s, self._trace.add, self._stalled_s, self.stay
         self._stalled_s = 0.0
         self._stop = self._device.start(

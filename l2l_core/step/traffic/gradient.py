@@ -62,7 +62,7 @@ class Takers:
         ]
 
     def numel(self, unit: Unit) -> int:
-        """Elements of a slot for the unit's gradient."""
+        """Count the elements of a slot for the unit's gradient."""
         return sum(self.trained[block].numel for block in unit.blocks)
 
     def check(self, blocks: Iterable[Block]) -> None:
@@ -97,6 +97,8 @@ class Takers:
 
     def route(self, param: torch.Tensor, take: Callable[[torch.Tensor], None]) -> Callable[[], None]:
         """Let `take` have the gradients of a parameter, unless somebody has them; the result ends that."""
+        # What a layer shares with the shell goes to the shell's gradient, which is there first and stays for the whole
+        # pass.
         if self._routes.setdefault(param, take) is not take:
             return lambda: None
         return lambda: self._routes.pop(param)  # type: ignore[func-returns-value]
@@ -189,7 +191,7 @@ class Gradient:
         self._ends = []
 
     def priors(self, k: int, uses: Callable[[], Counter[torch.Tensor]]) -> list[Root]:
-        """What micro-batch `k` has brought before to parameters that the next run reads more than once.
+        """Return what micro-batch `k` has brought before to parameters that the next run reads more than once.
 
         As a root of that run it is the first summand, as in plain training; added afterwards, the sum would be another. A
         parameter that is read once makes no difference: there the EPS adds.
@@ -268,7 +270,7 @@ class GradientSlots:
         return [buffer.flat for buffer in self._buffers]
 
     def take(self, unit: Unit) -> Gradient:
-        """A gradient for a visit of `unit`, in the buffer that was pushed longest ago.
+        """Open a gradient for a visit of `unit`, in the buffer that was pushed longest ago.
 
         Raises:
             RuntimeError: a parameter was frozen, or let go, since the step began.
@@ -293,6 +295,6 @@ class GradientSlots:
         device.ledger.release("gradients", self._owner, self._nbytes)
         for buffer in self._buffers:
             for ticket in buffer.leaving:
-                ticket.abandon()
+                ticket.abandon()  # a buffer is not recycled under a copy
             device.recycle(buffer.flat)
         self._buffers.clear()

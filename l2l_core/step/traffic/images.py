@@ -64,23 +64,23 @@ class Images:
     # -- what belongs to whom ------------------------------------------------------------------------------------------
 
     def of(self, k: int) -> list[Held]:
-        """What the image of micro-batch `k` consists of."""
+        """List what the image of micro-batch `k` consists of."""
         return list(self._by_k.get(k, {}).values())
 
     def find(self, tensors: Iterable[torch.Tensor]) -> list[Moving]:
-        """The held storages in which tensors lie, each once."""
+        """Find the held storages in which tensors lie, each once."""
         with unasked():
             keys = dict.fromkeys([t.untyped_storage()._cdata for t in tensors])
         return [(s, h) for key in keys if (h := self.held.get(key)) is not None and (s := h.ref()) is not None]
 
     def add(self, storage: torch.UntypedStorage, k: int, category: str, exact: bool, owner: str | None = None) -> Held:
-        """A storage that was made just now; part of image `k`."""
+        """Hold and book a storage that was made just now, as a part of image `k`."""
         key = storage._cdata
         ref = weakref.ref(storage, lambda _: self.forget(key))  # keys are addresses, and are used again
         owner = self._at_work.owner if owner is None else owner
         held = Held(key, ref, storage.nbytes(), category, owner, k, exact, self._at_work.k)
         self.count(held)
-        self.held[key] = held
+        self.held[key] = held  # only now: booking it may raise
         if k != NOBODY:
             self._by_k.setdefault(k, {})[key] = held
         return held
@@ -120,14 +120,14 @@ class Images:
             held.host = None
 
     def exempt(self, tensors: Iterable[torch.Tensor], weights: bool = False) -> None:
-        """Storages of these are part of no image either; in those of `weights` a forward may change nothing."""
+        """Keep storages of these out of all images; in those of `weights` a forward may change nothing."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
         self._exempt |= keys
         self.weights |= keys if weights else set()
 
     @contextmanager
     def exempting(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Storages of these are part of no image in the block."""
+        """Keep storages of these out of all images in the block."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors} - self._exempt
         self._exempt |= keys
         try:
@@ -161,7 +161,7 @@ class Images:
             self.count(held)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Bytes on the host for a copy, (nbytes,); `forget` takes them back."""
+        """Lend bytes on the host for a copy, shape (nbytes,); `forget` takes them back."""
         free = self._free.get(nbytes)
         if free:
             return free.pop()

@@ -32,24 +32,34 @@ class Lane:
         self._trickling: _Trickle | None = None  # at most one copy: another one sends out the rest of it
         self._owner = threading.get_ident()
 
-    def send(self, kind: str, layer: str, copies: Sequence[Copy], k: int = -1, visit: int = -1) -> Ticket:
-        """Start copies that belong to `layer`, micro-batch `k` and the visit with that number, as one event."""
+    def send(
+        self,
+        kind: str,
+        layer: str,
+        copies: Sequence[Copy],
+        k: int = -1,
+        visit: int = -1,
+        slot: int = -1,
+        piece: int = 0,
+        pieces: int = 1,
+    ) -> Ticket:
+        """Start copies that belong to `layer`, micro-batch `k` and the visit with that number, as one event; see `Event`."""
         nbytes = sum(target.nbytes for target, _ in copies)
         t0, add, lane = self._trace.began_s, self._trace.add, self.name
         return self._device.issue(
             lane,
             list(copies),
-            lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit)),
+            lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit, 0.0, -1, slot, piece, pieces)),
             label=f"{kind} {layer}",
         )
 
-    def trickle(self, kind: str, layer: str, copies: Sequence[Copy]) -> Ticket:
+    def trickle(self, kind: str, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
         """Start copies that have time; the first piece goes out at once, the others one per `turn`."""
         self.flush()
         pieces = _cut(copies, self._pieces)
         if len(pieces) < 2:
-            return self.send(kind, layer, copies)
-        self._trickling = _Trickle(self, kind, layer, pieces)
+            return self.send(kind, layer, copies, slot=slot)
+        self._trickling = _Trickle(self, kind, layer, pieces, slot)
         self.turn()
         return self._trickling
 
@@ -78,21 +88,25 @@ class Lane:
 class _Trickle:
     """A copy that goes out in pieces. Its ticket may be joined by another thread before the last piece has gone out."""
 
-    def __init__(self, lane: Lane, kind: str, layer: str, pieces: Sequence[list[Copy]]) -> None:
-        self._lane, self._kind, self._layer, self._pieces = lane, kind, layer, deque(pieces)
+    def __init__(self, lane: Lane, kind: str, layer: str, pieces: Sequence[list[Copy]], slot: int) -> None:
+        self._lane, self._kind, self._layer, self._slot = lane, kind, layer, slot
+        self._pieces, self._of = deque(pieces), len(pieces)
         self._tickets: list[Ticket] = []
         self._all_sent = threading.Event()
 
     def send_one(self) -> bool:
         """Send the next piece; whether it was the last one."""
-        self._tickets.append(self._lane.send(self._kind, self._layer, self._pieces[0]))
+        piece = self._of - len(self._pieces)
+        self._tickets.append(
+            self._lane.send(self._kind, self._layer, self._pieces[0], slot=self._slot, piece=piece, pieces=self._of)
+        )
         self._pieces.popleft()  # only now: if it could not be sent, whoever waits is told so
         if not self._pieces:
             self._all_sent.set()
         return not self._pieces
 
     def drop(self) -> None:
-        """Send no more."""
+        """Send no more; whoever waits wakes, finds pieces left, and is told so."""
         self._all_sent.set()
 
     def wait(self) -> None:
@@ -112,7 +126,7 @@ class _Trickle:
 
     def _come(self) -> None:
         if self._lane.is_mine and not self._all_sent.is_set():
-            self._lane.flush()
+            self._lane.flush()  # nobody else would send the rest
         self._all_sent.wait()
         if self._pieces:
             raise RuntimeError(f"the {self._kind} of {self._layer} was given up: the step failed")
@@ -130,14 +144,14 @@ class Link:
         self.nbytes += sum(target.nbytes for target, _ in copies)
         return self.lane.send(self.kind, layer, copies, k, visit)
 
-    def trickle(self, layer: str, copies: Sequence[Copy]) -> Ticket:
-        """Start copies of flat tensors that belong to `layer` and may take a visit's time."""
+    def trickle(self, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
+        """Start copies of flat tensors that belong to `layer` and may take a visit's time; weights go to that slot."""
         self.nbytes += sum(target.nbytes for target, _ in copies)
-        return self.lane.trickle(self.kind, layer, copies)
+        return self.lane.trickle(self.kind, layer, copies, slot)
 
 
 def _cut(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
-    """`copies` of flat tensors of one type, as lists of about the same number of bytes."""
+    """Cut `copies` of flat tensors of one type into lists of about the same number of bytes."""
     if not copies:
         return []
     edges = cuts(sum(target.numel() for target, _ in copies), copies[0][0].element_size(), pieces)
@@ -145,7 +159,7 @@ def _cut(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
 
 
 def _between(copies: Sequence[Copy], start: int, stop: int) -> list[Copy]:
-    """Elements `start` to `stop` of `copies`, counted through all of them."""
+    """Take elements `start` to `stop` of `copies`, counted through all of them."""
     parts, passed = [], 0
     for target, source in copies:
         a, b = max(start - passed, 0), min(stop - passed, target.numel())

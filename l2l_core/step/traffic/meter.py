@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from l2l_core.devices import Ledger
 from l2l_core.trace import Trace
 
-_OWNER = "replayed"
+_OWNER = "the micro-batch at work"
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Metered:
     worst: dict[str, int] = field(default_factory=dict)  # by event label without k, for events out of order
 
     def joined(self, other: Metered) -> Metered:
-        """What this pass and another one have learned; the order of events is that of this one."""
+        """Join what this pass and another one have learned; the order of events is that of this one."""
         worst = {label: max(m.worst.get(label, 0) for m in (self, other)) for label in {**self.worst, **other.worst}}
         return Metered(self.events, worst)
 
@@ -60,7 +60,7 @@ class Meter:
             self._book(self._expected(self._replay)[1])
 
     def _name(self, kind: str, layer: str, k: int) -> str:
-        """A compute event for people: "forward of h.3 (L003), micro-batch 1"."""
+        """Name a compute event for people: "forward of h.3 (L003), micro-batch 1"."""
         whole = {"shell": "the model's code outside of layers"}.get(kind, kind)
         name = self._trace.names.get(layer, "")
         of = "" if layer == "shell" else f" of {name} ({layer})" if name else f" of {layer}"

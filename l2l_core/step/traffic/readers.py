@@ -55,7 +55,7 @@ def _unwrap() -> None:
 def _telling(read: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read)
     def reader(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for listener in tuple(_listeners):
+        for listener in tuple(_listeners):  # a copy: passes in other threads come and go
             listener(tensor)
         return read(tensor, *args, **kwargs)
 

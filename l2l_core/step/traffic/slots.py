@@ -29,6 +29,7 @@ class Slot:
     that load still reads.
     """
 
+    number: int
     flat: torch.Tensor  # (numel of the largest layer,)
     unit: Unit | None = None
     ticket: Ticket | None = None
@@ -42,7 +43,7 @@ class Prefetch:
         device: where the slots are.
         numel: elements of the largest layer.
         ahead: how many layers are loaded ahead of the one that computes.
-        load: issues the copies of one layer and returns their ticket.
+        load: issues the copies of one layer to the slot of a number, and returns their ticket.
         clock: of compute, which may have to wait for a load.
         shell: parameters of the shell, and where they are on the device; a layer may share one.
         place: lends what a load copies from.
@@ -56,7 +57,7 @@ class Prefetch:
         device: Device,
         numel: int,
         ahead: int,
-        load: Callable[[str, list[Copy]], Ticket],
+        load: Callable[[str, list[Copy], int], Ticket],
         clock: Clock,
         shell: Mapping[nn.Parameter, torch.Tensor],
         place: Place,
@@ -70,7 +71,7 @@ class Prefetch:
         count = weight_slots(ahead) + len(resident)
         self._nbytes = dtype.itemsize * numel * count
         device.ledger.book("weights", "slots", self._nbytes)
-        self.slots = [Slot(device.empty(numel, dtype)) for _ in range(count)]
+        self.slots = [Slot(number, device.empty(numel, dtype)) for number in range(count)]
         self._plan: list[Unit] = []
         self._position = 0
 
@@ -140,7 +141,7 @@ class Prefetch:
         for target, block in zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True):
             copies.append((target, self._place.lend(block)))
             slot.lent.append(block)
-        slot.ticket = self._load(unit.key, copies)
+        slot.ticket = self._load(unit.key, copies, slot.number)
 
     def _give_up(self, slot: Slot) -> None:
         if slot.ticket is not None:

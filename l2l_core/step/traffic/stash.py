@@ -105,7 +105,7 @@ class Stash:
             h.host = self.images.host_buffer(h.nbytes) if h.host is None else h.host
         self._send(self._d2h, "stash", "", [(_copy_of(h), _bytes_of(s)) for s, h in stale], stale, k, visit)
         for storage, h in image:
-            self.images.uncount(h)
+            self.images.uncount(h)  # while it leaves, the ring covers it
             if h.dirty:
                 h.dirty, h.covered = False, True
                 self._leaving[h.key] = storage, h
@@ -160,7 +160,7 @@ class Stash:
             with self._clock.stalled():
                 for h in coming:
                     h.ticket.wait()  # type: ignore[union-attr]
-                    h.resident = True
+                    h.resident = True  # only now: should the wait fail, the copy on the host still counts
 
     def _bring(self, away: Sequence[Moving], k: int, layer: str, visit: int) -> None:
         for storage, h in away:  # the storage object stays: views of it, and what autograd has saved, point to it
@@ -217,6 +217,7 @@ class Stash:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    # Made anew for every copy: a tensor that is kept would keep the storage alive.
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 

@@ -82,6 +82,7 @@ class Watch(TorchDispatchMode):
         if not self.stash.guards:
             return
         here, images = self.at_work, self._images
+        # What a layer or backward makes is counted, but part of no image before it crosses to the shell (`hold`).
         k = here.k if here.in_shell and here.in_forward else NOBODY
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
@@ -109,7 +110,7 @@ class Watch(TorchDispatchMode):
         self.stash.touch(tensor)
 
     def _check_reads(self, known: list[int], reads: dict[int, torch.Tensor]) -> None:
-        """Micro-batches take turns: what one has made and left somewhere is not what another expects to find there."""
+        """Refuse what another micro-batch has made and left; what the first one left stays: it may be a table."""
         given = self.at_work.layer_inputs or set()
         for held, tensor in ((self._images.held[key], reads[key]) for key in known if key not in given):
             if held.maker == NOBODY or self._is_own(held):

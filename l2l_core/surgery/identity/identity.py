@@ -78,7 +78,7 @@ def plan_identity(
 
 
 def sample_behind(layer: nn.Module, sample: Sample) -> Sample:
-    """What a new layer behind `layer`, the last of its stack, is called with: the same but for the hidden state.
+    """Say what a new layer behind `layer`, the last of its stack, is called with: the same but for the hidden state.
 
     Raises:
         ValueError: no argument of `layer` has the shape of what it gives out.
@@ -127,7 +127,7 @@ def _plan_case(case: Case, known: IdentityPlan | None) -> IdentityPlan:
 
 
 def _fits(case: Case, known: IdentityPlan) -> bool:
-    """Whether the parameters that the plan names are there."""
+    """Tell whether the parameters that the plan names are there."""
     new = {*known.zeroed, *known.ones, *known.minus_ones, *(item.new for item in known.handed_over)}
     theirs = {item.preceding for item in known.handed_over}
     has_theirs = not theirs or (case.before is not None and theirs <= dict(case.before[0].named_parameters()).keys())
@@ -156,7 +156,7 @@ def _prove(case: Case, plan: IdentityPlan) -> IdentityPlan:
         for item in plan.handed_over:
             probe.put(item.new, before.value(item.preceding).view_as(probe.value(item.new)))
             before.put(item.preceding, item.neutral)
-        probe.hidden = before.run()
+        probe.hidden = before.run()  # as the layer before gives it once it has handed over
     probe.fill(plan.zeroed, 0.0)
     probe.fill(plan.ones, 1.0)
     probe.fill(plan.minus_ones, -1.0)

@@ -22,7 +22,7 @@ from l2l_core.surgery.identity.search import (
 
 
 def plan_normed(case: Case, probe: Probe, order: list[str]) -> IdentityPlan:
-    """The plan for a layer whose parameters have their own values now. Leaves the probe changed. Raises Refusal."""
+    """Plan for a layer whose parameters have their own values now. Leaves the probe changed. Raises Refusal."""
     gain, shift = _final_affine(probe)
     gains = [name for name in order if is_per_feature(probe, name) and _cuts(case, probe, name)]
     if gain is None or gain not in gains:
@@ -54,7 +54,7 @@ def plan_normed(case: Case, probe: Probe, order: list[str]) -> IdentityPlan:
 
 
 def _pair(case: Case, before: Probe, gain: str, shift: str | None) -> list[HandOver]:
-    """Which parameter of the preceding module hands over to which of the new layer."""
+    """Pair the parameters of the preceding module with those of the new layer that take over from them."""
     its_gain, its_shift = _final_affine(before)
     if its_gain is None or (its_shift is not None and shift is None):
         what = "does not end in a norm" if its_gain is None else f"has a shift ({its_shift})"
@@ -69,7 +69,7 @@ def _pair(case: Case, before: Probe, gain: str, shift: str | None) -> list[HandO
 
 
 def _cuts(case: Case, probe: Probe, name: str) -> bool:
-    """Whether the output does not depend on the hidden state any more when this parameter is 0."""
+    """Tell whether the output does not depend on the hidden state any more when this parameter is 0."""
     assert probe.hidden is not None
     probe.put(name, 0.0)
     one, other = probe.run(), probe.run(case.random_like(probe.hidden))
@@ -78,12 +78,12 @@ def _cuts(case: Case, probe: Probe, name: str) -> bool:
 
 
 def _final_affine(probe: Probe) -> tuple[str | None, str | None]:
-    """Gain and shift that are applied last to all that the layer gives out: output = gain * z + shift."""
+    """Find gain and shift that are applied last to all that the layer gives out: output = gain * z + shift."""
     out = probe.run()
     names = [name for name in reversed(probe.in_order()) if along(probe.value(name), out)]
     shift = next((name for name in names if _moves_output(probe, name)), None)
     if shift is not None:
-        probe.put(shift, 0.0)
+        probe.put(shift, 0.0)  # a scaled output shows the gain only where nothing is added behind it
     gain = next((name for name in names if name != shift and _scales_output(probe, name)), None)
     if shift is not None:
         probe.restore([shift])
@@ -117,7 +117,7 @@ def is_per_feature(probe: Probe, name: str) -> bool:
 
 
 def along(values: Tensor, hidden: Tensor) -> list[Tensor]:
-    """`values`, one per feature or channel, in shapes that broadcast over the hidden state."""
+    """Shape `values`, one per feature or channel, in the ways in which they broadcast over the hidden state."""
     found = []
     for axis in {hidden.ndim - 1, 1}:
         if hidden.ndim > 1 and hidden.shape[axis] == values.numel():

@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """The new layer's parameter takes over value and optimizer state, elementwise; `neutral` is what stays behind."""
+    """Lets the new layer's parameter take over value and optimizer state, elementwise; `neutral` stays behind."""
 
     preceding: str
     new: str
@@ -19,7 +19,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class IdentityPlan:
-    """Names are those of the layer's parameters. What is not named keeps its value."""
+    """Says what becomes of a layer's parameters, by their names. What is not named keeps its value."""
 
     zeroed: tuple[str, ...] = ()
     ones: tuple[str, ...] = ()
@@ -42,5 +42,6 @@ def apply_plan(plan: IdentityPlan, layer: nn.Module, preceding: nn.Module | None
             for name in names:
                 params[name].fill_(value)
         for item in plan.handed_over:
+            # The copy first: what stays behind would be handed over otherwise
             params[item.new].copy_(theirs[item.preceding].view_as(params[item.new]))
             theirs[item.preceding].fill_(item.neutral)

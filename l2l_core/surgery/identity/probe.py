@@ -27,8 +27,8 @@ _HOOKS = (
 
 
 class Probe:
-    """`layer` with values of its own. With a `noise` generator they are shaken, so that what is said of the probe
-    does not rest on gains that happen to be 1 or biases that happen to be 0."""
+    """Copies `layer`, with values of its own. With a `noise` generator they are shaken, so that what is said of it does
+    not rest on gains that happen to be 1 or biases that happen to be 0."""
 
     def __init__(self, layer: nn.Module, sample: Sample, slot: int, noise: torch.Generator | None = None) -> None:
         """`slot` is the leaf of the sample that is the hidden state; -1 if there is none to be replaced."""
@@ -47,7 +47,7 @@ class Probe:
         return list(self._params)
 
     def value(self, name: str) -> torch.Tensor:
-        """What the parameter is when it is restored."""
+        """Give what the parameter is when it is restored."""
         return self._values[name]
 
     def put(self, name: str, value: torch.Tensor | float) -> None:
@@ -66,28 +66,29 @@ class Probe:
             self.put(name, self._values[name])
 
     def outputs(self, hidden: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """All tensors that the layer gives out, on its sample or with another hidden state in it."""
+        """Run the layer and list all tensors that it gives out, on its sample or with another hidden state in it."""
         return [leaf.detach() for leaf in self._flat(hidden) if isinstance(leaf, torch.Tensor)]
 
     def run(self, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """The hidden state that the layer gives out: its first floating-point tensor."""
+        """Run the layer and give its hidden state: the first floating-point tensor that it gives out."""
         return first_float(self.outputs(hidden))
 
     def without_gradient(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that have no influence on the output where they stand, not even to first order."""
+        """Find those of `names` that have no influence on the output where they stand, not even to first order."""
         out = first_float([leaf for leaf in self._flat(None) if isinstance(leaf, torch.Tensor)])
+        # Not the sum: what a norm or a softmax gives sums to a constant, whose gradient is 0 everywhere
         weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
         gradients = torch.autograd.grad(out, [self._params[n] for n in names], weights, allow_unused=True)
         return [n for n, gradient in zip(names, gradients, strict=True) if gradient is None or not gradient.any()]
 
     def used(self, hidden: torch.Tensor | None = None) -> dict[str, int]:
-        """When each parameter is last used in a run, counted in operations; absent: not, or for no elements."""
+        """Count, in operations, when each parameter is last used in a run; absent: not, or for no elements."""
         with _Watch({p.untyped_storage().data_ptr(): n for n, p in self._params.items()}) as watch:
             self._flat(hidden)
         return watch.last
 
     def in_order(self) -> list[str]:
-        """Parameters in the order of their last use; one that was not used stands where its counterparts do."""
+        """Sort parameters by their last use; one that was not used stands where its counterparts do."""
         last = self.used()
         alike: dict[Any, int] = {}
         for name, at in last.items():
@@ -95,7 +96,7 @@ class Probe:
         return sorted(self._params, key=lambda name: last.get(name, alike.get(self.kind(name), -1)))
 
     def kind(self, name: str) -> tuple[str, torch.Size]:
-        """Equal for counterparts: parameters at the same place in members of a ModuleList or ModuleDict (experts)."""
+        """Give what counterparts have in common: parameters at one place in members of a ModuleList or ModuleDict."""
         module, parts = self.module, []
         for part in name.split("."):
             is_member = isinstance(module, nn.ModuleList | nn.ModuleDict)
@@ -106,8 +107,8 @@ class Probe:
     def _flat(self, hidden: torch.Tensor | None) -> list[Any]:
         hidden = self.hidden if hidden is None else hidden
         replaced = {} if self.slot < 0 else {id(self.sample.leaves[self.slot]): hidden}
-        args, kwargs = self.sample.fresh(replaced)
-        RandomState.seeded(0).put()
+        args, kwargs = self.sample.fresh(replaced)  # a copy each time: the layer may write into a cache among them
+        RandomState.seeded(0).put()  # before each run: two of them are compared to the bit
         return pytree.tree_leaves(self.module(*args, **kwargs), is_leaf=is_cache)
 
 
@@ -125,7 +126,7 @@ def clean_state() -> Iterator[None]:
 
 
 def first_float(leaves: Iterable[Any]) -> torch.Tensor:
-    """The first floating-point tensor.
+    """Find the first floating-point tensor.
 
     Raises:
         ValueError: there is none.
@@ -159,24 +160,24 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _copy(layer: nn.Module) -> nn.Module:
-    """A copy in eval mode, without the hooks that others put there, and without what those hooks would drag along."""
+    """Copy a layer in eval mode, without the hooks that others put there, and what those hooks would drag along."""
     memo: dict[int, Any] = {}
     for module in layer.modules():
         for attribute in _HOOKS:
             hooks = module.__dict__[attribute]
             own = {key: copy.deepcopy(hook) for key, hook in hooks.items() if _makes_a_weight(hook)}
-            memo[id(hooks)] = type(hooks)(own)
+            memo[id(hooks)] = type(hooks)(own)  # deepcopy takes what the memo has, so the others are never copied
         for value in vars(module).values():  # a weight that a hook left there, with its graph
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = value.detach().clone()
     twin = deep_copy(layer, memo)
-    for module in twin.modules():
+    for module in twin.modules():  # not twin.eval(): a module may do more than that there
         module.training = False
     return twin
 
 
 def _makes_a_weight(hook: Any) -> bool:
-    """Whether it is one of PyTorch's own (the older weight norm and spectral norm)."""
+    """Tell whether a hook is one of PyTorch's own (the older weight norm and spectral norm)."""
     return type(hook).__module__.startswith("torch.nn.utils.")
 
 

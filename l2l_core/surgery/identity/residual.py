@@ -19,7 +19,7 @@ from l2l_core.surgery.identity.search import (
 
 
 def plan_residual(case: Case, probe: Probe, order: list[str], zeroed: list[str]) -> IdentityPlan:
-    """The plan for a layer that is the identity now, with `zeroed` at 0. Leaves the probe changed. Raises Refusal.
+    """Plan for a layer that is the identity now, with `zeroed` at 0. Leaves the probe changed. Raises Refusal.
 
     `order`: all parameters, in the order of their last use.
     """
@@ -29,13 +29,14 @@ def plan_residual(case: Case, probe: Probe, order: list[str], zeroed: list[str])
     check_alive(probe, [*zeroed, *minus_ones])
     zeroed, minus_ones = with_spare(probe, zeroed, 0.0), with_spare(probe, minus_ones, -1.0)
     plan = IdentityPlan(in_definition_order(probe, zeroed), (), in_definition_order(probe, minus_ones))
+    # The sample's hidden state may all have one sign, where a ReLU at the end does not show
     if not all(is_close(probe.run(h), h) for h in (case.random_like(probe.hidden) for _ in range(2))):
         _check_range(case, probe)
     return plan
 
 
 def _move_to_offset_gains(probe: Probe, order: list[str], zeroed: list[str]) -> tuple[list[str], list[str]]:
-    """Where the branch ends in a norm with gain 1 + w, silence it there instead of feeding it zeros.
+    """Silence a branch that ends in a norm with gain 1 + w there, instead of feeding it zeros.
 
     A norm of zeros has a gradient of 1 / sqrt(eps): the first update would make the branch as loud as any other.
     """
@@ -54,7 +55,7 @@ def _move_to_offset_gains(probe: Probe, order: list[str], zeroed: list[str]) -> 
                     freed.append(other)
                 else:
                     probe.put(other, 0.0)
-        if freed and not probe.without_gradient([name]):
+        if freed and not probe.without_gradient([name]):  # what gets no gradient there would never learn
             zeroed = [other for other in zeroed if other not in freed]
             minus_ones.append(name)
         else:
@@ -64,7 +65,7 @@ def _move_to_offset_gains(probe: Probe, order: list[str], zeroed: list[str]) -> 
 
 
 def _check_range(case: Case, probe: Probe) -> None:
-    """The identity holds on the sample but not for any input (a ReLU at the end): does `preceding` make only such?"""
+    """Refuse an identity that holds for some input only (a ReLU at the end), unless `preceding` makes only such."""
     if case.before is None:
         raise Refusal(
             "it gives back its hidden state here, but not any (as a ReLU at its end would do), and the layer before it, "

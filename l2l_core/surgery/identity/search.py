@@ -15,25 +15,26 @@ EXACT = 1e-6  # relative to the largest element; for sums that are made in anoth
 
 
 class Refusal(Exception):  # noqa: N818  (no error of ours: `plan_identity` makes a ValueError of it)
-    """The reason why there is no identity, as a part of a sentence."""
+    """Says why there is no identity, as a part of a sentence."""
 
 
 @dataclass
 class Case:
-    """One layer, one of its arguments taken as the hidden state, and random numbers to try it with."""
+    """Holds one layer, which of its arguments is taken as the hidden state, and random numbers to try it with."""
 
     layer: nn.Module
     sample: Sample
     slot: int
     before: tuple[nn.Module, Sample] | None
+    # A generator of its own, begun anew for each case: the same plan every time, and nobody else's draws
     noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def probe(self, shaken: bool = True) -> Probe:
-        """A copy of the layer to try things with."""
+        """Copy the layer to try things with."""
         return Probe(self.layer, self.sample, self.slot, self.noise if shaken else None)
 
     def probe_before(self, shaken: bool = True) -> Probe:
-        """A copy of the preceding module."""
+        """Copy the preceding module."""
         assert self.before is not None
         layer, sample = self.before
         return Probe(layer, sample, _input_slot(sample), self.noise if shaken else None)
@@ -45,7 +46,7 @@ class Case:
         return type(self.before[0]).__name__
 
     def random_like(self, hidden: Tensor, spread: float | None = None) -> Tensor:
-        """Another hidden state, of the same spread unless told, and with both signs."""
+        """Draw another hidden state, of the same spread unless told, and with both signs."""
         spread = hidden.float().std(correction=0).clamp(min=1e-3).item() if spread is None else spread
         return (torch.randn(hidden.shape, generator=self.noise) * spread).to(hidden.dtype)
 
@@ -71,7 +72,7 @@ def give_back(probe: Probe, names: Sequence[str]) -> list[str]:
     base, needed = probe.run(), []
     for name in names:
         probe.restore([name])
-        if not torch.equal(probe.run(), base):
+        if not torch.equal(probe.run(), base):  # to the bit: what is added must be 0, not small
             probe.put(name, 0.0)
             needed.append(name)
     return needed
@@ -86,7 +87,7 @@ def with_spare(probe: Probe, changed: Sequence[str], value: float) -> list[str]:
 
 
 def check_alive(probe: Probe, changed: Sequence[str]) -> None:
-    """A layer that does nothing must be able to learn to do something."""
+    """Refuse a layer that does nothing and could not learn to do anything."""
     if changed and (dead := probe.without_gradient(changed)):
         raise Refusal(
             f"it would stay the identity for ever: with {len(changed)} parameter(s) at 0, {', '.join(dead)} would get no gradient"
@@ -94,7 +95,7 @@ def check_alive(probe: Probe, changed: Sequence[str]) -> None:
 
 
 def check_makes_hidden(case: Case) -> None:
-    """The layer's hidden state must be what the preceding module gives out, with nothing in between."""
+    """Refuse a layer whose hidden state is not what the preceding module gives out, with nothing in between."""
     before, hidden = case.probe_before(shaken=False), case.sample.leaves[case.slot]
     try:
         made = before.run()
@@ -107,23 +108,23 @@ def check_makes_hidden(case: Case) -> None:
 
 
 def _input_slot(sample: Sample) -> int:
-    """Where the preceding module's hidden state is: its first floating-point argument that is no vector; -1: none."""
+    """Find the preceding module's hidden state: its first floating-point argument that is no vector; -1: none."""
     leaves = enumerate(sample.leaves)
     return next((i for i, t in leaves if isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1), -1)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether it holds neither infinity nor NaN."""
+    """Tell whether it holds neither infinity nor NaN."""
     return bool(tensor.isfinite().all())
 
 
 def is_close(one: Tensor, other: Tensor, bound: float = EXACT) -> bool:
-    """Whether no element is off by more than `bound` times the largest one; NaN is close to nothing."""
+    """Tell whether no element is off by more than `bound` times the largest one; NaN is close to nothing."""
     if one.shape != other.shape or not one.numel():
         return one.shape == other.shape
     return bool((one - other).abs().max() <= bound * other.abs().max())
 
 
 def in_definition_order(probe: Probe, names: Sequence[str]) -> tuple[str, ...]:
-    """`names` as the layer defines them."""
+    """Sort `names` as the layer defines them."""
     return tuple(sorted(names, key=probe.names.index))

@@ -175,16 +175,16 @@ def test_what_is_no_edit_is_refused(relay: Relay, edits: tuple[Any, ...]) -> Non
 
 def test_the_journal_says_what_was_done(relay: Relay) -> None:
     relay.apply(Insert(at=1))
-    assert relay.verify(make_batch()).equal and relay.journal[0].loss_after is None, "a trial is no step"
+    assert relay.verify(make_batch()).equal
     relay.step(make_batch())
     relay.apply(Drop(0))
     relay.undo()
     relay.redo()
     first, second, undone, redone = relay.journal
     assert (first.step, first.kind, first.preserves_function, first.layers) == (2, "edit", True, 5)
-    assert first.loss_before is not None and first.loss_after is not None and "fresh" in first.optimizer
+    assert "fresh" in first.optimizer
     assert first.params == relay.stack[0].num_params and first.nbytes >= 4 * first.params
-    assert (second.layers, second.loss_after) == (4, None) and "parked" in second.optimizer
+    assert second.layers == 4 and "parked" in second.optimizer
     assert (undone.kind, undone.of, redone.kind, redone.of) == ("undo", 1, "redo", 1)
     with pytest.raises(ValueError, match="nothing was undone"):
         relay.redo()

@@ -17,7 +17,7 @@ from patience import rarely
 from zoo import BY_NAME, Kind
 
 from l2l_core import EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
-from l2l_core.trace import with_stays
+from l2l_core.trace import with_all_said
 
 KINDS = (
     "chain", "gpt2", "gpt2_untied", "bert", "t5", "whisper", "qwen3_moe", "albert", "resnet", "unet", "lstm_stack",
@@ -37,7 +37,7 @@ def recorded(config: RelayConfig, device: EmulatedDevice | None = None, depth: i
 
 def shape_of(trace: Trace, lane: str) -> list[tuple[Any, ...]]:
     """What happened on a lane, without times."""
-    return [(e.kind, e.layer, e.k, e.nbytes, e.visit, e.stay) for e in trace.lanes[lane]]
+    return [(e.kind, e.layer, e.k, e.nbytes, e.visit, e.stay, e.slot, e.piece, e.pieces) for e in trace.lanes[lane]]
 
 
 # -- a recorded step -------------------------------------------------------------------------------------------------
@@ -62,12 +62,13 @@ def test_a_replay_has_the_same_events_and_bytes(kind: Kind, stash: str, ahead: i
 
 @kinds
 @pytest.mark.parametrize("stash", ["device", "host"])
-def test_a_trace_of_before_stays_were_said_has_them(kind: Kind, stash: str) -> None:
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_trace_of_version_1_is_told_as_of_today(kind: Kind, stash: str, ahead: int) -> None:
     """Also where the graphs at the turn are dropped, as in the first step through a layer that is visited repeatedly."""
-    with both(kind, RelayConfig(micro_batches=3, stash=stash)) as pair:
+    with both(kind, RelayConfig(micro_batches=3, stash=stash, ahead=ahead)) as pair:
         events = pair.relay.step(kind.make_batch(7)).trace.since(0)[0]
     assert max(event.stay for event in events) > 0
-    assert with_stays([event._replace(stay=-1) for event in events]) == events
+    assert with_all_said([event._replace(stay=-1, slot=-1, piece=0, pieces=1) for event in events], ahead) == events
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])

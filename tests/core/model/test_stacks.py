@@ -8,7 +8,7 @@ import transformers as hf
 from torch import nn
 from zoo import BY_NAME, ResidualMlp
 
-from l2l_core.model.layers import resolve_layers
+from l2l_core.model.asked_layers import resolve_layers
 from l2l_core.model.stacks import Resolver, find_stacks
 
 STACKS = {

@@ -46,7 +46,7 @@ def load(folder: Path, model: nn.Module | None = None, **options: Any) -> Relay:
 
 
 def journal_of(relay: Relay) -> list[tuple[Any, ...]]:
-    return [(e.kind, e.what, e.step, e.layers, e.params, e.nbytes, e.loss_before, e.loss_after) for e in relay.journal]
+    return [(e.kind, e.what, e.step, e.layers, e.params, e.nbytes) for e in relay.journal]
 
 
 def turn_both(relay: Relay, again: Relay, how: str) -> bool:

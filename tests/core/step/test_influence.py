@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.eps.blocks.units import build_layer
+from l2l_core.eps.blocks import build_layer
 from l2l_core.step.micro_batch.influence import Influence
 
 

@@ -1,0 +1,137 @@
+"""How units come to be: a model's parameters move into masters, and keep their identity."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from l2l_core.eps.blocks.buffers import Buffers
+from l2l_core.eps.blocks.layout import Layout
+from l2l_core.eps.blocks.units import SHELL, Block, Unit
+
+
+def build_units(
+    model: nn.Module, layers: Mapping[str, nn.Module], empty: Callable[[int], torch.Tensor] = torch.empty
+) -> tuple[Unit, list[Unit]]:
+    """Move the model's parameters into flat masters and return the shell and the layers.
+
+    Args:
+        model: any module; its parameters keep their identity, their data become views of the masters.
+        layers: permanent key -> module, in stack order.
+        empty: makes a float32 host buffer of so many elements; a device's `host_empty` copies fast.
+
+    Raises:
+        ValueError: a parameter that is not a dense float32 tensor on the CPU.
+    """
+    module_names = {module: name for name, module in model.named_modules()}
+    members = {key: list(module.modules()) for key, module in layers.items()}
+    members = {SHELL: outside(model, set(layers.values())), **members}
+    owners = {key: _owners(modules) for key, modules in members.items()}
+    names = {param: name for name, param in model.named_parameters()}
+    _check_parameters(names)
+
+    users: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for key, held in owners.items():
+        for _, _, param in held:
+            if key not in users[param]:
+                users[param].append(key)
+    several = [param for param, keys in users.items() if len(keys) > 1]
+    shared = {param: _make_block(shared_key(names[param]), [param], names, True, empty) for param in several}
+
+    units = []
+    for key, held in owners.items():
+        params = list(dict.fromkeys(param for _, _, param in held))
+        own = [param for param in params if param not in shared]
+        blocks = [_make_block(key, own, names, False, empty)] if own else []
+        blocks += [shared[param] for param in params if param in shared]
+        module = layers.get(key, model)
+        name = module_names[module] if key != SHELL else SHELL
+        units.append(Unit(key, name, module, blocks, Buffers(members[key]), held))
+    return units[0], units[1:]
+
+
+def build_layer(
+    key: str,
+    name: str,
+    module: nn.Module,
+    empty: Callable[[int], torch.Tensor] = torch.empty,
+    shared: Mapping[nn.Parameter, Block] = MappingProxyType({}),
+) -> Unit:
+    """A layer of its own: its parameters move into a flat master, as in `build_units`.
+
+    Args:
+        key: permanent identity.
+        name: dotted name that it will have in the model.
+        module: the layer.
+        empty: makes a float32 host buffer of so many elements.
+        shared: blocks of the parameters that it has in common with other units.
+
+    Raises:
+        ValueError: a parameter that is not a dense float32 tensor on the CPU.
+    """
+    names = {param: f"{name}.{inner}" for inner, param in module.named_parameters()}
+    _check_parameters(names)
+    members = list(module.modules())
+    held = _owners(members)
+    params = list(dict.fromkeys(param for _, _, param in held))
+    own = [param for param in params if param not in shared]
+    blocks = [_make_block(key, own, names, False, empty)] if own else []
+    blocks += [shared[param] for param in params if param in shared]
+    return Unit(key, name, module, blocks, Buffers(members), held)
+
+
+def outside(model: nn.Module, layers: Set[nn.Module]) -> list[nn.Module]:
+    """Modules that the model reaches without going through a layer; a layer may hold some of them too."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module not in found and module not in layers:
+            found[module] = None
+            for child in module.children():
+                visit(child)
+
+    visit(model)
+    return list(found)
+
+
+def shared_key(name: str) -> str:
+    """Key of a block that several units use, by the parameter's name in the model."""
+    return f"shared:{name}"
+
+
+def _owners(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+
+
+def _check_parameters(names: Mapping[nn.Parameter, str]) -> None:
+    for param, name in names.items():
+        if param.device.type != "cpu" or param.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {name} is on {param.device} ({param.layout}): the masters live in host memory as dense tensors. "
+                "Call model.cpu() before the relay takes over; it moves layers to the device itself"
+            )
+        if param.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name} is {param.dtype}: the masters are float32. Call model.float() first; for bfloat16 "
+                "compute use RelayConfig(precision='bf16')"
+            )
+
+
+def _make_block(
+    key: str,
+    params: list[nn.Parameter],
+    names: Mapping[nn.Parameter, str],
+    shared: bool,
+    empty: Callable[[int], torch.Tensor],
+) -> Block:
+    layout = Layout.of(params)
+    master = empty(layout.numel).zero_()
+    views = layout.views(master)
+    for param, view in zip(params, views, strict=True):
+        view.copy_(param.detach())
+        param.data = view
+    return Block(key, params, [names[param] for param in params], layout, master, shared, views=views)

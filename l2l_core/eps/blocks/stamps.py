@@ -1,0 +1,34 @@
+"""Weights that nobody may write to while they are on the device, and how a write shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+Stamp = tuple[int, int]  # of a parameter: changes when it is written to, or gets other data
+
+
+def stamps_of(params: Iterable[torch.Tensor]) -> list[Stamp]:
+    """Marks by which `check_stamps` recognises that nobody has changed these weights."""
+    address = torch._C.TensorBase.data_ptr  # Tensor's own may be watched for reads of the model
+    return [(param._version, address(param)) for param in params]
+
+
+def check_stamps(params: Sequence[torch.Tensor], stamps: Sequence[Stamp], who: str) -> None:
+    """Refuse weights that a forward has changed: those on the device are copies.
+
+    Raises:
+        RuntimeError: names who did it, and the remedy.
+    """
+    now = stamps_of(params)
+    if now != stamps:
+        raise RuntimeError(weights_changed(who, next(p for p, a, b in zip(params, stamps, now, strict=True) if a != b)))
+
+
+def weights_changed(who: str, weight: torch.Tensor) -> str:
+    """The message about weights that somebody has changed during a step."""
+    return (
+        f"{who} changes a weight of shape {tuple(weight.shape)} in its forward: what is on the device is a copy, and the change "
+        "would be lost. Change weights between steps, under torch.no_grad(), or keep what changes in a buffer"
+    )

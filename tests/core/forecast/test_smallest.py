@@ -1,0 +1,269 @@
+"""The smallest budget against steps on devices of exactly so many bytes, and the advice of errors by taking it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from deep_models import Block, Chain, chain_batch, gpt2, padded_batch, squared_error
+from torch import nn
+
+from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, TornStep
+from l2l_core.forecast import Priced, what_fits
+from l2l_core.forecast.from_relay import search
+from l2l_core.forecast.smallest import TIMED, WhatFits
+
+LINK = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
+
+
+class Normed(nn.Module):
+    """A model that does not run with one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def unpadded() -> Any:
+    """Rows with and without padding need not take the same memory, and forecasts take those of one shape to be alike."""
+    batch = padded_batch(2)
+    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "chain": (lambda: Chain(5), lambda: chain_batch(4, rows=2)),
+    "gpt2": (lambda: gpt2(3), lambda: unpadded()),
+    "batch norm": (Normed, lambda: chain_batch(2)),
+}
+
+
+def relay_of(name: str, config: RelayConfig, budget: int | None = None) -> Relay:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {} if name == "gpt2" else {"loss": squared_error}
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    return Relay(MODELS[name][0](), optimizer, EmulatedDevice(budget, **LINK), config=config, **options)
+
+
+def error_of(name: str, config: RelayConfig, budget: int) -> DeviceOutOfMemory:
+    """Of a step that does not fit; the first ones are metered and may need less."""
+    with relay_of(name, config, budget) as relay, pytest.raises((DeviceOutOfMemory, TornStep)) as caught:
+        for _ in range(3):
+            relay.step(MODELS[name][1]())
+    error = caught.value if isinstance(caught.value, DeviceOutOfMemory) else caught.value.__cause__
+    assert isinstance(error, DeviceOutOfMemory)
+    return error
+
+
+def least_of(name: str, config: RelayConfig) -> WhatFits:
+    with relay_of(name, config) as relay:
+        return search(relay._rehearsal(), MODELS[name][1](), config, relay.device.figures(), 1)
+
+
+def runs(name: str, config: RelayConfig, budget: int) -> bool:
+    """Whether three steps fit: the first ones are metered and may need less."""
+    with relay_of(name, config, budget) as relay:
+        try:
+            for _ in range(3):
+                relay.step(MODELS[name][1]())
+        except (DeviceOutOfMemory, TornStep):
+            return False
+    return True
+
+
+# -- against steps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config", [RelayConfig(micro_batches=2), RelayConfig(micro_batches=1, stash="host", ahead=2, update="deferred")]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_smallest_budget_fits_and_a_byte_less_does_not(name: str, config: RelayConfig) -> None:
+    least = least_of(name, config).smallest
+    assert least.config.ahead == 0 and least.config.update == config.update
+    assert runs(name, least.config, least.budget_bytes)
+    assert not runs(name, least.config, least.budget_bytes - 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_settings_need_less_than_the_smallest_budget(name: str) -> None:
+    least, rows = least_of(name, RelayConfig()).smallest, 8
+    for micro_batches in (1, 2, 3, 4, 6, rows):
+        for ahead, stash in ((0, "device"), (0, "host"), (1, "device"), (1, "host")):
+            config = RelayConfig(micro_batches=micro_batches, ahead=ahead, stash=stash)
+            if name == "batch norm" and micro_batches > rows // 2:
+                continue  # it does not run with one row
+            with relay_of(name, config) as relay:
+                need = max(relay.step(MODELS[name][1]()).peak_device_bytes for _ in range(3))
+            assert need >= least.budget_bytes, config
+
+
+def test_a_model_that_does_not_run_with_one_row_gets_settings_with_which_it_does() -> None:
+    assert least_of("batch norm", RelayConfig()).smallest.config.micro_batches == 4
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.8, 0.99])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_an_error_advises_fits(name: str, share: float) -> None:
+    """From just the smallest budget to just too little for the present settings."""
+    config = RelayConfig(micro_batches=1)
+    least = least_of(name, config).smallest.budget_bytes
+    with relay_of(name, config) as relay:
+        need = max(relay.step(MODELS[name][1]()).peak_device_bytes for _ in range(3))
+    budget = round(least + share * (need - least))
+    error = error_of(name, config, budget)
+    assert error.least_bytes == least and error.settings
+    assert f"({least:,} bytes)" in str(error)
+    shown = ", ".join(f"{name}={value!r}" for name, value in error.settings.items())
+    assert f"Remedy: RelayConfig({shown}) needs " in str(error)
+    assert runs(name, replace(config, **error.settings), budget)
+
+
+@pytest.mark.parametrize("config", [RelayConfig(), RelayConfig(ahead=0), RelayConfig(micro_batches=8, stash="host")])
+def test_where_no_settings_help_none_are_advised(config: RelayConfig) -> None:
+    error = error_of("chain", config, 20_000)
+    assert error.settings == {} and error.least_bytes is not None and error.least_bytes > 20_000
+    said = str(error).splitlines()[-1]
+    assert said.startswith("Remedy: No settings help. The smallest budget that fits this model and batch is ")
+    assert "with micro_batches=8, ahead=0, stash='host'; the budget is 20 kB. Give the device that much" in said
+    assert "RelayConfig(" not in said
+
+
+def test_a_torn_step_says_what_fits_too() -> None:
+    """The device shrinks in backward, when the last layer has been updated."""
+
+    class Shrinking(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if relay._store.updated:
+                relay.device.ledger.limit_bytes = 1
+            return super().forward(x)
+
+    model = Chain(5)
+    model.layers[1] = Shrinking(32)
+    device = EmulatedDevice()
+    with Relay(model, device=device, loss=squared_error, config=RelayConfig(micro_batches=1, ahead=0)) as relay:
+        with pytest.raises(
+            TornStep, match=r"(?s)Remedy: No settings help.*smallest budget.*after the update of"
+        ) as caught:
+            relay.step(MODELS["chain"][1]())
+    assert isinstance(caught.value.__cause__, DeviceOutOfMemory) and caught.value.__cause__.settings == {}
+
+
+def test_a_search_leaves_the_relay_as_it_was() -> None:
+    """After an error with all its rehearsals, steps are those of a relay that never ran out."""
+    config = RelayConfig(micro_batches=2)
+    batch = MODELS["chain"][1]()
+    with relay_of("chain", config) as plain:
+        expected = [plain.step(batch).loss for _ in range(3)]
+    with relay_of("chain", config) as relay:
+        losses = [relay.step(batch).loss]
+        relay.device.ledger.limit_bytes = 60_000
+        with pytest.raises(DeviceOutOfMemory):
+            relay.step(batch)
+        assert relay.steps == 1 and not relay.device.ledger.by_category()
+        relay.device.ledger.limit_bytes = None
+        losses += [relay.step(batch).loss for _ in range(2)]
+    assert losses == expected
+
+
+def test_what_cannot_be_tried_is_said() -> None:
+    """The model runs in no rehearsal, so all that is left to say is what the ledger knew."""
+    calls: list[int] = []
+
+    def objective(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 2:
+            raise RuntimeError("the well is dry")
+        return squared_error(model(batch[0]), batch)
+
+    with Relay(
+        Chain(3), device=EmulatedDevice(90_000), objective=objective, config=RelayConfig(micro_batches=2)
+    ) as relay:
+        with pytest.raises(DeviceOutOfMemory, match="Remedy: ") as caught:
+            relay.step(chain_batch(2, rows=64))
+    assert caught.value.settings == {} and caught.value.least_bytes is None
+    (note,) = (note for note in caught.value.__notes__ if "tried" in note)
+    assert note.startswith("What would fit could not be tried: ValueError: no step could be made with ")
+
+
+def test_inference_is_not_told_of_settings_that_cannot_help() -> None:
+    with relay_of("chain", RelayConfig(), 10_000) as relay, pytest.raises(DeviceOutOfMemory) as caught:
+        relay.evaluate(MODELS["chain"][1]())
+    assert "no settings help, since the shell, one layer and their gradients alone take 18.6 kB" in str(caught.value)
+
+
+def test_a_forecast_that_does_not_fit_says_what_would() -> None:
+    config = RelayConfig(micro_batches=2)
+    with relay_of("chain", config) as relay:
+        batch = MODELS["chain"][1]()
+        tight = relay.forecast(batch, device={"memory_bytes": 60_000})
+        assert not tight.fits and "is the fastest of the settings that were found to fit" in tight.advice
+        assert tight.advice in str(tight)
+        assert relay.forecast(batch, device={"memory_bytes": 10_000}).advice.startswith("No settings help.")
+        assert relay.forecast(batch, device={"memory_bytes": 10**6}).advice == ""
+
+
+# -- the search alone --------------------------------------------------------------------------------------------------
+
+
+def made_up(config: RelayConfig, asked: list[RelayConfig] | None = None) -> Priced:
+    """A step of 64 rows: activations by row, a slot by layer ahead, a stash that is on the device or takes a ring."""
+    if asked is not None:
+        asked.append(config)
+    rows = -(-64 // config.micro_batches)
+    stash = 640 if config.stash == "device" else 30 * bool(config.ahead)
+    seconds = 1 + 0.01 * config.micro_batches + 0.5 * (config.ahead == 0) + 0.2 * (config.stash == "host")
+    return Priced(config, 100 + 50 * config.ahead + max(40, 10 * rows) + stash, lambda: seconds)
+
+
+@pytest.mark.parametrize("budget", [139, 140, 150, 200, 230, 400, 700, 800, 900, 1500])
+@pytest.mark.parametrize(
+    "asked", [RelayConfig(), RelayConfig(micro_batches=4, ahead=3), RelayConfig(ahead=0, stash="host")]
+)
+def test_the_fastest_of_all_settings_that_fit_is_found(asked: RelayConfig, budget: int) -> None:
+    found = what_fits(made_up, asked, 64, budget)
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count >= asked.micro_batches]
+    every = [
+        made_up(replace(asked, micro_batches=count, ahead=ahead, stash=stash))
+        for count in counts
+        for ahead in {asked.ahead, 1, 0}
+        for stash in ("device", "host")
+    ]
+    assert found.smallest.device_bytes == min(step.device_bytes for step in every) == 140
+    assert found.smallest.config.micro_batches == 16, "of several that need as little, the fewest micro-batches"
+    fitting = [step for step in every if step.budget_bytes <= budget]
+    assert (found.fastest is None) == (not fitting) == (budget < 140)
+    if found.fastest is not None:
+        assert found.fastest.seconds == min(step.seconds for step in fitting)
+        assert replace(asked, **found.settings) == found.fastest.config
+
+
+def test_what_overlaps_is_given_a_margin() -> None:
+    step = made_up(RelayConfig(micro_batches=64, ahead=1))
+    assert step.budget_bytes == pytest.approx((1 + TIMED) * step.device_bytes, abs=1)
+    assert made_up(RelayConfig(ahead=0)).budget_bytes == made_up(RelayConfig(ahead=0)).device_bytes
+
+
+def test_time_is_up_before_more_than_the_smallest_is_known() -> None:
+    asked: list[RelayConfig] = []
+    found = what_fits(lambda config: made_up(config, asked), RelayConfig(), 64, 10_000, most_s=-1.0)
+    assert found.fastest is found.smallest and {config.ahead for config in asked} <= {0, 1}
+    assert len(asked) < len({*asked}) + 1 and not [c for c in asked if c.ahead and c.micro_batches < 64]
+
+
+def test_settings_with_which_no_step_can_be_made_are_left_out() -> None:
+    """A model that wants two rows, and one that wants none of these."""
+    found = what_fits(lambda c: made_up(c) if c.micro_batches <= 32 else None, RelayConfig(), 64, 139)
+    assert found.smallest.config.micro_batches == 16 and found.fastest is None and found.settings == {}
+    with pytest.raises(ValueError, match="no step could be made with 4 settings"):
+        what_fits(lambda config: None, RelayConfig(micro_batches=2), 4, 100)
