@@ -13,6 +13,7 @@ from sessions import make_relay, mse
 
 from l2l_core import Relay
 from workbench import load_run
+from workbench.pictures import journal_table
 
 STORED = Path(__file__).with_name("stored")
 
@@ -46,3 +47,7 @@ def test_a_run_that_was_recorded_is_shown() -> None:
     assert run.traced
     for trace in map(run.trace, run.traced):
         assert max(event.stay for event in trace.lanes["compute"]) > 0  # the lines do not say it
+    (table,) = [journal_table(now.journal, now.changes) for now in [run.snapshot()]]
+    assert [row[3] for row in table.rows] == ["not measured"] * len(table.rows) and table.rows, (
+        "by that version, of edits"
+    )

@@ -203,7 +203,7 @@ MAY_IMPORT = {
     "l2l_core": {
         "config": "",
         "rules": "",
-        "trace": "",
+        "trace": "rules",
         "model": "",
         "batches": "model",
         "devices": "trace",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from l2l_core import Relay, Schedule
-from workbench.panels.board import Board
+from workbench.panels.board import Board, Kind
+from workbench.panels.card import CardPanel
 from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
 from workbench.panels.header import HeaderPanel
@@ -15,11 +16,25 @@ from workbench.panels.heat import HeatPanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
+from workbench.panels.race import RacePanel
 from workbench.panels.relay import RelayPanel
 from workbench.panels.timeline import TimelinePanel
+from workbench.panels.verdict import VerdictPanel, WhyPanel
+from workbench.panels.views import check_view
 from workbench.panels.what_if import WhatIfPanel
-from workbench.session import BatchSource, Logger, Scheduler, Session
+from workbench.session import BatchSource, Given, Logger, Scheduler, Session, Snapshot
 
+VIEWS: Mapping[str, Sequence[Kind]] = {
+    "relay": (RelayPanel,),
+    "time": (TimelinePanel, WhyPanel, ExplorePanel),
+    "memory": (MemoryPanel,),
+    "layers": (LayersPanel, CardPanel),
+    "edits": (EditsPanel,),
+    "loss": (LossPanel,),
+    "figures": (HeatPanel,),
+    "race": (RacePanel,),
+    "what if": (WhatIfPanel,),
+}
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -38,16 +53,20 @@ def _steer(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[W
 class Workbench(Board):
     """See a relay train, and steer it.
 
-    ``Workbench(relay, batches)`` at the end of a cell shows header, relay picture, timeline, memory, loss, edits, layers and
-    their figures over the steps.
+    ``Workbench(relay, batches)`` at the end of a cell shows the buttons, a line on how the last step went, and one of these
+    views: "relay" (the live picture), "time" (lanes and overlap, and why), "memory", "layers" (the table, and the card of one
+    layer), "edits" (edits, branches and their journal), "loss", "figures" (of the layers, over the steps), "race" (branches on
+    the same batches) and "what if". ``view="time"`` begins with another one, ``view=["relay", "memory"]`` stacks several.
     Running the cell again replaces it; another workbench on the same relay takes it over. Training goes on in a thread of
     its own, so cells stay free.
 
     Args:
-        relay, batches, loggers, scheduler, schedule: as of `Session`.
+        relay, batches, loggers, scheduler, schedule, probe: as of `Session`.
+        view: the view that is seen first; several names are stacked, without buttons to turn.
 
     Raises:
-        TypeError: not a relay, or batches of no known kind.
+        TypeError: not a relay, or batches or a probe of no known kind.
+        ValueError: there is no such view, or a probe without batches.
     """
 
     def __init__(
@@ -58,13 +77,12 @@ class Workbench(Board):
         loggers: Sequence[Logger] = (),
         scheduler: Scheduler | None = None,
         schedule: Schedule = Schedule(),  # noqa: B008 - keeps no state; this one edits nothing
+        probe: Given = None,
+        view: str | Sequence[str] = "relay",
     ) -> None:
-        self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler, schedule=schedule)
-        kinds = (
-            *(HeaderPanel, RelayPanel, TimelinePanel, MemoryPanel, LossPanel),
-            *(EditsPanel, LayersPanel, HeatPanel, WhatIfPanel, ExplorePanel),
-        )
-        super().__init__(self.session, kinds)
+        check_view(view, VIEWS)
+        self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler, schedule=schedule, probe=probe)
+        super().__init__(self.session, (HeaderPanel, VerdictPanel), VIEWS, view)
 
     run = _steer(Session.run)
     step = _steer(Session.step)
@@ -74,10 +92,18 @@ class Workbench(Board):
     edit = _steer(Session.edit)
     undo = _steer(Session.undo)
     redo = _steer(Session.redo)
+    measure = _steer(Session.measure)
+    inspect = _steer(Session.inspect)
+    race = _steer(Session.race)
     fork = _steer(Session.fork)
     switch = _steer(Session.switch)
     discard = _steer(Session.discard)
-    wait = _steer(Session.wait)
+
+    @wraps(Session.wait)
+    def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
+        now = self.session.wait(timeout_s, progress=progress)
+        self._display.catch_up()
+        return now
 
     def close(self, wait: bool = True) -> None:
         """End the session when its step is over, and leave a still picture in the notebook. The relay stays open.

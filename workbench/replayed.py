@@ -18,6 +18,7 @@ from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
 from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
 from workbench.panels.timeline import TimelinePanel
+from workbench.panels.verdict import VerdictPanel, WhyPanel
 from workbench.pictures import Picture, Table, bundle_of
 from workbench.runs import Comparison, Named, RecordedRun, Recording, compare_runs, load_run, name_runs
 
@@ -33,10 +34,15 @@ class Replay(Board):
 
     def __init__(self, run: RecordedRun) -> None:
         self.session = Recording(run)  # by this name panels find it
-        kinds = (
-            *(FactsPanel, MomentsPanel, TimelinePanel, MemoryPanel),
-            *(LossPanel, JournalPanel, LayersPanel, HeatPanel, ExplorePanel),
-        )
+        views = {
+            "relay": (MomentsPanel,),
+            "time": (TimelinePanel, WhyPanel, ExplorePanel),
+            "memory": (MemoryPanel,),
+            "layers": (LayersPanel,),
+            "edits": (JournalPanel,),
+            "loss": (LossPanel,),
+            "figures": (HeatPanel,),
+        }
         about = ipywidgets.HTML("".join(_describe(run)))
         self.slider = ipywidgets.SelectionSlider(
             options=_stations(run),
@@ -46,7 +52,7 @@ class Replay(Board):
             layout={"width": "520px"},
         )
         self.slider.observe(lambda change: self.session.select(change["new"]), "value")
-        super().__init__(self.session, kinds, above=(about, self.slider))
+        super().__init__(self.session, (FactsPanel, VerdictPanel), views, above=(about, self.slider))
 
 
 class SideBySide:

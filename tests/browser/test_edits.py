@@ -26,29 +26,31 @@ def test_edits_while_training_runs(open_notebook: Callable[..., Notebook], page:
     choice(bench, "edit").focus()
     page.keyboard.press("ArrowDown")  # Insert, Duplicate, Drop
     page.keyboard.press("ArrowDown")
-    until(lambda: "L000 leaves the stack" in outlook(bench), page, "the questions of Drop")
+    until(lambda: "0 · L000 leaves the stack" in outlook(bench), page, "the questions of Drop")
     page.keyboard.press("Tab")
     page.keyboard.press("ArrowDown")  # from the second layer
-    until(lambda: "L001 leaves the stack" in outlook(bench), page, "what would happen")
+    until(lambda: "1 · L001 leaves the stack" in outlook(bench), page, "what would happen")
     tab_to(page, "Apply")
     page.keyboard.press("Space")
-    until(lambda: edits(bench)[0] == "− L001", page, "the layer gone")
+    until(lambda: edits(bench)[0] == "− 1 · L001", page, "the layer gone")
     assert page.evaluate("document.activeElement.textContent").strip() == "Apply", "where the next key goes to"
 
     choice(bench, "edit").select_option("Swap")
-    choice(bench, "and").select_option("2 · 3 · L003")
-    until(lambda: "L000 and L003 change places" in outlook(bench), page, "what would happen")
+    choice(bench, "and").select_option("2 · L003")
+    until(lambda: "0 · L000 and 2 · L003 change places" in outlook(bench), page, "what would happen")
     bench.press("Apply")
-    until(lambda: edits(bench)[0] == "L000 ⇄ L003", page, "the layers swapped")
+    until(lambda: edits(bench)[0] == "0 · L000 ⇄ 2 · L003", page, "the layers swapped")
     bench.screenshot("edits")
 
     undo(bench).click()
-    until(lambda: edits(bench)[:2] == ["undo L000 ⇄ L003", "undone: L000 ⇄ L003"], page, "the swap undone")
+    until(
+        lambda: edits(bench)[:2] == ["undo 0 · L000 ⇄ 2 · L003", "undone: 0 · L000 ⇄ 2 · L003"], page, "the swap undone"
+    )
     step = bench.step
     bench.wait_for_step(step + 2)
     assert bench.state == "running" and "4 layers" in bench.title
     marks = " ".join(bench.picture(3).locator("text").all_text_contents())
-    assert all(mark in marks for mark in ("+ at 4", "− L001", "L000 ⇄ L003")), marks
+    assert all(mark in marks for mark in ("+ at 4", "− 1 · L001", "0 · L000 ⇄ 2 · L003")), marks
     assert_steps_change_nothing_of_the_form(bench, page)
 
 
@@ -75,8 +77,8 @@ def test_an_edit_that_cannot_be_says_why_and_training_goes_on(
 ) -> None:
     bench = start(open_notebook)
     choice(bench, "edit").select_option("Drop")
-    choice(bench, "to").select_option("3 · 4 · L003")
-    until(lambda: "L000–L003 leave the stack" in outlook(bench), page, "what would happen")
+    choice(bench, "to").select_option("3 · L003")
+    until(lambda: "0–3 · L000–L003 leave the stack" in outlook(bench), page, "what would happen")
     bench.press("Apply")
     alert = bench.root.get_by_role("alert")
     alert.wait_for()
@@ -105,6 +107,45 @@ def assert_branches_are_forked_and_compared(bench: Bench, page: Page) -> None:
     bench.screenshot("branches")
 
 
+def test_a_span_is_one_layer_again_after_apply_and_what_waits_says_so(
+    open_notebook: Callable[..., Notebook], page: Page
+) -> None:
+    notebook = open_notebook(RELAY.replace("0.03", "0.4"), WORKBENCH, WORKBENCH)
+    notebook.run_cell(0), notebook.run_cell(1)
+    bench = notebook.bench(1)
+    choice(bench, "edit").select_option("Drop")
+    choice(bench, "from").select_option("1 · L001")
+    until(lambda: chosen(bench, "to") == "1 · L001", page, "the end to go along")
+    choice(bench, "to").select_option("2 · L002")
+    until(lambda: "1–2 · L001–L002 leave the stack" in outlook(bench), page, "what would happen")
+    bench.press("Step")
+    bench.press("Apply")  # a step takes seconds here
+    pending = bench.root.locator(".l2l-pending")
+    until(
+        lambda: "waits for step 1 to end: place 1 of 1 in the queue" in pending.inner_text(), page, "what it waits for"
+    )
+    until(lambda: "waits for step 1 to end" in bench.root.locator(".l2l-queued").inner_text(), page, "the header too")
+    assert chosen(bench, "to") == "1 · L001", "the next press takes one layer"
+    bench.screenshot("waiting")
+    until(lambda: edits(bench) == ["− 1–2 · L001–L002"], page, "the layers gone")
+    assert pending.inner_text().strip() == ""
+    bench.screenshot("numbers")
+    assert_taken_over_is_grey(notebook, page)
+
+
+def assert_taken_over_is_grey(notebook: Notebook, page: Page) -> None:
+    first = notebook.bench(1)
+    notebook.run_cell(2)
+    second = notebook.bench(2)
+    ended = first.root.locator(".l2l-ended")
+    ended.wait_for()
+    assert "taken over by another one on the same relay: use that one, or run this cell again" in ended.inner_text()
+    looks = "button:enabled:not(.l2l-viewbar *, .l2l-tour *, .l2l-glossary *)"  # turning views changes nothing
+    until(lambda: first.root.locator(f"{looks}, select:enabled, input:enabled").count() == 0, page, "all grey")
+    first.screenshot("taken_over")
+    assert second.button("Run").is_enabled() and second.root.locator(".l2l-ended").count() == 0
+
+
 def start(open_notebook: Callable[..., Notebook]) -> Bench:
     """A workbench that trains."""
     notebook = open_notebook(QUICK, WORKBENCH)
@@ -118,6 +159,11 @@ def start(open_notebook: Callable[..., Notebook]) -> Bench:
 def choice(bench: Bench, words: str) -> Locator:
     """A dropdown by its label."""
     return bench.root.locator(".l2l-edits").get_by_label(words, exact=True)
+
+
+def chosen(bench: Bench, words: str) -> str:
+    """What a dropdown stands at."""
+    return choice(bench, words).locator("option:checked").inner_text().replace("\xa0", " ")
 
 
 def undo(bench: Bench) -> Locator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from lab import ROOT, Lab, Notebook, keep, until
+from patience import HANG_S
 from tiny import RELAY, WORKBENCH
 
 if TYPE_CHECKING:
@@ -16,12 +18,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
+OWN = 8  # the code cell of 00_start_here that shows a second workbench
+
 
 def test_first_notebook_trains_before_the_eyes(page: Page, lab: Lab) -> None:
     notebook = Notebook(page, lab, lab.copy(ROOT / "notebooks/00_start_here.ipynb"))
-    for number in range(5):  # the fifth ends in the workbench
-        notebook.run_cell(number)
-    bench = notebook.bench(4)
+    notebook.run_cell(0)  # needs no other one
+    bench = notebook.bench(0)
     assert bench.state == "idle"
     bench.screenshot("first_idle")
     notes = bench.watch()
@@ -32,9 +35,15 @@ def test_first_notebook_trains_before_the_eyes(page: Page, lab: Lab) -> None:
     bench.handle("emulated link").focus()
     for _ in range(3):  # 100, 50, 20, 10 MB/s: a step of seconds
         page.keyboard.press("ArrowLeft")
-    until(lambda: "→ 10 MB/s" in bench.picture(3).text_content(), page, "the change beside the loss")
+    bench.press("Loss")
+    loss = bench.root.locator("svg.l2l[aria-label=Loss]")
+    until(lambda: "→ 10 MB/s" in loss.text_content(), page, "the change beside the loss")
+    bench.press("Relay")
+    bench.wait_for_step(bench.step + 1)
+    bench.press("Time")
+    bench.press("▸ Why: what binds each phase")
     bench.wait_for_step(bench.step + 2)
-    said = " ".join(bench.picture(1).locator("text").all_text_contents())
+    said = bench.root.locator(".l2l-why").inner_text()
     assert "instead of 10 MB/s" in said, "what binds the step, and what would help"
     bench.screenshot("first_slow_link")
     assert longest_run_of_changes(notes(), "event") > 2, "the relay picture moves within a step"
@@ -50,6 +59,57 @@ def test_first_notebook_trains_before_the_eyes(page: Page, lab: Lab) -> None:
     bench.press("Run")
     bench.wait_for_step(paused_at + 1)
     assert bench.state == "running"
+
+
+@pytest.mark.slow
+def test_after_run_all_the_first_notebook_is_alive(page: Page, lab: Lab) -> None:
+    """Whoever presses Run All first can press Run afterwards; and the kernel ends although nothing was closed."""
+    notebook = Notebook(page, lab, lab.copy(ROOT / "notebooks/00_start_here.ipynb"))
+    cells = notebook.panel.locator(".jp-CodeCell").count()
+    notebook.choose("Run", re.compile("^Run All Cells$"))
+    notebook.wait_for_cell(cells - 1, 3 * HANG_S)
+    assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    for bench in (notebook.bench(0), notebook.bench(OWN)):
+        bench.wait_for_state("idle")
+        step = bench.step
+        assert step > 12, "the notebook's own steps"
+        bench.press("Run")
+        bench.wait_for_step(step + 2)
+        bench.press("Pause")
+        bench.wait_for_state("paused")
+    keep(page, "after_run_all")
+    lab.shut_down_kernels()  # asserts that no process is left
+
+
+@pytest.mark.slow
+def test_step_without_room_is_drawn_until_the_next_run(open_notebook: Callable[..., Notebook], page: Page) -> None:
+    notebook = open_notebook(
+        RELAY,
+        "with make_relay() as probe:\n    budget = probe.step(batches[0]).peak_device_bytes\n"
+        "relay.device.ledger.limit_bytes = relay.device.memory_bytes = budget",
+        WORKBENCH,
+        "workbench.reconfigure(micro_batches=1)",
+        "workbench.reconfigure(micro_batches=2)",
+    )
+    for number in range(3):
+        notebook.run_cell(number)
+    bench = notebook.bench(2)
+    bench.press("Step")
+    bench.wait_for_step(1)
+    memory = bench.picture(2)
+    assert "peak" in memory.text_content()
+    notebook.run_cell(3)
+    bench.press("Step")
+    bench.wait_for_state("failed")
+    until(lambda: "✕ failed at" in memory.text_content(), page, "the failed step in the memory picture")
+    said = memory.text_content()
+    assert "asking for" in said and "too much" in said and "budget" in said
+    assert "✕" not in bench.picture(1).text_content(), "the timeline is that of the last finished step"
+    bench.screenshot("failed_memory")
+    notebook.run_cell(4)
+    bench.press("Step")
+    bench.wait_for_step(2)
+    until(lambda: "✕" not in memory.text_content(), page, "the mark to go")
 
 
 def test_slider_changes_the_next_step(open_notebook: Callable[..., Notebook], page: Page) -> None:
@@ -89,7 +149,7 @@ def test_error_in_a_layer_is_readable_and_mended(open_notebook: Callable[..., No
     assert "this layer wants 7 features and got 8" in alert.inner_text(), "the layer's own words"
     assert "Weights and optimizer are as they were" in alert.inner_text(), "what holds now"
     assert "Traceback" not in alert.inner_text(), "folded"
-    skip = bench.button("Let go of the batch that failed; the next step takes another one").bounding_box()
+    skip = bench.button("Leave out the batch that failed; the next step takes another one").bounding_box()
     assert skip is not None and skip["width"] < 200
     bench.screenshot("failed")
     alert.locator("summary").click()

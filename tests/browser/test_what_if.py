@@ -56,6 +56,15 @@ def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[
     until(lambda: "The settings of the measured step." in words(bench), page, "what was asked to be what has run")
     keep(root(bench), "what_if_applied")
 
+    handle(bench, "layers").first.focus()
+    page.keyboard.press("ArrowRight")
+    offer = root(bench).locator(".l2l-offer")
+    until(lambda: "workbench.edit(*(Insert(at) for at in range(4, 6)))" in offer.inner_text(), page, "the edit as code")
+    keep(root(bench), "what_if_depth")
+    root(bench).locator("button:text-is('Insert 2 layers')").click()
+    until(lambda: "6 layers" in bench.title, page, "the layers")
+    until(lambda: "Insert 2 layers: done" in offer.inner_text(), page, "what became of it")
+
 
 def root(bench: Bench) -> Locator:
     return bench.root.locator(".l2l-what-if")

@@ -234,7 +234,7 @@ class Bench:
     @property
     def moment(self) -> str:
         """What is written in the relay picture."""
-        return " ".join(self.picture(0).locator("text").all_text_contents())
+        return " ".join(self.root.locator(".l2l-halves text").all_text_contents())
 
     @property
     def event(self) -> int:
@@ -243,7 +243,7 @@ class Bench:
 
     def picture(self, number: int) -> Locator:
         """Relay 0, timeline 1, memory 2, loss 3, heat map 4."""
-        return self.root.locator("svg.l2l").nth(number)
+        return self.root.locator('svg.l2l:not([aria-label="Algorithm"])').nth(number)
 
     def button(self, name: str) -> Locator:
         """A button by its words, or by what it says to a pointer that rests on it."""
@@ -278,7 +278,8 @@ class Bench:
 _WATCH = """root => {
     window.notes = []; clearInterval(window.watching);
     window.watching = setInterval(() => {
-        const title = root.querySelector(".l2l-title").innerText, pictures = root.querySelectorAll("svg.l2l");
+        const title = root.querySelector(".l2l-title").innerText;
+        const pictures = root.querySelectorAll('svg.l2l:not([aria-label="Algorithm"])');
         const note = {state: root.querySelector(".l2l-state").innerText, step: +(/step (\\d+)/.exec(title) || [0, -1])[1],
             loss: (/loss ([\\d.]+)/.exec(title) || [0, ""])[1],
             event: [...pictures[0].querySelectorAll("text")].map(e => e.textContent).find(t => t.startsWith("event ")) || "",

@@ -16,6 +16,7 @@ from torch import nn
 
 from l2l_core import Device, EmulatedDevice, Relay, RelayConfig
 from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
 
 WIDTH = 8
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -98,6 +99,11 @@ def train(session: Session, steps: int) -> None:
 def threads_named(*names: str) -> list[str]:
     """Threads of these names that are alive."""
     return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+def changes_of(now: Snapshot) -> list[tuple[int, str]]:
+    """Steps and words of what has changed."""
+    return [(change.step, change.what) for change in now.changes]
 
 
 def weights_of(relay: Relay) -> list[torch.Tensor]:

@@ -44,5 +44,8 @@ batches = [(torch.randn(12, 4), torch.randn(12, 1))]
 relay = make_relay()
 '''
 
-WORKBENCH = "workbench = Workbench(relay, batches)\nworkbench"
+STACKED = (
+    "view=['relay', 'time', 'memory', 'loss', 'figures', 'edits', 'layers', 'what if']"  # a whole workbench in sight
+)
+WORKBENCH = f"workbench = Workbench(relay, batches, {STACKED})\nworkbench"
 THREADS = "print(sorted(t.name for t in threading.enumerate() if t.name in ('session', 'pump')))"

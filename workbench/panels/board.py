@@ -2,35 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
 
 from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
+from workbench.panels.ended import Notice
+from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
+from workbench.panels.present import Present
 from workbench.panels.style import STYLE
-from workbench.pictures import bundle_of
+from workbench.panels.tour import Tour
+from workbench.panels.views import Views
+from workbench.pictures import bundle_of, glossary_table
 from workbench.session import Snapshot, Source
+
+Kind = Callable[[Any], Panel]
 
 
 class Board:
-    """Panels below one another. Made in a cell again, it replaces what the cell had made before.
+    """Panels that are always seen over views of which one is. Made in a cell again, it replaces what the cell had made.
 
     Args:
         source: gives the snapshots.
-        kinds: of the panels, from the top.
-        above: widgets over them.
+        top: kinds of the panels that are always seen.
+        views: kinds of panels by the name of their view.
+        view: the view that is seen first, or several to be stacked; see `Views`.
+        above: widgets over all.
+
+    Raises:
+        ValueError: there is no such view.
     """
 
     def __init__(
-        self, source: Source, kinds: Sequence[Callable[[Any], Panel]], above: Sequence[ipywidgets.DOMWidget] = ()
+        self,
+        source: Source,
+        top: Sequence[Kind],
+        views: Mapping[str, Sequence[Kind]],
+        view: str | Sequence[str] | None = None,
+        above: Sequence[ipywidgets.DOMWidget] = (),
     ) -> None:
         self._source = source
-        self.panels = tuple(kind(source) for kind in kinds)
+        self._top = tuple(kind(source) for kind in top)
+        made = {name: tuple(kind(source) for kind in kinds) for name, kinds in views.items()}
+        self.views = Views(made, view, lambda: self._show(self._source.snapshot()))
+        self.panels = (*self._top, *self.views.all)
+        head = ipywidgets.VBox([*above, *(panel.widget for panel in self._top)])
+        tour, words = Tour(self.views, head), Fold("The words of a relay")
+        words.show(glossary_table)
+        words.widget.add_class("l2l-glossary")
+        bar = ipywidgets.HBox([*(() if self.views.are_stacked else (self.views.buttons,)), tour.button, Present()])
+        bar.add_class("l2l-viewbar")
         style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
-        self.widget = ipywidgets.VBox([style, *above, *(panel.widget for panel in self.panels)])
+        self._notice = Notice()
+        self.widget = ipywidgets.VBox(
+            [style, self._notice.widget, head, bar, tour.widget, self.views.widget, words.widget]
+        )
         self.widget.add_class("l2l-workbench")
         belongs_to_cell(self)
         self._display = Display(source, self.widget, self._show, self._still)
@@ -44,7 +73,9 @@ class Board:
         self._display.close()
 
     def _show(self, now: Snapshot) -> None:
-        for panel in self.panels:
+        self._notice.draw(now)
+        # what nobody sees is not drawn, but for the last time: its controls turn grey too
+        for panel in self.panels if now.ended else (*self._top, *self.views.seen):
             panel.show(now)
 
     def _still(self, now: Snapshot) -> Bundle:

@@ -81,11 +81,17 @@ class Display:
             self._open, self._closed = False, True
             _close(self._widget)
 
+    def catch_up(self) -> None:
+        """Show how things stand now, without waiting for the pump: a notebook may be saved right after this cell."""
+        self._look(self._session.snapshot())
+
     def _look(self, now: Snapshot) -> None:
         """Called by the pump."""
         with self._drawing:
             if not self._open:
                 return
+            if now.number != self._stilled:
+                now = self._session.snapshot()  # the pump's may be older than what `catch_up` has shown
             if now.state != "running" and now.number != self._stilled and self._output is not None:
                 self._output.update(self._page(now), raw=True)
                 self._stilled = now.number

@@ -10,6 +10,7 @@ import ipywidgets
 from l2l_core import Edit
 from workbench.panels.choices import make_dropdown, offer, sized
 from workbench.pictures import outlook_html
+from workbench.readings import Numbers, full_name, number_layers
 from workbench.session import END, NEEDS_CODE, PREVIOUS, QUESTIONS, LayerRow, foresee, make_edit
 
 
@@ -23,11 +24,14 @@ class EditQuestions:
     Attributes:
         asked: the controls by name of the question, in the order in which they stand.
         widget, outlook: the questions, and what the edit would do.
+        numbers: of all layers, as they are now.
     """
 
     def __init__(self, guarded: Callable[[Callable[[], Any]], Callable[..., None]], changed: Callable[[], Any]) -> None:
         self._changed = changed
         self._layers: Sequence[LayerRow] = ()
+        self.numbers: Numbers = {}
+        self._first: str | None = None  # where a span began before somebody chose
         self._offered: object = None  # what of the layers the choices show
         self._following = False
         self._kind = make_dropdown("edit", list(QUESTIONS), "140px")
@@ -54,14 +58,15 @@ class EditQuestions:
         """
         return make_edit(self._kind.value, {name: one.value for name, one in self.asked.items()}, self._rows)
 
-    def follow(self, layers: Sequence[LayerRow]) -> None:
-        """Offer the layers that there are."""
+    def follow(self, layers: Sequence[LayerRow]) -> bool:
+        """Offer the layers that there are; whether they are others."""
         if layers is self._layers:
-            return
+            return False
         self._layers = layers
         known = [(row.key, row.name, row.stack, row.nbytes) for row in layers]
         if known == self._offered:
-            return
+            return False
+        self.numbers = number_layers(row.key for row in layers)
         begins, self._offered, self._following = self._offered is None, known, True
         try:
             offer(self._stack, [(row.stack or "the model", row.stack) for row in layers if row.stack is not None])
@@ -71,11 +76,27 @@ class EditQuestions:
         finally:
             self._following = False
         self._ask()
+        return True
+
+    def reset(self) -> None:
+        """An edit has been taken from the form: a span is one layer again, so that the next press takes no more."""
+        self._following = True
+        try:
+            self._take_one()
+        finally:
+            self._following = False
+        self._ask()
+
+    def _take_one(self) -> None:
+        first, last = self.asked["first"], self.asked["last"]
+        self._first = last.value = first.value
 
     def _offer_layers(self) -> None:
-        rows = [(f"{row.position} · {row.name} · {row.key}", row.key) for row in self._rows]
+        rows, ends = [(full_name(row.key, self.numbers), row.key) for row in self._rows], self._ends
         for name in ("first", "last", "layer", "other", "to"):
             offer(self.asked[name], rows)
+        if self._ends != ends:  # an end of the span is gone, and what stands in its place is nothing that was chosen
+            self._take_one()
         if self.asked["other"].value == self.asked["layer"].value and len(rows) > 1:
             self.asked["other"].value = next(key for _, key in rows if key != self.asked["layer"].value)
         offer(self.asked["at"], [*rows, ("behind the last layer", END)] if rows else [])
@@ -85,6 +106,11 @@ class EditQuestions:
     def _rows(self) -> list[LayerRow]:
         """Of the stack that is chosen."""
         return [row for row in self._layers if row.stack is not None and row.stack == self._stack.value]
+
+    @property
+    def _ends(self) -> tuple[str | None, str | None]:
+        """Keys of the first and the last layer of the span."""
+        return self.asked["first"].value, self.asked["last"].value
 
     def _answer(self, question: Any) -> None:
         """Somebody has chosen: keep spans in order, and say what would happen."""
@@ -100,8 +126,12 @@ class EditQuestions:
         self._ask()
 
     def _keep_in_order(self, question: Any) -> None:
+        """The end of a span goes along with its beginning while it is one layer; a longer one stays as it was chosen."""
         first, last = self.asked["first"], self.asked["last"]
         keys = [row.key for row in self._rows]
+        if question is first and last.value == self._first:
+            last.value = first.value
+        self._first = first.value
         if first.value and last.value and keys.index(first.value) > keys.index(last.value):
             (first if question is last else last).value = question.value
 
@@ -122,7 +152,7 @@ class EditQuestions:
         elif kind == "Replace":
             self.outlook.value = outlook_html(NEEDS_CODE.format(key=rows[0].key), ())
         else:
-            outlook = foresee(self.edit(), rows)
+            outlook = foresee(self.edit(), rows, self.numbers)
             self.outlook.value = outlook_html(outlook.does, outlook.facts(self._layers))
 
 

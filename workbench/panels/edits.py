@@ -10,10 +10,12 @@ import ipywidgets
 
 from l2l_core import Edit
 from workbench.panels.branch_controls import BranchControls
-from workbench.panels.choices import make_list, offer
+from workbench.panels.choices import make_list
 from workbench.panels.edit_questions import EditQuestions
 from workbench.panels.keys import KeepsKeys
 from workbench.panels.panel import Panel, failure_html
+from workbench.panels.probe_controls import ProbeControls
+from workbench.panels.queue import QueueControls
 from workbench.pictures import Table, branches_table, draw_journal, journal_table, shorten
 from workbench.session import Session, Snapshot, edit_words, entry_words, turns_of
 
@@ -29,6 +31,7 @@ class EditsPanel(Panel):
     """
 
     looks_at = Session
+    says_whose = True  # in the table of branches
 
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn: object = None  # the journal that is shown, and what can be undone and redone
@@ -53,11 +56,12 @@ class EditsPanel(Panel):
             button.layout.width = "212px"
         self._trouble = ipywidgets.HTML(layout={"display": "none"})
         self._branches = BranchControls(self.session, self._button)
+        self._probe, self._queue = ProbeControls(self.session), QueueControls(self.session, self._button)
         self._journal = ipywidgets.HTML()
         form = _box(ipywidgets.HBox, "l2l-form", self._questions.widget, self._build_group(), self._build_queue())
         buttons = _box(ipywidgets.HBox, "l2l-buttons", self._apply, self._add, self._trust, self._undo, self._redo)
-        outlook, branches = self._questions.outlook, self._branches.widget
-        parts = [self._title, form, outlook, buttons, self._trouble, branches, self._journal]
+        outlook, branches, probe = self._questions.outlook, self._branches.widget, self._probe.widget
+        parts = [self._title, form, outlook, buttons, self._queue.line, self._trouble, branches, probe, self._journal]
         return _box(ipywidgets.VBox, "l2l-edits", *parts, KeepsKeys(layout={"display": "none"}))
 
     def _build_group(self) -> ipywidgets.DOMWidget:
@@ -69,20 +73,19 @@ class EditsPanel(Panel):
         return _box(ipywidgets.VBox, "l2l-list", _words("Group: all of it, or nothing"), self._members, buttons)
 
     def _build_queue(self) -> ipywidgets.DOMWidget:
-        self._queue = make_list(5)
-        self._cancel = self._button("Remove", "times", "Take the chosen command out of the queue", self._press_cancel)
-        buttons = _box(ipywidgets.HBox, "l2l-buttons", self._cancel)
-        return _box(ipywidgets.VBox, "l2l-list", _words("Queue: waits for the step to end"), self._queue, buttons)
+        buttons = _box(ipywidgets.HBox, "l2l-buttons", self._queue.remove)
+        return _box(ipywidgets.VBox, "l2l-list", _words("Queue: waits for its turn"), self._queue.commands, buttons)
 
     def draw(self, now: Snapshot) -> None:
         self._title.value = _TITLE
-        self._questions.follow(now.layers)
-        offer(self._queue, [(words, ticket) for words, ticket in zip(now.queued, now.tickets, strict=True)])
-        self._cancel.disabled = not now.queued
+        if self._questions.follow(now.layers) and self._group:  # the layers have other numbers
+            self._show_group(self._members.index if self._members.index is not None else -1)
+        self._queue.draw(now)
         self._branches.draw(now)
-        known = now.journal, now.can_undo, now.can_redo
+        self._probe.draw(now)
+        known = now.journal, now.changes, now.can_undo, now.can_redo
         if known != self._drawn:
-            self._drawn, self._journal.value = known, draw_journal(now.journal)
+            self._drawn, self._journal.value = known, draw_journal(now.journal, now.changes)
             self._name_turns(now)
         if now.refusal is not None:
             self._say(
@@ -95,7 +98,10 @@ class EditsPanel(Panel):
 
     def still(self, now: Snapshot) -> Sequence[Table]:
         several = [branches_table(now.branches)] if len(now.branches) > 1 else []
-        return [journal_table(now.journal), *several]
+        return [journal_table(now.journal, now.changes), *several]
+
+    def _whose_still(self, now: Snapshot) -> str:
+        return now.state_words
 
     def _name_turns(self, now: Snapshot) -> None:
         """Undo and redo, named by what they would turn to."""
@@ -116,9 +122,11 @@ class EditsPanel(Panel):
 
     def _press_apply(self) -> None:
         self.session.edit(self._questions.edit(), trust=self._trust.value)
+        self._questions.reset()
 
     def _press_add(self) -> None:
         self._group.append(self._questions.edit())
+        self._questions.reset()
         self._show_group(len(self._group) - 1)
 
     def _press_leave(self) -> None:
@@ -134,18 +142,20 @@ class EditsPanel(Panel):
             self._show_group(-1)
 
     def _show_group(self, at: int) -> None:
-        self._members.options = [(edit_words(edit), i) for i, edit in enumerate(self._group)]
+        numbers = self._questions.numbers
+        self._members.options = [(edit_words(edit, numbers), i) for i, edit in enumerate(self._group)]
         self._members.value = at if at >= 0 else None
         self._apply_group.disabled = self._leave.disabled = not self._group
 
-    def _press_cancel(self) -> None:
-        if self._queue.value is not None:
-            self.session.cancel(self._queue.value)
-
     def _button(self, words: str, icon: str, tip: str, action: Callable[[], Any]) -> ipywidgets.Button:
         button = ipywidgets.Button(description=words, icon=icon, tooltip=tip, layout={"width": "auto"})
-        button.on_click(self._guarded(action))
+        button.on_click(self._guarded(lambda: self._press(action)))
         return button
+
+    def _press(self, action: Callable[[], Any]) -> None:
+        """Do it, and show at once what waits."""
+        action()
+        self._queue.draw(self.session.snapshot())
 
     def _guarded(self, action: Callable[[], Any]) -> Callable[..., None]:
         """A widget's callback: an error is shown below the form."""

@@ -30,6 +30,8 @@ class ExplorePanel(Panel):
     It does not follow the session: a figure that one zooms into must hold still. Newest step brings it up to date.
     """
 
+    says_whose = True  # in the title, since a figure holds still
+
     def build(self) -> ipywidgets.DOMWidget:
         self._choice = ipywidgets.Dropdown(
             options=[_NOTHING, *FIGURES], description="explore", style={"description_width": "52px"}
@@ -64,7 +66,7 @@ class ExplorePanel(Panel):
         try:
             figure = make(now)
             name = self._choice.value
-            figure.update_layout(title_text=name if name == "loss" else f"{name}, step {now.last.step + 1}", width=960)
+            figure.update_layout(title_text=name if name == "loss" else f"{name}, {now.shown_words}", width=960)
             return (go.FigureWidget(figure),)
         except Exception as error:
             message = f"The figure could not be made: {error!r}"

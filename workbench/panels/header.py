@@ -12,9 +12,9 @@ import ipywidgets
 
 from l2l_core import EmulatedDevice, TornStep
 from l2l_core.trace import format_bytes
-from workbench.panels.panel import Panel, failure_html
+from workbench.panels.panel import Panel, code_html, failure_html
 from workbench.pictures import Picture, header_html, header_picture, progress_html, title_of
-from workbench.session import Session, Snapshot
+from workbench.session import Failure, Remedy, Session, Snapshot
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 AHEAD = (0, 1, 2, 3, 4)
@@ -31,6 +31,7 @@ class HeaderPanel(Panel):
     """
 
     looks_at = Session
+    says_whose = True
 
     def build(self) -> ipywidgets.DOMWidget:
         self._refused = False
@@ -42,13 +43,17 @@ class HeaderPanel(Panel):
         self._title, self._progress = ipywidgets.HTML(), ipywidgets.HTML()
         self._trouble = ipywidgets.HTML()
         self._skip = _button(
-            "Skip this batch", "forward", "Let go of the batch that failed; the next step takes another one"
+            "Skip this batch", "forward", "Leave out the batch that failed; the next step takes another one"
         )
         self._skip.add_class("l2l-skip")
+        self._fit = _button("", "check", "Let the next step have settings that were found to fit")
+        self._fit.add_class("l2l-fit")
         self._run = _button("Run", "play", "Train for the number of steps on the right; after a pause, go on")
         self._pause = _button("Pause", "pause", "Pause when the step under way is over")
         self._step = _button("Step", "step-forward", "Train one step")
         self._stop = _button("Stop", "stop", "End the run when the step under way is over")
+        self._back = _button("Take back", "reply", "Take the newest command that waits out of the queue")
+        self._back.layout.visibility = "hidden"
         self._steps = ipywidgets.BoundedIntText(
             _STEPS,
             min=1,
@@ -63,11 +68,15 @@ class HeaderPanel(Panel):
             (self._step, self.session.step),
             (self._stop, self.session.stop),
             (self._skip, self.session.skip),
+            (self._back, self._take_back),
+            (self._fit, self._press_fit),
         ):
             button.on_click(self._guarded(action))
-        buttons = ipywidgets.HBox([self._run, self._pause, self._step, self._stop, self._steps, self._progress])
+        buttons = ipywidgets.HBox(
+            [self._run, self._pause, self._step, self._stop, self._steps, self._progress, self._back]
+        )
         settings = ipywidgets.HBox(self._build_settings(), layout={"flex_flow": "row wrap"})
-        self._trouble_box = ipywidgets.VBox([self._trouble, self._skip], layout={"display": "none"})
+        self._trouble_box = ipywidgets.VBox([self._trouble, self._fit, self._skip], layout={"display": "none"})
         for box, name in ((buttons, "l2l-buttons"), (settings, "l2l-settings")):
             box.add_class(name)
         return ipywidgets.VBox([self._title, buttons, settings, self._trouble_box])
@@ -100,20 +109,29 @@ class HeaderPanel(Panel):
         return widgets
 
     def draw(self, now: Snapshot) -> None:
-        self._title.value, self._progress.value = header_html(now), progress_html(now)
+        self._title.value = header_html(now)
+        self._draw_progress(now)
         self._run.button_style = "success" if now.state == "running" else "primary"
         self._pause.button_style = "warning" if now.state == "paused" or now.pausing else ""
         self._follow(now)
         if now.failure is not None:
-            skips = now.failure.during == "step" and now.failure.error != TornStep.__name__
-            self._say(
-                f"{title_of(now.failure)}: {now.failure.message}", now.failure.traceback, now.failure.after, skips
-            )
+            failure = now.failure
+            skips = failure.during == "step" and failure.error != TornStep.__name__
+            self._say(f"{title_of(failure, now.branch)}: {failure.message}", failure.traceback, failure.after, skips)
+            self._offer(now, failure)
         elif self._trouble_box.layout.display != "none" and not self._refused:
             self._trouble_box.layout.display = "none"
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
         return [header_picture(now)]
+
+    def _draw_progress(self, now: Snapshot) -> None:
+        self._progress.value = progress_html(now)
+        self._back.layout.visibility = "visible" if now.queued else "hidden"
+
+    def _take_back(self) -> None:
+        for ticket in self.session.snapshot().tickets[-1:]:
+            self.session.cancel(ticket)
 
     def _follow(self, now: Snapshot) -> None:
         """Let the sliders show settings that were changed elsewhere, and only those: a hand may be on another one."""
@@ -133,6 +151,27 @@ class HeaderPanel(Panel):
                 self._told[widget] = value
         finally:
             self._follower = None
+
+    def _offer(self, now: Snapshot, failure: Failure) -> None:
+        """What helps against a device that is too small: settings at a press, or a line of code to copy."""
+        remedy = failure.remedy
+        if remedy is None or failure.branch != now.branch:
+            return
+        if remedy.settings and not self._has(now, remedy):
+            self._fit.description = f"Use {', '.join(f'{n}={v}' for n, v in remedy.settings.items())}"
+            self._fit.layout.display = ""
+        elif remedy.code and not remedy.settings:
+            self._trouble.value += code_html("Only a larger device helps. For a relay with one:", remedy.code)
+
+    @staticmethod
+    def _has(now: Snapshot, remedy: Remedy) -> bool:
+        return all(getattr(now.config, name) == value for name, value in remedy.settings.items())
+
+    def _press_fit(self) -> None:
+        """Takes the settings of the failure that there is now: the one that was shown may be of the past."""
+        failure = self.session.snapshot().failure
+        if failure is not None and failure.remedy is not None:
+            self.session.reconfigure(**failure.remedy.settings)
 
     def _press_run(self) -> None:
         now = self.session.snapshot()
@@ -160,7 +199,9 @@ class HeaderPanel(Panel):
             try:
                 self._refused = False
                 action()
-                self._since = self.session.snapshot().number
+                now = self.session.snapshot()
+                self._since = now.number
+                self._draw_progress(now)  # at once, and without waiting for a frame that is being drawn
             except Exception as error:
                 self._refused = True
                 self._say(str(error), traceback.format_exc())
@@ -173,6 +214,7 @@ class HeaderPanel(Panel):
     def _say(self, message: str, details: str, after: str = "", skips: bool = False) -> None:
         self._trouble.value = failure_html(message, details, after)
         self._skip.layout.display = "" if skips else "none"
+        self._fit.layout.display = "none"
         self._trouble_box.layout.display = ""
 
 

@@ -7,23 +7,32 @@ from collections.abc import Sequence
 import ipywidgets
 
 from workbench.panels.panel import Panel
+from workbench.panels.rows import PicksRows
+from workbench.panels.selection import selection_of
 from workbench.pictures import Table, draw_layers, layers_table
 from workbench.session import LayerRow, Snapshot
 
 
 class LayersPanel(Panel):
-    """Sizes, versions and statistics of the layers, as of the last step."""
+    """Sizes, versions and statistics of the layers, as of the last step; a click or an arrow key chooses one."""
 
     def build(self) -> ipywidgets.DOMWidget:
-        self._drawn: Sequence[LayerRow] | None = None
+        self._drawn: tuple[Sequence[LayerRow] | None, str | None] = None, None
+        self._selection = selection_of(self.session)
+        self._selection.watch(self._redraw)
         self._table = ipywidgets.HTML()
         self._table.add_class("l2l-layers-box")  # scrolls, so that new rows leave it where it is
-        return ipywidgets.VBox([self._table])
+        return ipywidgets.VBox([self._table, PicksRows(self._selection.choose)])
 
     def draw(self, now: Snapshot) -> None:
-        if now.layers is not self._drawn:  # new rows come with a step or an edit
-            self._drawn = now.layers
-            self._table.value = draw_layers(now.layers, changed=now.touched)
+        row = self._selection.among(now.layers)
+        key = row.key if row is not None else None
+        if now.layers is not self._drawn[0] or key != self._drawn[1]:  # new rows come with a step or an edit
+            self._drawn = now.layers, key
+            self._table.value = draw_layers(now.layers, changed=now.touched, selected=key or "")
 
     def still(self, now: Snapshot) -> Sequence[Table]:
         return [layers_table(now.layers)]
+
+    def _redraw(self) -> None:
+        self.show(self.session.snapshot())

@@ -13,8 +13,9 @@ import ipywidgets
 
 from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
+from workbench.panels.ended import Notice, grey
 from workbench.panels.style import STYLE
-from workbench.pictures import Picture, Table, bundle_of
+from workbench.pictures import Picture, Table, belonging, bundle_of
 from workbench.session import Session, Snapshot, Source
 
 
@@ -31,6 +32,7 @@ class Panel(ABC):
     """
 
     looks_at: ClassVar[type] = Source  # panels that steer want a Session
+    says_whose: ClassVar[bool] = False  # of which branch and step it is, so that nothing has to be added
 
     def __init__(self, session: Session | Source | Any) -> None:
         found = getattr(session, "session", session)
@@ -39,11 +41,15 @@ class Panel(ABC):
         self.session: Any = found
         self._drawing = threading.RLock()  # the pump draws, and so do callbacks of widgets
         self.widget = self.build()
+        self._notice: Notice | None = None  # where the panel stands alone
+        self._whose = None if self.says_whose else ipywidgets.HTML()
+        if self._whose is not None:
+            self.widget.children = (*self.widget.children, self._whose)
         self._display: Display | None = None
 
     @abstractmethod
-    def build(self) -> ipywidgets.DOMWidget:
-        """The panel's widget, made once."""
+    def build(self) -> ipywidgets.Box:
+        """The panel's widget, made once; at its foot is said whose it is."""
 
     @abstractmethod
     def draw(self, now: Snapshot) -> None:
@@ -53,26 +59,45 @@ class Panel(ABC):
     def still(self, now: Snapshot) -> Sequence[Picture | Table]:
         """The same as pictures with their tables, or as tables."""
 
+    def whose(self, now: Snapshot) -> str:
+        """Of which branch and step is what is to be seen."""
+        return now.state_words
+
     def show(self, now: Snapshot) -> None:
-        """Bring the widget up to date; an error in a picture is shown in its place."""
+        """Bring the widget up to date; an error in a picture is shown in its place.
+
+        Of a session that has ended, all controls are grey.
+        """
         with self._drawing:
             try:
                 self.draw(now)
+                self._say_whose(now)
             except Exception as error:
                 self.fail(error)
+            if self._notice is not None:
+                self._notice.draw(now)
+            if now.ended:
+                grey(self.widget)
 
     def fail(self, error: Exception) -> None:
         """Say in the panel that drawing it has failed."""
-        box = self.widget.children[0] if isinstance(self.widget, ipywidgets.Box) else self.widget
-        box.value = failure_html(self._blame(error), traceback.format_exc())
+        self.widget.children[0].value = failure_html(self._blame(error), traceback.format_exc())
 
     def page(self, now: Snapshot) -> Sequence[Picture | Table]:
         """The still, or what went wrong with it."""
         try:
-            return self.still(now)
+            return [belonging(one, self._whose_still(now)) for one in self.still(now)]
         except Exception as error:
             lines = [(line,) for line in traceback.format_exc().splitlines()]
             return [Table(self._blame(error), ("traceback",), lines)]
+
+    def _whose_still(self, now: Snapshot) -> str:
+        """The same of a still, which shows no step under way; nothing where it says so itself."""
+        return "" if self.says_whose else self.whose(now)
+
+    def _say_whose(self, now: Snapshot) -> None:
+        if self._whose is not None:
+            self._whose.value = f'<div class="l2l-caption">{escape(self.whose(now))}</div>'
 
     def _blame(self, error: Exception) -> str:
         return f"{type(self).__name__} could not be drawn: {error!r}"
@@ -84,7 +109,8 @@ class Panel(ABC):
     def _shown(self) -> Display:
         if self._display is None:
             style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
-            alone = ipywidgets.VBox([style, self.widget])
+            self._notice = Notice()
+            alone = ipywidgets.VBox([style, self._notice.widget, self.widget])
             self._display = Display(self.session, alone, self.show, self._bundle)
             belongs_to_cell(self)
         return self._display
@@ -106,3 +132,8 @@ def failure_html(message: str, details: str, after: str = "") -> str:
     then = f"<p>{escape(after)}</p>" if after else ""
     folded = f"<details><summary>traceback</summary><pre>{escape(details)}</pre></details>"
     return f'<div class="l2l-failure" role="alert"><strong>{escape(first)}</strong>{more}{then}{folded}</div>'
+
+
+def code_html(words: str, code: str) -> str:
+    """A line of code to copy, and what it is for."""
+    return f'<div class="l2l-caption">{escape(words)}<pre>{escape(code)}</pre></div>'

@@ -46,16 +46,16 @@ class MomentsPanel(RelayPanel):
         return widget
 
     def draw(self, now: Snapshot) -> None:
-        whole = self.session.run.whole(now.number)
-        self._now = now if whole is None else self.session.run.snapshot(whole)
-        if now.last is self._trace and self._picture.value:
+        self._now = now
+        if now.shown is self._played and self._picture.value:
             return
-        self._take(now.last)
+        self._take(now.shown)
         if (step := self._moments()) is None or not step.count:
             self._picture.value = '<p class="l2l-empty">No step up to here was recorded whole.</p>'
             return
         self._at.value = step.telling()
-        self._put(step.at(step.telling()))
+        assert now.shown is not None, "there are moments"
+        self._put(step.at(step.telling()), now.shown.layers)
 
 
 class JournalPanel(Panel):
@@ -66,7 +66,7 @@ class JournalPanel(Panel):
         return ipywidgets.VBox([self._table])
 
     def draw(self, now: Snapshot) -> None:
-        self._table.value = draw_journal(now.journal)
+        self._table.value = draw_journal(now.journal, now.changes)
 
     def still(self, now: Snapshot) -> Sequence[Table]:
-        return [journal_table(now.journal)] if now.journal else []
+        return [journal_table(now.journal, now.changes)] if now.journal else []

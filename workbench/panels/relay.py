@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import ipywidgets
 
-from l2l_core import Trace
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
-from workbench.pictures import Picture, draw_relay, relay_table, show_relay
+from workbench.pictures import Picture, Scene, relay_html, relay_table, show_relay
 from workbench.readings import Columns, Moment, Moments
-from workbench.session import Snapshot
+from workbench.session import LayerRow, ShownStep, Snapshot
 
 LATE_S = 0.7  # after Live was pressed, the page may still send where the player was
 _PACES = {"slow": 600, "normal": 200, "fast": 50}  # milliseconds per event
@@ -29,7 +28,8 @@ class RelayPanel(Panel):
     def build(self) -> ipywidgets.DOMWidget:
         self._now: Snapshot | None = None
         self._step: Moments | None = None  # that the player goes through
-        self._trace: Trace | None = None  # of that step
+        self._played: ShownStep | None = None  # whose that is
+        self._as_now: Moments | None = None  # that step with the layers of the one under way, if an edit lies between
         self._visits: Sequence[int] = ()  # events with which a visit begins
         self._placing = False
         self._live_since_s = -LATE_S
@@ -62,22 +62,33 @@ class RelayPanel(Panel):
     def draw(self, now: Snapshot) -> None:
         self._now = now
         if self._live.value:
-            self._take(now.last)
-            self._put(self._live_moment(now))
+            self._take(now.shown)
+            self._put_live(now)
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
         return [show_relay(now.last)] if now.last is not None else []
 
+    def whose(self, now: Snapshot) -> str:
+        if not self._live.value and self._played is not None:
+            return now.words_of(self._played)
+        return now.state_words if now.progress is None else now.progress_words
+
+    def _whose_still(self, now: Snapshot) -> str:
+        return now.shown_words
+
     # -- the player ----------------------------------------------------------------------------------------------------
 
-    def _take(self, trace: Trace | None) -> None:
+    def _take(self, shown: ShownStep | None) -> None:
         """Let the player go through this step."""
-        if trace is None or trace is self._trace:
+        if shown is self._played:
             return
-        self._trace, self._step = trace, None
+        self._played, self._step, self._visits = shown, None, ()
+        if shown is None:
+            return
+        self._as_now = None
         self._placing = True
         try:
-            last = max(1, trace.counts[0] - 1)
+            last = max(1, shown.trace.counts[0] - 1)
             for widget in (self._play, self._at):
                 widget.max = last
         finally:
@@ -85,8 +96,8 @@ class RelayPanel(Panel):
 
     def _moments(self) -> Moments | None:
         """The step of the player; what it needs is made when it is first used."""
-        if self._step is None and self._trace is not None and self._now is not None:
-            self._step = Moments.of(self._trace, [layer.key for layer in self._now.layers])
+        if self._step is None and self._played is not None:
+            self._step = Moments.of(self._played.trace, [layer.key for layer in self._played.layers])
             self._visits = self._step.visits()
         return self._step
 
@@ -96,7 +107,10 @@ class RelayPanel(Panel):
             if self._placing or late or (step := self._moments()) is None:
                 return
             self._live.value = False
-            self._put(step.at(min(self._at.value, step.count - 1)))
+            assert self._played is not None, "there are moments"
+            self._put(step.at(min(self._at.value, step.count - 1)), self._played.layers)
+            if self._now is not None:
+                self._say_whose(self._now)
 
     def _move(self, by: int) -> None:
         with self._drawing:
@@ -120,42 +134,54 @@ class RelayPanel(Panel):
                 return
             self._play.playing, self._live_since_s = False, time.monotonic()
             if self._now is not None:
-                self.draw(self._now)
+                self.show(self._now)
 
-    def _put(self, moment: Moment | None) -> None:
+    def _put(self, moment: Moment | None, layers: Sequence[LayerRow]) -> None:
+        """Draw a moment of a step, with the layers that there were in it; None: no step, and the layers that there are."""
         now = self._now
         if now is None:
             return
-        keys, names = [layer.key for layer in now.layers], {layer.key: layer.name for layer in now.layers}
-        self._picture.value = draw_relay(
-            moment or Moment(),
-            keys,
-            names=names,
-            versions={layer.key: layer.version for layer in now.layers},
-            frozen=[layer.key for layer in now.layers if layer.frozen],
+        keys = [layer.key for layer in layers]
+        scene = Scene(
+            keys=keys,
+            names={layer.key: layer.name for layer in layers},
+            versions={layer.key: layer.version for layer in layers},
+            frozen=[layer.key for layer in layers if layer.frozen],
             device=now.device,
             budget_bytes=now.budget_bytes,
             idle=moment is None,
         )
+        self._picture.value = relay_html(moment or Moment(), scene)
         if moment is not None:
-            self._fold.show(lambda: relay_table(moment, keys, names))
+            self._fold.show(lambda: relay_table(moment, keys))
 
-    def _live_moment(self, now: Snapshot) -> Moment | None:
-        """The step under way, as far as it is; None between steps."""
+    def _before(self, keys: Sequence[str]) -> Moments | None:
+        """The last step, told with the layers of the one under way: it foretells them."""
+        step = self._moments()
+        if step is None or self._played is None or step.keys == tuple(keys):
+            return step
+        if self._as_now is None or self._as_now.keys != tuple(keys):
+            self._as_now = Moments.of(self._played.trace, keys)
+        return self._as_now
+
+    def _put_live(self, now: Snapshot) -> None:
+        """Draw the step under way, as far as it is; between steps all layers rest."""
+        keys = [layer.key for layer in now.layers]
         if now.progress is None:
-            return None
+            self._put(None, now.layers)
+            return
         progress, settings = now.progress, now.progress.trace.settings
         part = Columns.of(progress.trace, progress.events, progress.samples)
         moments = Moments(
             part,
-            [layer.key for layer in now.layers],
+            keys,
             micro_batches=settings["micro_batches"],
             ahead=settings["ahead"],
             stash=settings["stash"],
-            before=self._moments(),
+            before=self._before(keys),
             live=True,
         )
-        return moments.when(progress.now_s)
+        self._put(moments.when(progress.now_s), now.layers)
 
 
 def _button(icon: str, tip: str, action: object) -> ipywidgets.Button:

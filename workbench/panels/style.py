@@ -1,10 +1,10 @@
 """The style sheet of the panels, in the colours of JupyterLab's theme."""
 
-from workbench.pictures import VERMILION, edits, journal, layers, page
+from workbench.pictures import VERMILION, card, edits, glossary, journal, layers, page, relay, verdict
 from workbench.what_if import picture as what_if
 
 _PANELS = """
-.l2l-workbench{max-width:1240px;padding:10px 14px 14px;overflow:hidden;color:var(--jp-ui-font-color1);
+.l2l-workbench{container:l2l/inline-size;max-width:1240px;padding:6px 14px 6px;overflow:hidden;color:var(--jp-ui-font-color1);
 border:1px solid var(--jp-border-color2,#8884);border-radius:6px}
 .l2l-workbench .widget-vbox,.l2l-workbench .widget-vbox>*{flex-shrink:0}
 .l2l-workbench .widget-html{width:100%;margin:0}
@@ -16,7 +16,7 @@ text-align:center;white-space:nowrap}
 white-space:nowrap}
 .l2l-run{flex:0 0 160px;height:8px;border-radius:4px;background:color-mix(in srgb,currentColor 12%,transparent);overflow:hidden}
 .l2l-run>div{height:100%}
-.l2l-queued{opacity:.75}
+.l2l-queued{opacity:.75;overflow:hidden;text-overflow:ellipsis}
 .l2l-buttons,.l2l-settings,.l2l-player{align-items:center;overflow:visible}
 .l2l-buttons>*,.l2l-player>*,.l2l-settings>*{flex:0 0 auto}
 .l2l-workbench .l2l-buttons>.widget-html{flex:1 1 0;min-width:0;width:auto}
@@ -27,7 +27,8 @@ white-space:nowrap}
 .l2l-settings .widget-toggle-buttons{display:flex;align-items:center;font-size:var(--jp-widgets-font-size)}
 .l2l-settings .widget-toggle-buttons .widget-label{margin-right:6px}
 .l2l-settings .widget-toggle-button{height:26px;line-height:26px;font-size:12px}
-.l2l-workbench button:focus-visible,.l2l-workbench .noUi-handle:focus-visible{outline:2px solid var(--jp-brand-color1,#1976d2);
+.l2l-workbench button:focus-visible,.l2l-layers-box:focus-visible,
+.l2l-workbench .noUi-handle:focus-visible{outline:2px solid var(--jp-brand-color1,#1976d2);
 outline-offset:1px}
 .l2l-behind>.widget-toggle-button,.l2l-skip{align-self:flex-start}
 .l2l-behind .widget-toggle-button{background:none;box-shadow:none;font-size:12px;height:22px;line-height:22px;
@@ -39,7 +40,7 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-form{gap:18px;overflow:visible}
 .l2l-questions{flex:1 1 0;min-width:0;flex-flow:row wrap;gap:4px 12px;align-content:flex-start;overflow:visible;padding-top:4px}
 .l2l-questions>*{flex:0 0 auto;margin-left:0}
-.l2l-edits .l2l-outlook{min-height:44px}
+.l2l-edits .l2l-outlook{min-height:22px}
 .l2l-edits .l2l-journal{margin-top:8px}
 .l2l-branches{gap:18px;margin-top:6px;border-top:1px solid var(--jp-border-color2,#8884);padding-top:6px;overflow:visible}
 .l2l-fork{flex:0 0 auto;overflow:visible}
@@ -47,16 +48,56 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-list{flex:0 0 216px;overflow:visible}
 .l2l-list select{font-size:12px}
 .l2l-caption{font-size:12px;opacity:.75}
+.l2l-pending,.l2l-card-pending{min-height:20px;font-size:12px}
+.l2l-ended{border:1px solid;border-left-width:6px;border-radius:4px;padding:6px 12px;margin-bottom:6px;font-weight:600}
+.l2l-workbench :disabled{cursor:not-allowed}
 .l2l-failure{border:1px solid;border-color:@RED;border-left-width:6px;border-radius:4px;padding:8px 12px;font-size:13px}
 .l2l-failure pre{white-space:pre-wrap;font-size:12px;line-height:1.35;margin:4px 0;max-height:320px;overflow:auto}
 .l2l-failure p{margin:4px 0}
 .l2l-empty{opacity:.65;font-size:12px;padding:24px 0;text-align:center}
+.l2l-card-panel{border-top:1px solid var(--jp-border-color2,#8884);margin-top:6px;padding-top:6px}
 .l2l-layers-box{max-height:26em;overflow:auto!important}
+.l2l-viewbar{display:flex;flex-flow:row wrap;align-items:center;gap:6px;
+margin:4px 0 6px;border-bottom:1px solid var(--jp-border-color2,#8884);overflow:visible}
+.l2l-viewbar>.widget-toggle-buttons{flex:1 1 auto;display:flex;height:auto;width:auto;overflow:visible}
+.l2l-viewbar>button,.l2l-viewbar>.widget-toggle-button{flex:0 0 auto;
+height:26px;line-height:26px;white-space:nowrap;padding:0 9px}
+.l2l-tabs>div{display:flex;flex-wrap:wrap}
+.l2l-workbench .l2l-glossary{margin-top:0}
+.l2l-tabs .widget-toggle-button{background:none;box-shadow:none;height:30px;line-height:30px;font-size:13.5px;
+padding:0 14px;margin:0;color:inherit;border:0;border-bottom:3px solid transparent}
+.l2l-tabs .widget-toggle-button.mod-active{font-weight:600;border-bottom-color:var(--jp-brand-color1,#1976d2)}
+.l2l-tour{align-items:center;gap:4px;padding:6px 10px;border-radius:4px;overflow:visible;
+background:color-mix(in srgb,var(--jp-brand-color1,#1976d2) 12%,transparent)}
+.l2l-tour>.widget-html{flex:1 1 0!important;min-width:0}
+.l2l-tour>button{flex:0 0 auto}
+.l2l-pointed{outline:2px solid var(--jp-brand-color1,#1976d2);outline-offset:-2px;border-radius:4px}
+.l2l-workbench:fullscreen{max-width:none;padding:14px 22px;overflow:auto!important;border:0;border-radius:0;
+background:var(--jp-layout-color1,Canvas)}
+.l2l-workbench:fullscreen .l2l .dim{fill-opacity:.92}
+.l2l-workbench:fullscreen .l2l .ghost{opacity:.42}
+.l2l-workbench:fullscreen :is(.l2l-title,.l2l-verdict,.l2l-tabs .widget-toggle-button){font-size:20px}
+.l2l-workbench:fullscreen :is(.l2l-settings,.l2l-glossary,.l2l-caption){display:none!important}
+.l2l-workbench:fullscreen .l2l-term:is(:hover,:focus)::after{font-size:18px}
+@container l2l (max-width:899px){.l2l-title{flex-wrap:wrap;white-space:normal}
+.widget-hbox{flex-flow:row wrap!important}
+.l2l-form>*{min-width:0;max-width:100%}}
 .l2l-layers-box .l2l-layers{max-height:none;overflow:visible}
 """
 
 STYLE = (
-    (page.STYLE + layers.STYLE + journal.STYLE + edits.STYLE + what_if.STYLE + _PANELS)
+    (
+        page.STYLE
+        + relay.STYLE
+        + verdict.STYLE
+        + glossary.STYLE
+        + layers.STYLE
+        + card.STYLE
+        + journal.STYLE
+        + edits.STYLE
+        + what_if.STYLE
+        + _PANELS
+    )
     .replace("\n", "")
     .replace("@RED", VERMILION)
 )

@@ -16,6 +16,7 @@ from workbench.panels.display import WIDGET, Bundle
 from workbench.panels.latest import Latest
 from workbench.panels.panel import Panel, failure_html
 from workbench.panels.style import STYLE
+from workbench.panels.what_if_offer import DepthOffer
 from workbench.panels.what_if_view import View, box
 from workbench.pictures import Picture, Table, bundle_of
 from workbench.session import Snapshot
@@ -60,7 +61,8 @@ class WhatIf:
 class WhatIfPanel(Panel):
     """The forecast of the next step, what became of it, and, unfolded, what other settings would give.
 
-    Apply hands those settings to the next step that can be set between two steps. Alone the panel begins unfolded.
+    Apply hands those settings to the next step that can be set between two steps; another number of layers is an edit, which
+    has a button of its own. Alone the panel begins unfolded.
     """
 
     def build(self) -> ipywidgets.DOMWidget:
@@ -69,7 +71,8 @@ class WhatIfPanel(Panel):
         self._steps.note(self._now)
         self._next_s = self._cost_s = 0.0
         self._told: object = None
-        self._foreseen: tuple[Answer, Trace | None] | None = None  # and the last step at that time
+        self._branch = self._now.branch  # of what is foreseen
+        self._foreseen: tuple[Answer, str, int] | None = None  # and the branch, and its steps at that time
         self._said = self._error = ""
         self._line = ipywidgets.HTML()
         self._open = ipywidgets.ToggleButton(
@@ -82,7 +85,7 @@ class WhatIfPanel(Panel):
             layout={"width": "auto"},
         )
         self._rehearse.on_click(lambda _: self._press_rehearse())
-        self._rehearsed: MeasuredStep | None = None
+        self._rehearsed: tuple[MeasuredStep, str] | None = None  # and on which branch
         self._view: View | None = None  # made when it is first wanted
         self._place = ipywidgets.VBox()
         self._forecasts = Latest("what-if")
@@ -101,22 +104,27 @@ class WhatIfPanel(Panel):
             layout={"width": "auto"},
         )
         apply.on_click(lambda _: self._apply())
-        return View(Question.next_of(self._now), self._ask, apply)
+        self._offer = DepthOffer(self.session)
+        below = [self._offer.widget]
+        return View(Question.next_of(self._now), self._ask, apply, below=below, moved=self._offer_depth)
 
     def draw(self, now: Snapshot) -> None:
         self._steps.note(now)
         self._now, self._line.value = now, self._said
         self._rehearse.layout.display = "none" if now.last is not None else ""
         following = Question.next_of(now)
-        if (now.last, following) == self._told:
+        if (now.branch, now.shown, following) == self._told:
             return
-        if now.state == "running" and time.monotonic() < self._next_s:
+        if now.state == "running" and now.branch == self._branch and time.monotonic() < self._next_s:
             return  # the newest step is looked at when it is due, or when the run is over
-        self._told = now.last, following
+        if now.branch != self._branch:
+            self._branch, self._error, self._foreseen = now.branch, "", None
+        self._told = now.branch, now.shown, following
         self._next_s = time.monotonic() + max(PACE_S, self._cost_s / SHARE)
         self._forecasts.ask(self._foresee)
         if self._view is not None:
             self._view.controls.follow(following)
+            self._offer_depth()
             if self._open.value:
                 self._view.refresh()
 
@@ -124,6 +132,9 @@ class WhatIfPanel(Panel):
         self._steps.note(now)
         self._now = now
         return [self._view.still()] if self._view is not None and self._open.value else []
+
+    def whose(self, now: Snapshot) -> str:
+        return f"measured: {now.shown_words}"
 
     def settle(self, timeout_s: float = 10.0) -> bool:
         """Wait until what was asked is answered."""
@@ -145,24 +156,28 @@ class WhatIfPanel(Panel):
             self._place.children = (self._view.widget,)
         self._view.refresh()
 
+    def _offer_depth(self) -> None:
+        """The edit that the layers slider means, of the layers that there are."""
+        assert self._view is not None
+        self._offer.follow(self._now.layers, self._view.controls.question().depth)
+
     def _ask(self, question: Question) -> tuple[Answer | None, Answer]:
         """From the measured step that is nearest to the question, beside the last one."""
-        now = self._now
-        if now.last is None and self._rehearsed is not None:
-            return None, answer(self._rehearsed, question)
-        if now.last is None:
-            return None, guess(Guess.of(now), question)
-        return self._steps.last(), answer(self._steps.nearest(question), question)
+        if (nearest := self._steps.nearest(question)) is not None:
+            return self._steps.last(), answer(nearest, question)
+        if self._rehearsed is not None and self._rehearsed[1] == self._now.branch:
+            return None, answer(self._rehearsed[0], question)
+        return None, guess(Guess.of(self._now), question)
 
     def _foresee(self) -> None:
         """One line: what the next step will need, and how far off that was the last time."""
         began_s = time.thread_time()
         try:
-            question = Question.next_of(self._now)
-            last, foreseen = self._ask(question)
-            if last is not None and self._foreseen is not None and self._foreseen[1] is not last.trace:
+            now = self._now
+            last, foreseen = self._ask(Question.next_of(now))
+            if last is not None and self._foreseen is not None and self._foreseen[1:] < (now.branch, now.step):
                 self._error = forecast_error(self._foreseen[0], last) or self._error
-            self._foreseen = foreseen, last.trace if last is not None else None
+            self._foreseen = foreseen, now.branch, now.step
             words = f"<strong>next step, forecast</strong> {escape(str(foreseen))}"
             said = f"<br>{escape(self._error or foreseen.basis)}"
             self._said = f'<div class="l2l-forecast">{words}<span class="l2l-caption">{said}</span></div>'
@@ -181,7 +196,7 @@ class WhatIfPanel(Panel):
         """The rehearsal is over: what is asked now rests on it. On the session's thread."""
         self._rehearse.disabled = False
         try:
-            self._rehearsed = MeasuredStep(Profile.of(future.result().trace), name="a rehearsal")
+            self._rehearsed = MeasuredStep(Profile.of(future.result().trace), name="a rehearsal"), self._now.branch
         except Exception as error:
             self._refuse(error)
             return
@@ -222,7 +237,7 @@ def _left_to_do(asked: Question, base: Question, emulated: bool) -> list[str]:
 _CONFIG = ("micro_batches", "ahead", "stash", "precision")
 _LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 _BY_HAND = {
-    "depth": "layers: with Insert, Duplicate or Drop in the panel of edits",
+    "depth": "layers: an edit, offered below",
     "width": "width: with another model",
     "memory_bytes": "device memory: with another device, as EmulatedDevice(memory_bytes=...)",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 
 import ipywidgets
@@ -26,10 +26,19 @@ class View:
         base: where the controls begin.
         ask: the measured step and the answer to a question.
         buttons: before Reset.
+        below: widgets under the buttons.
+        moved: is called when a hand has moved something.
     """
 
-    def __init__(self, base: Question, ask: Ask, *buttons: ipywidgets.DOMWidget) -> None:
-        self._ask, self.latest = ask, Latest("what-if")
+    def __init__(
+        self,
+        base: Question,
+        ask: Ask,
+        *buttons: ipywidgets.DOMWidget,
+        below: Sequence[ipywidgets.DOMWidget] = (),
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ask, self._moved, self.latest = ask, moved, Latest("what-if")
         self.controls = Controls(base, self._ask_anew)
         self._span_s = 0.0
         self._picture, self._words, self._table = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
@@ -41,7 +50,7 @@ class View:
         row = box(ipywidgets.HBox, "l2l-buttons", *buttons, reset, self.note)
         self._words.add_class("l2l-words"), self._table.add_class("l2l-figures")
         said = box(ipywidgets.HBox, "l2l-what-if-said", self._words, self._table)
-        self.widget = box(ipywidgets.VBox, "l2l-what-if", self.controls.widget, row, self._picture, said)
+        self.widget = box(ipywidgets.VBox, "l2l-what-if", self.controls.widget, row, *below, self._picture, said)
 
     def refresh(self) -> None:
         """Answer what the controls ask now; returns at once."""
@@ -55,6 +64,7 @@ class View:
     def _ask_anew(self) -> None:
         """A hand has moved something: what Apply said is of the past."""
         self.note.value = ""
+        self._moved()
         self.refresh()
 
     def still(self) -> Picture:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from l2l_core.trace import CATEGORIES, format_bytes
 from workbench.pictures import svg
 from workbench.pictures.theme import BLUE, CATEGORY_COLOURS, GREY, VERMILION, ink_on, kind_colour
-from workbench.pictures.words import draw_stash, number_of, say, shorten
-from workbench.readings import Moment, Slot
+from workbench.pictures.words import draw_stash, say, shorten
+from workbench.readings import Moment, Numbers, Slot, short_name
 
 _MOST_SLOTS = 8
 
@@ -19,7 +17,7 @@ def draw_device(
     width: float,
     height: float,
     moment: Moment,
-    names: Mapping[str, str],
+    numbers: Numbers,
     device: str,
     budget_bytes: int | None,
 ) -> list[str]:
@@ -37,13 +35,13 @@ def draw_device(
     for j, slot in enumerate(shown):
         column, row = divmod(j, rows)
         parts += _draw_slot(
-            x + 8 + column * wide, y + 8 + row * pitch, wide - 4 * (columns - 1), pitch - 5, j, slot, moment, names
+            x + 8 + column * wide, y + 8 + row * pitch, wide - 4 * (columns - 1), pitch - 5, j, slot, moment, numbers
         )
     if len(slots) > len(shown):
         parts.append(
             say(x + width - 10, y + 136, f"and {len(slots) - len(shown)} more", size=9, anchor="end", style="dim")
         )
-    parts += _draw_gradients(x + 10, y + 138, width - 20, moment)
+    parts += _draw_gradients(x + 10, y + 138, width - 20, moment, numbers)
     parts += draw_stash(x + 10, y + 176, width - 20, moment, "device")
     parts += _draw_memory(x + 10, y + 217, width - 20, moment, budget_bytes)
     work = moment.lanes.get("compute")
@@ -55,7 +53,7 @@ def draw_device(
 
 
 def _draw_slot(
-    x: float, y: float, width: float, height: float, number: int, slot: Slot, moment: Moment, names: Mapping[str, str]
+    x: float, y: float, width: float, height: float, number: int, slot: Slot, moment: Moment, numbers: Numbers
 ) -> list[str]:
     """One weight slot: its letter, the layer in it, and what that layer does."""
     narrow, low = width < 160, height < 50
@@ -80,7 +78,7 @@ def _draw_slot(
     if slot.layer is None:
         return [*parts, say(x + 40, middle + 5, "empty", size=13, style="dim")]
     size = 15.0 if narrow or low else 30.0
-    big = shorten(number_of(slot.layer), 6)
+    big = shorten(short_name(slot.layer, numbers), 6)
     at = moment.k + 1
     verb = {"backward": "back", "loss": "loss"}.get(moment.kind, "runs")
     if computes:
@@ -109,8 +107,8 @@ def _draw_slot(
         parts.append(say(x + 78, middle + 4, words, size=11, strong=busy))
     else:
         parts.append(say(x + 102, middle - 11, words, size=12.5, strong=busy))
-        if (name := names.get(slot.layer, "")) and name != slot.layer:
-            parts.append(say(x + 102, middle + 21, shorten(name, 22), size=10, style="dim"))
+        if slot.layer in numbers:
+            parts.append(say(x + 102, middle + 21, f"key {shorten(slot.layer, 18)}", size=10, style="dim"))
     if computes:
         return [*parts, *_draw_turns(*bar, moment, colour)]
     filled = [svg.rect(bar[0], bar[1], bar[2] * share, 9, fill=colour)] if share > 0 else []
@@ -132,7 +130,7 @@ def _draw_turns(x: float, y: float, width: float, moment: Moment, colour: str) -
     return [*parts, svg.path(boxes[min(moment.k, count - 1)], fill=colour, stroke="currentColor", width=1)]
 
 
-def _draw_gradients(x: float, y: float, width: float, moment: Moment) -> list[str]:
+def _draw_gradients(x: float, y: float, width: float, moment: Moment, numbers: Numbers) -> list[str]:
     """Two places: the gradient that is being added up, and the one that leaves."""
     parts = [say(x, y + 16, "gradient", size=11, style="dim")]
     wide = (width - 56) / 2 - 3
@@ -140,8 +138,11 @@ def _draw_gradients(x: float, y: float, width: float, moment: Moment) -> list[st
     more = f" +{len(moment.leaving) - 1}" if len(moment.leaving) > 1 else ""
     for j, (words, share) in enumerate(
         (
-            (f"adds up {number_of(moment.adding)}" if moment.adding else "", 1.0),
-            (f"{number_of(leaving.layer)} leaves{more}" if leaving else "", 1 - leaving.share if leaving else 0.0),
+            (f"adds up {short_name(moment.adding, numbers)}" if moment.adding else "", 1.0),
+            (
+                f"{short_name(leaving.layer, numbers)} leaves{more}" if leaving else "",
+                1 - leaving.share if leaving else 0.0,
+            ),
         )
     ):
         left = x + 56 + j * (wide + 6)

@@ -33,7 +33,7 @@ from workbench.pictures.theme import (
     ink_on,
     kind_colour,
 )
-from workbench.readings import Columns
+from workbench.readings import Columns, Numbers, full_name, number_layers
 from workbench.session import Change, StepRow
 
 MOST_BARS = 5_000  # with more events a bar each would be slow to zoom; they become thick lines, drawn by WebGL
@@ -49,14 +49,14 @@ _GRID, _INK = "rgba(128,128,128,.3)", "#888"
 
 def timeline_figure(trace: Trace) -> go.Figure:
     """All events of a step on four lanes, one plotly trace per kind; hovering names layer, micro-batch, bytes, time."""
-    columns = Columns.of(trace)
+    columns, numbers = Columns.of(trace), number_layers(trace.names)
     figure = go.Figure()
     draw = _bars_of if len(columns.kind) <= MOST_BARS else _lines_of
     known = [kind for kind in KIND_COLOURS if kind in columns.kinds]
     for kind in [*known, *(kind for kind in columns.kinds if kind not in known)]:
         at = np.flatnonzero(columns.kind == columns.kinds.index(kind))
         at = at[np.argsort(columns.start_s[at], kind="stable")]
-        figure.add_trace(draw(columns, kind, at, _hovers(columns, kind, at, trace.names)))
+        figure.add_trace(draw(columns, kind, at, _hovers(columns, kind, at, numbers), numbers))
     lanes = [LANE_NAMES[lane] for lane in LANES]
     figure.update_yaxes(
         categoryorder="array",
@@ -164,7 +164,7 @@ def loss_figure(runs: Mapping[str, Sequence[StepRow]], changes: Sequence[Change]
 # ---- the timeline's parts --------------------------------------------------------------------------------------
 
 
-def _bars_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str]) -> go.Bar:
+def _bars_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str], numbers: Numbers) -> go.Bar:
     colour = kind_colour(kind)
     return go.Bar(
         name=kind,
@@ -178,7 +178,7 @@ def _bars_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str
             "line": {"width": 0},
             "pattern": {"shape": _KIND_PATTERNS.get(kind, ""), "fillmode": "overlay", "size": 6, "solidity": 0.25},
         },
-        text=[label(kind, columns.layers[layer]) for layer in columns.layer[at].tolist()],
+        text=[label(kind, columns.layers[layer], numbers) for layer in columns.layer[at].tolist()],
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
@@ -188,7 +188,7 @@ def _bars_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str
     )
 
 
-def _lines_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str]) -> go.Scattergl:
+def _lines_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str], _: Numbers) -> go.Scattergl:
     """Start, stop and a gap for every event; lanes are numbers, because WebGL is faster without categories."""
     x = np.column_stack([columns.start_s[at], columns.stop_s[at], np.full(len(at), np.nan)]).ravel()
     y = np.repeat(columns.lane[at].astype(float), 3)
@@ -204,9 +204,9 @@ def _lines_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[st
     )
 
 
-def _hovers(columns: Columns, kind: str, at: NDArray[np.intp], names: Mapping[str, str]) -> list[str]:
-    """What is said of each event; names are escaped, because plotly reads a little HTML."""
-    called = [f" {escape(names.get(key, key))}" if key and key != kind else "" for key in columns.layers]
+def _hovers(columns: Columns, kind: str, at: NDArray[np.intp], numbers: Numbers) -> list[str]:
+    """What is said of each event; keys are escaped, because plotly reads a little HTML."""
+    called = [f" {escape(full_name(key, numbers))}" if key and key != kind else "" for key in columns.layers]
     rows: Iterable[tuple[Any, ...]] = zip(
         columns.layer[at].tolist(),
         columns.k[at].tolist(),

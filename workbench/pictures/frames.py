@@ -55,16 +55,17 @@ def relay_frames(
     trace: Trace, layers: Sequence[LayerRow], budget_bytes: int | None = None, at_most: int = MOST_FRAMES
 ) -> Frames:
     """All events of a finished step, or every second, third, ... if there are more than `at_most`."""
-    keys, names = [layer.key for layer in layers], {layer.key: layer.name for layer in layers}
+    names = {layer.key: layer.name for layer in layers}
     frozen = [layer.key for layer in layers if layer.frozen]
-    moments = Moments.of(trace, keys)
+    moments = Moments.of(trace)
+    keys = moments.keys
     pace = max(1, -(-moments.count // at_most))
     known: dict[str, int] = {}
     frames = []
     for i in range(0, moments.count, pace):
         moment = moments.at(i)
         drawn = draw_relay(moment, keys, names=names, frozen=frozen, device=trace.device, budget_bytes=budget_bytes)
-        text = _PARTS.join((drawn, relay_table(moment, keys, names).to_html(folded=False), describe(moment)))
+        text = _PARTS.join((drawn, relay_table(moment, keys).to_html(folded=False), describe(moment, keys)))
         frames.append([known.setdefault(piece, len(known)) for piece in _BETWEEN.split(text)])
     visits = sorted({-(-i // pace) for i in moments.visits()} & set(range(len(frames))))
     start = min(moments.telling() // pace, len(frames) - 1) if frames else 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from workbench.pictures import svg
-from workbench.pictures.words import number_of, say, shorten
+from workbench.pictures.words import say
 
 
 class Grid:
@@ -85,7 +85,7 @@ class Grid:
                 say(
                     self.x - 4,
                     self._at(i)[1] + self.pitch_y / 2 + 3,
-                    shorten(number_of(keys[i]), 5),
+                    str(i),
                     size=9,
                     style="dim",
                     anchor="end",
@@ -99,13 +99,13 @@ class Grid:
             say(
                 x,
                 y + size * 0.36,
-                shorten(number_of(key), 4),
+                str(i),
                 size=size,
                 anchor="middle",
                 strong=key == strong,
                 fill=inks.get(key, ""),
             )
-            for key, (x, y) in zip(keys, places, strict=True)
+            for i, (key, (x, y)) in enumerate(zip(keys, places, strict=True))
         ]
 
     def versions(self, keys: Sequence[str], inks: Mapping[str | None, str], versions: Mapping[str, int]) -> list[str]:

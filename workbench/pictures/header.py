@@ -34,9 +34,10 @@ _FAILED = {
 }
 
 
-def title_of(failure: Failure) -> str:
-    """What failed and with which error, in a few words."""
-    return f"{_FAILED[failure.during].format(step=failure.step)}: {failure.error}"
+def title_of(failure: Failure, branch: str) -> str:
+    """What failed and with which error, in a few words; on which branch, if that is not this one."""
+    where = f" on branch {failure.branch}" if failure.branch != branch else ""
+    return f"{_FAILED[failure.during].format(step=failure.step)}{where}: {failure.error}"
 
 
 def header_picture(now: Snapshot, called: str = "") -> Picture:
@@ -62,7 +63,7 @@ def _facts(now: Snapshot) -> list[str]:
         f"{len(now.layers)} layers",
         f"{count_words(now.num_params)} weights",
         now.device,
-        f"step {now.step}",
+        f"step {now.step} of {now.branch}" if len(now.branches) > 1 else f"step {now.step}",
     ]
     if now.steps:
         last = now.steps[-1]
@@ -75,9 +76,29 @@ def _pace_s(now: Snapshot) -> float:
     return recent[len(recent) // 2]
 
 
+def waits_for(now: Snapshot) -> str:
+    """What commands in the queue wait for."""
+    return f"waits for {now.busy} to end" if now.busy else "is next"
+
+
+def pending_html(now: Snapshot) -> str:
+    """What the newest command waits for, and its place in the queue; nothing if none waits."""
+    if not now.queued:
+        return ""
+    count = len(now.queued)
+    place = f"place {count} of {count} in the queue; Remove takes it out"
+    words = f"<strong>{escape(now.queued[-1])}</strong> {escape(waits_for(now))}: {place}"
+    return f'<span role="status">{words}</span>'
+
+
 def progress_html(now: Snapshot) -> str:
-    """How far the run is, and what waits for the step under way."""
-    queued = f'<span class="l2l-queued">then: {escape("; ".join(now.queued))}</span>' if now.queued else ""
+    """How far the run is, and what waits for which command or step to end."""
+    queued = ""
+    if now.queued:
+        words = f"{waits_for(now)}: " if now.busy else "next: "
+        listed = "; ".join(f"{i}. {what}" for i, what in enumerate(now.queued, start=1))
+        said = escape(words + listed)
+        queued = f'<span class="l2l-queued" role="status" title="{said}">{said}</span>'
     return f'<div class="l2l-progress">{_bar(now)}{queued}</div>'
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.pictures.heat_cells import Rows, heat_table, kind_of, round_numbers, say_extremes, say_steps
+from workbench.pictures.heat_cells import Rows, call_track, heat_table, kind_of, round_numbers, say_extremes, say_steps
 from workbench.pictures.picture import Picture
 from workbench.pictures.png import Colour, write_png
 from workbench.pictures.scale import Scale
@@ -158,16 +158,17 @@ def _span(statistics: Statistics) -> Sequence[float]:
 
 
 def _labels(stack: Sequence[Track], per_row: int, pitch: float) -> Iterator[str]:
-    """Numbers of layers, and their short names where rows are high enough."""
+    """Numbers of layers, and their keys where rows are high enough."""
     yield text(LEFT - 8, TOP - 8, "layer", style="small dim", anchor="end")
     pace = next(number for number in round_numbers() if number % per_row == 0 and pitch * number >= 11 * per_row)
-    beside = LEFT - 14 - LETTER * len(str(len(stack)))
+    most = int((LEFT - 12) / LETTER) - len(f"{len(stack)} · ")
+    keys = [f"· {cut_short(track.key, most)}" for track in stack] if pace == 1 else []
+    beside = LEFT - 8 - LETTER * max((len(key) + 1 for key in keys), default=0)
     for layer in range(0, len(stack), pace):
         y = TOP + pitch * (layer // per_row + 0.5) + 3.7
-        yield text(LEFT - 8, y, str(layer), style="small", anchor="end")
-        name = ".".join(stack[layer].name.split(".")[-2:])
-        if pace == 1 and not name.isdecimal():  # a second number would confuse
-            yield text(beside, y, cut_short(name, int((beside - 4) / LETTER)), style="small dim", anchor="end")
+        yield text(beside, y, str(layer), style="small", anchor="end")
+        if keys:
+            yield text(LEFT - 8, y, keys[layer], style="small dim", anchor="end")
 
 
 def _say_cells(statistics: Statistics, rows: Rows, kind: Kind) -> str:
@@ -179,7 +180,7 @@ def _say_cells(statistics: Statistics, rows: Rows, kind: Kind) -> str:
 
 
 def _name_gone(gone: Sequence[Track]) -> str:
-    names = [f"{track.name} ({track.key})" for track in gone[-MOST_GONE:]]
+    names = [track.key for track in gone[-MOST_GONE:]]
     before = f"{len(gone) - MOST_GONE} before and " if len(gone) > MOST_GONE else ""
     return cut_short(f"dropped: {before}{', '.join(names)}", int((RIGHT - LEFT) / LETTER))
 
@@ -214,7 +215,7 @@ def _tips(statistics: Statistics, rows: Rows, kind: Kind, x: Scale, pitch: float
     for row, line in enumerate(rows.values):
         first, last = row * rows.per_row, min((row + 1) * rows.per_row, len(statistics.stack)) - 1
         track = statistics.stack[first]
-        name = f"layer {first}: {track.name} ({track.key})" if first == last else f"layers {first} to {last}"
+        name = f"layer {call_track(statistics, first)}, {track.name}" if first == last else f"layers {first} to {last}"
         tip = f"{name}, {_newest(statistics, line, kind)}"
         yield rect(LEFT, TOP + pitch * row, x(_span(statistics)[1] + 0.5) - LEFT, pitch, fill="transparent", tip=tip)
 
@@ -223,7 +224,7 @@ def _gone_tips(
     gone: Sequence[Track], rows: Rows, kind: Kind, x: Scale, statistics: Statistics, top: float
 ) -> Iterator[str]:
     for row, (track, line) in enumerate(zip(gone, rows.values, strict=True)):
-        tip = f"dropped: {track.name} ({track.key}), {_newest(statistics, line, kind)}"
+        tip = f"dropped: {track.key}, last {track.name}, {_newest(statistics, line, kind)}"
         width = x(_span(statistics)[1] + 0.5) - LEFT
         yield rect(LEFT, top + GONE_ROW * row, width, GONE_ROW, fill="transparent", tip=tip)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from workbench.pictures.layers import BAND
 from workbench.pictures.picture import Table
 from workbench.pictures.shades import Kind, show_figure
+from workbench.readings import full_name, number_layers, short_name
 from workbench.session import Statistics, Track
 
 KINDS: Mapping[str, Kind] = {
@@ -82,11 +83,17 @@ def say_extremes(statistics: Statistics, values: Cells, kind: Kind) -> list[str]
         if finite.any():
             at = np.argmin(np.where(finite, values, np.inf)) if lowest else np.argmax(np.where(finite, values, -np.inf))
             layer, column = divmod(int(at), values.shape[1])
-            where = f"in layer {layer}, {statistics.stack[layer].name}, {say_steps(statistics, column)}"
+            where = f"in layer {call_track(statistics, layer)}, {say_steps(statistics, column)}"
             said.append(f"{name} {kind.words} {show_figure(float(values[layer, column]))} {where}.")
     if broken := int(np.isinf(values).sum()):
         said.append(f"Not finite in {broken} {'place' if broken == 1 else 'places'}.")
     return said
+
+
+def call_track(statistics: Statistics, layer: int) -> str:
+    """A layer of the stack, by its place in it."""
+    keys = [track.key for track in statistics.stack]
+    return full_name(keys[layer], number_layers(keys))
 
 
 def say_steps(statistics: Statistics, column: int) -> str:
@@ -104,12 +111,12 @@ def heat_table(statistics: Statistics, figure: str) -> Table:
     kind, tracks = kind_of(figure), (*statistics.stack, *statistics.gone)
     values, count = statistics.values(figure, tracks), len(statistics.first)
     columns = sorted({round(i * (count - 1) / (STEPS - 1)) for i in range(STEPS)}) if count > STEPS else range(count)
-    rows = []
+    rows, numbers = [], number_layers(track.key for track in statistics.stack)
     for i in _notable(values, len(statistics.stack)):
-        number = str(i) if i < len(statistics.stack) else "dropped"
+        number = short_name(tracks[i].key, numbers) if i < len(statistics.stack) else "dropped"
         cells = [_show(values[i, column]) for column in columns]
-        rows.append((number, tracks[i].name, *cells, *_ends(values[i])))
-    header = ("no.", "layer", *(_name(statistics, column) for column in columns), "smallest", "largest")
+        rows.append((number, tracks[i].key, tracks[i].name, *cells, *_ends(values[i])))
+    header = ("layer", "key", "name", *(_name(statistics, column) for column in columns), "smallest", "largest")
     notes = [f"… {len(tracks) - len(rows)} more layers." if len(rows) < len(tracks) else ""]
     notes += ["Figures of several steps are means."] if (statistics.first != statistics.last).any() else []
     return Table(f"{kind.words[0].upper()}{kind.words[1:]} by layer", header, rows, " ".join(filter(None, notes)))

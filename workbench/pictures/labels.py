@@ -5,7 +5,7 @@ A visit on compute is one unit, whatever the number of its micro-batches; elsewh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from l2l_core.trace import OVERLAPPING, format_bytes
 from workbench.pictures import svg
 from workbench.pictures.scale import Scale, format_seconds
 from workbench.pictures.theme import KIND_LETTERS, ink_on, kind_colour
-from workbench.readings import Bars, Columns, is_kind, visits_on
+from workbench.readings import Bars, Columns, Numbers, full_name, is_kind, visits_on
 
 NARROWEST = 7.0  # px, the narrowest bar that can carry a letter
 NARROWEST_TIP = 2.0  # px
@@ -36,7 +36,7 @@ class Unit(NamedTuple):
     busy_s: float
 
 
-def draw_labels(units: Sequence[Unit], hatched: Bars, axis: Scale, y: float) -> Iterator[str]:
+def draw_labels(units: Sequence[Unit], hatched: Bars, axis: Scale, y: float, numbers: Numbers) -> Iterator[str]:
     """Letter and number in the middle of every unit that has room for them, all in one size; `y` is the baseline.
 
     A halo keeps hatching off the letters, and separators where there is room for it.
@@ -44,7 +44,7 @@ def draw_labels(units: Sequence[Unit], hatched: Bars, axis: Scale, y: float) -> 
     fitting, small = [], False
     for unit in units:
         low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
-        words = label(unit.kind, unit.layer)
+        words = label(unit.kind, unit.layer, numbers)
         full = unit.busy_s >= _FULL * (unit.stop_s - unit.start_s)
         if high - low >= max(NARROWEST, SMALL_LETTER * len(words) + 1) and full:
             roomy = unit.count > 1 and high - low >= LETTER * len(words) + 6
@@ -60,11 +60,9 @@ def draw_labels(units: Sequence[Unit], hatched: Bars, axis: Scale, y: float) -> 
         yield written
 
 
-def label(kind: str, layer: str) -> str:
-    """ "F6" for a forward visit of layer "L006"; the letter alone for what is no layer's."""
-    digits = layer.lstrip("L")
-    number = str(int(digits)) if layer.startswith("L") and digits.isdecimal() else ""
-    return KIND_LETTERS.get(kind, kind) + number
+def label(kind: str, layer: str, numbers: Numbers) -> str:
+    """ "F6" for a forward visit of layer 6; the letter alone for what is no layer's."""
+    return KIND_LETTERS.get(kind, kind) + str(numbers.get(layer, ""))
 
 
 def draw_separators(
@@ -90,14 +88,14 @@ def draw_separators(
 
 
 def draw_tips(
-    lanes: Sequence[tuple[Sequence[Unit], float]], height: float, axis: Scale, names: Mapping[str, str], room: int
+    lanes: Sequence[tuple[Sequence[Unit], float]], height: float, axis: Scale, numbers: Numbers, room: int
 ) -> list[str]:
     """Invisible boxes with a tooltip over every unit of 2 px or more; none at all if they need more than `room` bytes.
 
     Args:
         lanes: units and y of each.
         height: of a lane.
-        names: dotted names of layers by key.
+        numbers: of the layers.
         room: in bytes.
     """
     tips: list[str] = []
@@ -106,15 +104,15 @@ def draw_tips(
     for units, y in lanes:
         for unit in units:
             low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
-            tip = _tell(unit, names)
+            tip = _tell(unit, numbers)
             tips.append(svg.rect(low, y, max(0.0, high - low), height, fill="transparent", tip=tip))
     return tips if sum(len(tip.encode()) for tip in tips) <= room else []
 
 
-def _tell(unit: Unit, names: Mapping[str, str]) -> str:
-    words = [label(unit.kind, unit.layer), unit.kind]
+def _tell(unit: Unit, numbers: Numbers) -> str:
+    words = [label(unit.kind, unit.layer, numbers), unit.kind]
     if unit.layer and unit.layer != unit.kind:
-        words.append(names.get(unit.layer, unit.layer))
+        words.append(full_name(unit.layer, numbers))
     facts = [format_seconds(unit.busy_s)]
     facts += [format_bytes(unit.nbytes)] if unit.nbytes else []
     facts += [f"{unit.count} events"] if unit.count > 1 else []

@@ -11,20 +11,15 @@ from numpy.typing import NDArray
 from workbench.pictures.scale import Scale
 from workbench.pictures.svg import group, path, rect, text
 from workbench.pictures.theme import KIND_COLOURS, ink_on
-from workbench.readings import Columns
+from workbench.readings import Columns, Numbers, short_name
 
 HEIGHT = 17.0  # px
 LETTER = 6.6  # px, of a digit
 EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
-def number_of(key: str) -> str:
-    """A layer's number from its key, "3" from "L003"; other keys as they are."""
-    return str(int(key[1:])) if key[:1] == "L" and key[1:].isdecimal() else key
-
-
 def draw_strip(
-    steps: Sequence[tuple[Columns, NDArray[np.intp]]], time: Scale, cursor: float, top: float
+    steps: Sequence[tuple[Columns, NDArray[np.intp]]], time: Scale, cursor: float, top: float, numbers: Numbers
 ) -> Iterator[str]:
     """The strip, `HEIGHT` px high, and a line of words under it.
 
@@ -33,8 +28,9 @@ def draw_strip(
         time: seconds to pixels.
         cursor: px; the right end of the axis if the step is over.
         top: px.
+        numbers: of the layers.
     """
-    visits = [_Visits.of(columns, compute, time) for columns, compute in steps]
+    visits = [_Visits.of(columns, compute, time, numbers) for columns, compute in steps]
     every = _choose(visits[-1])
     yield rect(time.first, top, time.last - time.first, HEIGHT, style="well")
     yield text(time.first - 8, top + 12.5, "layer", style="small dim", anchor="end")
@@ -52,7 +48,7 @@ class _Visits:
         backward: (visits,), bool.
         layer: (visits,), index into `names`.
         number: (visits,), what decides whether a visit is labelled: the layer's number, or its place if it has none.
-        names: of layers, short.
+        names: of layers, short: their numbers, if they have some.
     """
 
     left: NDArray[np.float64]
@@ -63,7 +59,7 @@ class _Visits:
     names: Sequence[str]
 
     @staticmethod
-    def of(columns: Columns, compute: NDArray[np.intp], time: Scale) -> _Visits:
+    def of(columns: Columns, compute: NDArray[np.intp], time: Scale, numbers: Numbers) -> _Visits:
         kinds = {kind: number for number, kind in enumerate(columns.kinds)}
         kind = columns.kind[compute]
         backward = kind == kinds.get("backward", -1)
@@ -72,8 +68,8 @@ class _Visits:
         starts_s = columns.start_s[compute[first]]
         end_s = columns.stop_s[compute[events]].max(initial=0.0)
         edges = time.first + (np.append(starts_s, end_s) - time.low) * (time.last - time.first) / (time.high - time.low)
-        layer, names = columns.layer[compute[first]], [number_of(key) for key in columns.layers]
-        number = np.array([int(name) if name.isdecimal() else i for i, name in enumerate(names)], np.int64)[layer]
+        layer, names = columns.layer[compute[first]], [short_name(key, numbers) for key in columns.layers]
+        number = np.array([numbers.get(key, i) for i, key in enumerate(columns.layers)], np.int64)[layer]
         return _Visits(edges[:-1], edges[1:], backward[first], layer, number, names)
 
     def goes_on(self) -> NDArray[np.bool_]:

@@ -12,6 +12,7 @@ from html import escape
 from l2l_core.trace import format_bytes
 from workbench.pictures.picture import Table
 from workbench.pictures.theme import BLUE, GREEN, VERMILION
+from workbench.readings import number_layers, short_name
 from workbench.session import LayerRow
 
 ALL_UP_TO = 40  # rows; of more layers, head, tail and the notable ones are shown
@@ -35,8 +36,11 @@ border-bottom:1px solid var(--jp-border-color1,#888a)}}
 .l2l-layers .l2l-name{{text-align:left;overflow:hidden;text-overflow:ellipsis}}
 .l2l-layers .l2l-computing{{background:color-mix(in srgb,{GREEN} 24%,transparent)}}
 .l2l-layers .l2l-computing td:first-child::before{{content:"▶ "}}
-.l2l-layers .l2l-changed .l2l-name::after{{content:" ✱ changed";font-weight:600}}
+.l2l-layers .l2l-changed td.l2l-name::after{{content:" ✱ changed";font-weight:600}}
 .l2l-layers .l2l-frozen{{opacity:.62}}
+.l2l-layers tr[data-key]{{cursor:pointer}}
+.l2l-layers .l2l-selected td,.l2l-layers .l2l-selected th{{background:color-mix(in srgb,{BLUE} 20%,transparent)}}
+.l2l-layers .l2l-selected td:first-child{{box-shadow:inset 4px 0 {BLUE};font-weight:600}}
 .l2l-layers .l2l-more td{{text-align:left;opacity:.62;font-style:italic}}
 .l2l-odd{{display:inline-block;width:.8em;font-weight:600;text-align:center}}
 .l2l-bar{{display:inline-block;position:relative;width:72px;height:9px;margin-left:6px;vertical-align:-1px;
@@ -45,19 +49,24 @@ background:color-mix(in srgb,currentColor 9%,transparent)}}
 .l2l-bar b{{position:absolute;top:-2px;bottom:-2px;border:solid currentColor;border-width:0 1px;opacity:.45}}
 """.replace("\n", "")
 
-_HEADER = ("", "layer", "weights", "bytes", "version", "gradient norm", "update / weight", "influence", "")
-_WIDTHS = (4.5, 0, 8.5, 6.5, 6, 13, 15, 7, 8)  # em, so that nothing moves while numbers change; 0: what is left
+_HEADER = ("layer", "key", "name", "weights", "bytes", "version", "gradient norm", "update / weight", "influence", "")
+_WIDTHS = (4.5, 7, 0, 8.5, 6.5, 6, 13, 15, 7, 8)  # em, so that nothing moves while numbers change; 0: what is left
 _USUAL = "norm of the update over norm of the weights; about 1e-3 is usual, the marks stand at 3e-4 and 3e-3"
+_NUMBER = "position among the layers, from 0: it moves when layers before it come or go"
+_KEY = "stays with the layer through all edits"
 _INFLUENCE = "1 minus the mean cosine between the layer's input and output: near 0, the layer changes little"
 
 
-def draw_layers(layers: Sequence[LayerRow], *, computing: str = "", changed: Collection[str] = ()) -> str:
+def draw_layers(
+    layers: Sequence[LayerRow], *, computing: str = "", changed: Collection[str] = (), selected: str = ""
+) -> str:
     """An HTML table of the layers, in a box that scrolls.
 
     Args:
         layers: the stack, in order.
         computing: key of the layer that computes now.
         changed: keys of layers to mark, as after an edit.
+        selected: key of the layer that is chosen.
     """
     head = "".join(
         f'<th scope="col" style="{f"width:{width}em" if width else ""}"{_ABOUT.get(name, "")}>{name}</th>'
@@ -65,11 +74,20 @@ def draw_layers(layers: Sequence[LayerRow], *, computing: str = "", changed: Col
     )
     norms = [layer.grad_norm for layer in layers]
     ends = _ends(norms)
-    rows, last = [], -1
-    for number in _shown(layers, {computing, *changed}):
+    rows, last, numbers = [], -1, number_layers(layer.key for layer in layers)
+    for number in _shown(layers, {computing, selected, *changed}):
         if number > last + 1:
             rows.append(_more(number - last - 1))
-        rows.append(_row(number, layers[number], ends, layers[number].key == computing, layers[number].key in changed))
+        layer = layers[number]
+        states = {
+            "l2l-computing": layer.key == computing,
+            "l2l-changed": layer.key in changed,
+            "l2l-frozen": layer.frozen,
+            "l2l-selected": layer.key == selected,
+        }
+        rows.append(
+            _row(short_name(layer.key, numbers), layer, ends, [name for name, holds in states.items() if holds])
+        )
         last = number
     if not layers:
         rows.append(f'<tr class="l2l-more"><td colspan="{len(_HEADER)}">no layers</td></tr>')
@@ -79,12 +97,13 @@ def draw_layers(layers: Sequence[LayerRow], *, computing: str = "", changed: Col
 def layers_table(layers: Sequence[LayerRow]) -> Table:
     """The same in text: up to 60 layers all of them, of more the ends and the notable ones."""
     numbers = range(len(layers)) if len(layers) <= TEXT_UP_TO else _shown(layers, ())
-    rows = []
+    rows, names = [], number_layers(layer.key for layer in layers)
     for number in numbers:
         layer = layers[number]
         rows.append(
             (
-                str(number),
+                short_name(layer.key, names),
+                layer.key,
                 layer.name,
                 f"{layer.num_params:,}",
                 format_bytes(layer.nbytes),
@@ -95,7 +114,18 @@ def layers_table(layers: Sequence[LayerRow]) -> Table:
                 _trained(layer),
             )
         )
-    header = ("no.", "layer", "weights", "bytes", "version", "gradient norm", "update/weight", "influence", "frozen")
+    header = (
+        "layer",
+        "key",
+        "name",
+        "weights",
+        "bytes",
+        "version",
+        "gradient norm",
+        "update/weight",
+        "influence",
+        "frozen",
+    )
     note = f"… {len(layers) - len(rows)} more" if len(rows) < len(layers) else ""
     return Table("Layers", header, rows, note)
 
@@ -117,15 +147,16 @@ def _shown(layers: Sequence[LayerRow], besides: Collection[str]) -> Sequence[int
 
 
 _ABOUT = {
-    "layer": ' class="l2l-name"',
+    "layer": f' title="{_NUMBER}"',
+    "key": f' class="l2l-name" title="{_KEY}"',
+    "name": ' class="l2l-name"',
     "update / weight": f' title="{_USUAL}"',
     "influence": f' title="{_INFLUENCE}"',
 }
 
 
-def _row(number: int, layer: LayerRow, ends: tuple[float, float], computing: bool, changed: bool) -> str:
-    states = {"l2l-computing": computing, "l2l-changed": changed, "l2l-frozen": layer.frozen}
-    style = " ".join(name for name, holds in states.items() if holds)
+def _row(number: str, layer: LayerRow, ends: tuple[float, float], states: Sequence[str]) -> str:
+    style = " ".join(states)
     ratio = layer.update_ratio
     odd = _is_finite(ratio) and not ODD[0] <= ratio <= ODD[1]  # type: ignore[operator]
     mark = f'<span class="l2l-odd">{"!" if odd else ""}</span>'
@@ -133,7 +164,8 @@ def _row(number: int, layer: LayerRow, ends: tuple[float, float], computing: boo
     band = f'<b style="left:{low:.0f}%;right:{100 - high:.0f}%"></b>'
     cells = [
         f"<td>{number}</td>",
-        f'<th scope="row" class="l2l-name" title="{escape(layer.key)} {escape(layer.name)}">{escape(layer.name)}</th>',
+        f'<th scope="row" class="l2l-name" title="{escape(layer.key)}">{escape(layer.key)}</th>',
+        f'<td class="l2l-name" title="{escape(layer.name)}">{escape(layer.name)}</td>',
         f"<td>{layer.num_params:,}</td>",
         f"<td>{format_bytes(layer.nbytes)}</td>",
         f"<td>{layer.version}</td>",
@@ -142,7 +174,8 @@ def _row(number: int, layer: LayerRow, ends: tuple[float, float], computing: boo
         f"<td>{_figure(layer.influence)}</td>",
         f"<td>{_trained(layer)}</td>",
     ]
-    return f"<tr{f' class={style!r}' if style else ''}>{''.join(cells)}</tr>"
+    styled = f' class="{style}"' if style else ""
+    return f'<tr data-key="{escape(layer.key)}"{styled}>{"".join(cells)}</tr>'
 
 
 def _trained(layer: LayerRow) -> str:

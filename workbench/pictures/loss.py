@@ -60,10 +60,11 @@ def draw_loss(
     points = [(step, loss) for step, loss in held_out if math.isfinite(loss)]
     ends = [end for one in (curve, *aside.values()) for end in one.range()]
     losses = [*ends, *(loss for _, loss in points), *(level for _, level in levels)]
-    x, (y, marks) = _steps_scale([curve, *aside.values()], points, changes), _loss_scale(losses)
+    x, (y, marks) = _steps_scale([curve, *aside.values()], points, changes), loss_scale(losses)
     parts = [
         text(LEFT, 20, title, style="strong") if title else "",
-        *_axes(x, y, marks, f"loss ({unit})" if unit else "loss", named=bool(losses)),
+        *draw_loss_axis(y, marks, f"loss ({unit})" if unit else "loss", named=bool(losses)),
+        *draw_steps_axis(x, TOP, BOTTOM),
         *_changes(changes, x),
         *(_level(y, name, level) for name, level in levels),
         *draw_others(aside, x, y),
@@ -99,7 +100,7 @@ def _steps_scale(curves: Sequence[Curve], points: Sequence[Point], changes: Sequ
     return steps_scale(seen, changes)
 
 
-def _loss_scale(losses: Sequence[float]) -> tuple[Scale, list[float]]:
+def loss_scale(losses: Sequence[float]) -> tuple[Scale, list[float]]:
     """An axis from one round value to another, and the round values between."""
     low, high = min(losses, default=0.0), max(losses, default=1.0)
     if not high - low > 1e-9 * max(abs(low), abs(high), 1e-30):
@@ -114,13 +115,13 @@ def _loss_scale(losses: Sequence[float]) -> tuple[Scale, list[float]]:
 # Parts ---------------------------------------------------------------------------------------------------------------
 
 
-def _axes(x: Scale, y: Scale, marks: Sequence[float], name: str, named: bool) -> Iterator[str]:
+def draw_loss_axis(y: Scale, marks: Sequence[float], name: str, named: bool) -> Iterator[str]:
+    """A rule and a number at every mark, and what is measured along them."""
     digits = max(0, -math.floor(math.log10(marks[1] - marks[0]) + 1e-9))
     yield path("".join(f"M{LEFT} {y(mark):.1f}H{RIGHT}" for mark in marks), style="rule")
     for mark in marks if named else ():
         shown = f"{mark:.{digits}f}" if digits <= 4 and abs(mark) < 1e6 else f"{mark:.3g}"
         yield text(LEFT - 8, y(mark) + 4, shown, style="small dim", anchor="end")
-    yield from draw_steps_axis(x, TOP, BOTTOM)
     yield (
         f'<text x="24" y="{(TOP + BOTTOM) / 2:g}" text-anchor="middle" class="dim" '
         f'transform="rotate(-90 24 {(TOP + BOTTOM) / 2:g})">{escape(name)}</text>'

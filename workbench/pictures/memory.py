@@ -1,12 +1,13 @@
 """Memory over a step, device above host, by category: a picture on the timeline's axis, and the table behind it.
 
 Between the two, a strip says which layer computes. The budget is a line; so is what in-core training would need, unless
-it lies so far above that it would flatten the rest: then it is named above the upper edge, with a factor.
+it lies so far above that it would flatten the rest: then it is named above the upper edge, with a factor. A step that failed
+is drawn up to that moment, with the allocation that the device had no room for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
@@ -16,15 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from l2l_core import Trace
-from l2l_core.trace import CATEGORIES, format_bytes
+from l2l_core.trace import Failed, format_bytes
 from workbench.pictures.layer_strip import HEIGHT as STRIP_HEIGHT
-from workbench.pictures.layer_strip import draw_strip, number_of
+from workbench.pictures.layer_strip import draw_strip
 from workbench.pictures.memory_areas import STACK, TEXTURES, stacked_areas
-from workbench.pictures.picture import Picture, Table
+from workbench.pictures.memory_failure import draw_failure, reach_bytes
+from workbench.pictures.memory_table import kept_bytes, memory_table, when
+from workbench.pictures.picture import Picture
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.svg import document, group, path, rect, seamed, text
 from workbench.pictures.theme import category_colour
-from workbench.readings import Columns, Levels, Peak, find_peak
+from workbench.readings import Columns, Levels, Numbers, Peak, find_peak, number_layers
 
 WIDTH, HEIGHT, LEFT, RIGHT = 960, 388, 96, 944
 NEAR = 1.6  # what is needed in core is a line to scale up to so many times the axis
@@ -52,9 +55,11 @@ def draw_memory(
     before: Columns | None = None,
     now_s: float | None = None,
     span_s: float | None = None,
+    keys: Iterable[str] = (),
     budget_bytes: int | None = None,
     in_core_bytes: int | None = None,
     top_bytes: float | None = None,
+    failed: Failed | None = None,
 ) -> str:
     """An SVG of what fills device and host over a step.
 
@@ -63,57 +68,62 @@ def draw_memory(
         before: the step before, shown faintly to the right of the cursor.
         now_s: where the cursor stands, seconds since the step began; None: the step is over.
         span_s: end of the time axis, default a round value after the last event.
+        keys: as of `draw_timeline`.
         budget_bytes: memory of the device.
         in_core_bytes: what in-core training would need.
         top_bytes: end of the device's axis, default from budget, `before` and `now`.
+        failed: how the step ended if it failed; the cursor then stands there.
     """
-    steps = [_Step.of(now, np.inf if now_s is None else now_s)] + (
+    now_s = now_s if failed is None else failed.t_s
+    numbers = number_layers(keys)
+    steps = [_Step.of(now, np.inf if now_s is None or failed is not None else now_s)] + (
         [_finished(before)] if before is not None and now_s is not None else []
     )
     ends = [step.columns.end_s for step in steps]
     time = Scale(0.0, span_s or round_up(max(*ends, now_s or 0.0, 0.0)), LEFT, RIGHT)
     used = [max(step.peak_bytes(plot.place) for step in steps) for plot in PLOTS]
-    top = top_bytes or _device_top(used[0], budget_bytes, in_core_bytes, starting=now_s is not None and len(steps) == 1)
+    reach = max(used[0], reach_bytes(failed))
+    top = top_bytes or _device_top(reach, budget_bytes, in_core_bytes, starting=now_s is not None and len(steps) == 1)
     scales = [Scale(0.0, top, DEVICE.bottom, DEVICE.top), Scale(0.0, round_up(1.05 * used[1]), HOST.bottom, HOST.top)]
     cursor = RIGHT if now_s is None else min(max(time(now_s), LEFT), RIGHT)
-    parts = [*_legend()]
+    parts = [*_legend(bool(kept_bytes(steps[0].levels["host"])))]
     for plot, scale in zip(PLOTS, scales, strict=True):
         parts += _under(plot, scale, time, steps, cursor)
         parts += _frame(plot, scale, time, sampled=any(len(step.levels[plot.place].totals) for step in steps))
         parts += _areas(plot, scale, time, steps[0], cursor)
-        parts += _peak(plot, scale, time, steps[0], "" if now_s is None else " so far")
-    parts += draw_strip([(step.columns, step.compute) for step in steps], time, cursor, STRIP)
-    parts += [*_lines(scales[0], steps[-1], len(steps) > 1, budget_bytes, in_core_bytes), *_time_axis(time)]
+        if failed is None or plot is HOST:
+            parts += _peak(
+                plot, scale, time, steps[0], "" if now_s is None or failed is not None else " so far", numbers
+            )
+    parts += draw_strip([(step.columns, step.compute) for step in steps], time, cursor, STRIP, numbers)
+    right = RIGHT if failed is None or cursor < RIGHT - 120 else cursor - 8  # clear of the mark
+    parts += [*_lines(scales[0], steps[-1], len(steps) > 1, budget_bytes, in_core_bytes, right), *_time_axis(time)]
     if now_s is not None:
         d = f"M{cursor:.1f} {DEVICE.top:g}V{STRIP + STRIP_HEIGHT:g}M{cursor:.1f} {HOST.top:g}V{HOST.bottom:g}"
         parts.append(path(d, style="axis", width=1.5))
-    return document(WIDTH, HEIGHT, "Memory over a step", _describe(steps[0], budget_bytes, in_core_bytes), parts)
+    if failed is not None:
+        parts += draw_failure(failed, scales[0], cursor, LEFT, DEVICE.top - DEVICE.title)
+    title = "Memory over a step" if failed is None else "Memory over a step that failed"
+    return document(WIDTH, HEIGHT, title, _describe(steps[0], budget_bytes, in_core_bytes, failed, numbers), parts)
 
 
-def memory_table(trace: Trace, in_core_bytes: int | None = None) -> Table:
-    """Bytes by category when the device and when the host are fullest, the budget, and the need in core."""
-    peaks = [trace.peak_sample(plot.place) for plot in PLOTS]
-    held = [dict(peak.bytes_by_category) if peak else {} for peak in peaks]
-    rows = [
-        (category, *(format_bytes(h.get(category, 0)) for h in held))
-        for category in CATEGORIES
-        if any(h.get(category) for h in held)
-    ]
-    rows.append(("all", *(format_bytes(sum(h.values())) for h in held)))
+def show_memory(trace: Trace, in_core_bytes: int | None = None, span_s: float | None = None) -> Picture:
+    """Picture and table of a step that is over, or of one that failed, up to that moment.
+
+    Args:
+        trace: of the step.
+        in_core_bytes: what in-core training would need.
+        span_s: end of the time axis, for pictures that are compared; see `common_span_s`.
+    """
     budget = trace.settings.get("memory_bytes")
-    if budget is not None:
-        rows.append(("budget", format_bytes(budget), ""))
-    if in_core_bytes is not None:
-        rows.append(("in core (estimate)", format_bytes(in_core_bytes), ""))
-    found = _Step.of(Columns.of(trace)).peak("device")
-    note = f"The device is fullest {_when(found)}." if found else "No memory was sampled."
-    return Table("Memory at its peaks", ("bytes", "device", "host"), rows, note)
-
-
-def show_memory(trace: Trace, in_core_bytes: int | None = None) -> Picture:
-    """Picture and table of a finished step."""
-    budget = trace.settings.get("memory_bytes")
-    svg = draw_memory(Columns.of(trace), budget_bytes=budget, in_core_bytes=in_core_bytes)
+    svg = draw_memory(
+        Columns.of(trace),
+        span_s=span_s,
+        keys=trace.names,
+        budget_bytes=budget,
+        in_core_bytes=in_core_bytes,
+        failed=trace.failed,
+    )
     return Picture(svg, memory_table(trace, in_core_bytes))
 
 
@@ -184,7 +194,8 @@ def _areas(plot: Plot, scale: Scale, time: Scale, step: _Step, cursor: float) ->
 # Around them ---------------------------------------------------------------------------------------------------------
 
 
-def _legend() -> Iterator[str]:
+def _legend(keeps: bool) -> Iterator[str]:
+    """`keeps`: whether the host keeps something for undo and branches."""
     x = float(LEFT)
     for category in STACK:
         yield rect(x, 6, 16, 12, fill=category_colour(category))
@@ -192,9 +203,9 @@ def _legend() -> Iterator[str]:
             pitch, dash = TEXTURES[category]
             marks = [x + 8] if pitch > 8 else [x + 4, x + 12]
             yield path("".join(f"M{mark:g} 6V18" for mark in marks), style="hatch", dash=dash)
-        yield text(x + 22, 16, category)
+        yield text(x + 22, 16, "other (host: undo, branches)" if category == "other" and keeps else category)
         x += 46 + 7 * len(category)
-    yield text(RIGHT, 16, "each event at its highest", style="dim small", anchor="end")
+    yield text(RIGHT, 32 if keeps else 16, "each event at its highest", style="dim small", anchor="end")
 
 
 def _frame(plot: Plot, scale: Scale, time: Scale, sampled: bool) -> Iterator[str]:
@@ -210,37 +221,31 @@ def _frame(plot: Plot, scale: Scale, time: Scale, sampled: bool) -> Iterator[str
         yield text(LEFT - 8, scale(mark) + 4, format_bytes(mark) if mark else "0", style="small dim", anchor="end")
 
 
-def _peak(plot: Plot, scale: Scale, time: Scale, step: _Step, so_far: str) -> Iterator[str]:
+def _peak(plot: Plot, scale: Scale, time: Scale, step: _Step, so_far: str, numbers: Numbers) -> Iterator[str]:
     """A ring where a place is fullest, and words at a place of their own."""
     found = step.peak(plot.place)
     if found is None:
         return
-    words = f"○ peak{so_far} {format_bytes(found.nbytes)}"
+    words, rest = f"○ peak{so_far} {format_bytes(found.nbytes)}", when(found, numbers, plot is DEVICE)
+    if plot is HOST and (kept := kept_bytes(step.levels[plot.place])):
+        rest += f", {format_bytes(kept)} of it kept for undo and branches"
     yield (
         f'<text x="{LEFT}" y="{plot.top - plot.title:g}"><tspan class="strong">{escape(words)}</tspan> '
-        f'<tspan class="dim" dx="4">{escape(_when(found, plot is DEVICE))}</tspan></text>'
+        f'<tspan class="dim" dx="4">{escape(rest)}</tspan></text>'
     )
     x, y = time((found.began_s + found.t_s) / 2), max(scale(found.nbytes), plot.top)
     yield f'<circle cx="{min(x, RIGHT):.1f}" cy="{y:.1f}" r="4" class="card" stroke-width="1.5" style="stroke-opacity:1"/>'
 
 
-def _when(peak: Peak, with_event: bool = True) -> str:
-    at = f"at {format_seconds(peak.t_s)}"
-    if not with_event or not peak.kind:
-        return at
-    layer = "" if peak.layer in ("", "shell") else f" of layer {number_of(peak.layer)}"
-    k = "" if peak.k < 0 else f", micro-batch {peak.k}"
-    kind = "the model's own code" if peak.kind == "shell" else peak.kind
-    return f"{at}, {kind}{layer}{k}"
-
-
-def _lines(scale: Scale, step: _Step, is_last: bool, budget: int | None, in_core: int | None) -> Iterator[str]:
+def _lines(
+    scale: Scale, step: _Step, is_last: bool, budget: int | None, in_core: int | None, right: float
+) -> Iterator[str]:
     """Budget and in-core need: to scale, or named above the upper edge, compared with the peak of a step."""
     if budget is not None:
         words = f"budget {format_bytes(budget)}"
         if budget <= scale.high:
             yield path(f"M{LEFT} {scale(budget):.1f}H{RIGHT}", style="axis", width=1.5)
-            yield seamed(text(RIGHT - 6, scale(budget) - 4, words, style="strong", anchor="end"))
+            yield seamed(text(right - 6, scale(budget) - 4, words, style="strong", anchor="end"))
         else:
             yield text(RIGHT - 6, DEVICE.top - 10, f"{words}, far above ▲", anchor="end")
     if in_core is not None:
@@ -267,12 +272,12 @@ def _time_axis(time: Scale) -> Iterator[str]:
         )
 
 
-def _describe(step: _Step, budget: int | None, in_core: int | None) -> str:
-    said = []
+def _describe(step: _Step, budget: int | None, in_core: int | None, failed: Failed | None, numbers: Numbers) -> str:
+    said = [] if failed is None else [f"The step {failed}."]
     for plot in PLOTS:
         found = step.peak(plot.place)
         if found is not None:
-            said.append(f"{plot.name}: at most {format_bytes(found.nbytes)}, {_when(found, plot is DEVICE)}.")
+            said.append(f"{plot.name}: at most {format_bytes(found.nbytes)}, {when(found, numbers, plot is DEVICE)}.")
     said += [f"Budget {format_bytes(budget)}."] if budget is not None else []
     said += [f"In core would need {format_bytes(in_core)}."] if in_core is not None else []
     return " ".join(said) or "No memory was sampled."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from workbench.pictures.picture import Picture, Table
 
@@ -15,11 +16,18 @@ STYLE = """
 """.replace("\n", "")
 
 
+def belonging(one: Picture | Table, whose: str) -> Picture | Table:
+    """The same, saying of which branch and step it is."""
+    return (
+        replace(one, table=replace(one.table, whose=whose)) if isinstance(one, Picture) else replace(one, whose=whose)
+    )
+
+
 def bundle_of(shown: Sequence[Picture | Table]) -> dict[str, str]:
     """Pictures with their tables, and tables, as one output by MIME type; its SVG is the first picture."""
     tables = [one.table if isinstance(one, Picture) else one for one in shown]
     pictures = [one.svg for one in shown if isinstance(one, Picture)]
-    body = "".join((one.svg + one.table.to_html()) if isinstance(one, Picture) else one.to_html() for one in shown)
+    body = "".join(one.to_html() for one in shown)
     return {
         "text/html": f"<style>{STYLE}</style><div>{body}</div>",
         **({"image/svg+xml": pictures[0]} if pictures else {}),

@@ -17,12 +17,19 @@ class Table:
         header: names of the columns; the first column names the row.
         rows: as many cells each.
         note: a sentence under the table.
+        whose: of which branch and step it is, if that is to be said.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    whose: str = ""
+
+    @property
+    def heading(self) -> str:
+        """The title, and whose it is."""
+        return f"{self.title} ({self.whose})" if self.whose else self.title
 
     def to_text(self) -> str:
         """Aligned columns of plain text."""
@@ -35,7 +42,7 @@ class Table:
             ).rstrip()
             for row in lines
         ]
-        return "\n".join([self.title, *shown, *([self.note] if self.note else [])])
+        return "\n".join([self.heading, *shown, *([self.note] if self.note else [])])
 
     def to_html(self, *, folded: bool = True) -> str:
         """An HTML table, inside a fold unless `folded` is off."""
@@ -53,19 +60,24 @@ class Table:
         table = f'<table class="l2l-table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}'
         if not folded:
             return table
-        return f'<details class="l2l-fold"><summary>{escape(self.title)}</summary>{table}</details>'
+        return f'<details class="l2l-fold"><summary>{escape(self.heading)}</summary>{table}</details>'
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG and the table behind it. At the end of a cell it shows itself, with or without widgets."""
+    """An SVG and the table behind it, which says whose both are. At the end of a cell it shows itself."""
 
     svg: str
     table: Table
 
+    def to_html(self) -> str:
+        """The picture, the table in a fold, and above them whose they are."""
+        whose = f'<div class="l2l-caption">{escape(self.table.whose)}</div>' if self.table.whose else ""
+        return f"{whose}{self.svg}{self.table.to_html()}"
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {
-            "text/html": f'<div class="l2l-picture">{self.svg}{self.table.to_html()}</div>',
+            "text/html": f'<div class="l2l-picture">{self.to_html()}</div>',
             "image/svg+xml": self.svg,
             "text/plain": self.table.to_text(),
         }

@@ -6,6 +6,8 @@ Everything has a fixed place: only fillings and words change from one moment to 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from l2l_core.trace import LANES, Trace, format_bytes
 from workbench.pictures import svg
@@ -21,8 +23,8 @@ from workbench.pictures.theme import (
     VERMILION,
     kind_colour,
 )
-from workbench.pictures.words import number_of, say, shorten, turn_of
-from workbench.readings import LINES, Moment, Moments, Slot
+from workbench.pictures.words import say, shorten, turn_of
+from workbench.readings import LINES, Moment, Moments, Numbers, Slot, full_name, number_layers, short_name
 
 WIDTH, HEIGHT = 960.0, 336.0
 _TOP = 30.0
@@ -30,24 +32,15 @@ _SHELF = (16.0, _TOP, 326.0, 258.0)  # x, y, width, height
 _DEVICE = (474.0, _TOP, 246.0, 258.0)
 _LINK = (352.0, 112.0)  # x, width
 _ALGORITHM = (736.0, 208.0)
+_SEAM = 728.0  # left of it memory and link, right of it the algorithm
 
 
-def draw_relay(
-    moment: Moment,
-    keys: Sequence[str],
-    *,
-    names: Mapping[str, str] | None = None,
-    versions: Mapping[str, int] | None = None,
-    frozen: Collection[str] = (),
-    device: str = "",
-    budget_bytes: int | None = None,
-    idle: bool = False,
-) -> str:
-    """The picture as an SVG string.
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What a relay picture shows beside the moment.
 
-    Args:
-        moment: from `Moments`; `Moment()` if there is no step yet.
-        keys: the stack, in order.
+    Attributes:
+        keys: the stack, in order, which says the layers' numbers.
         names: dotted names of the layers by key.
         versions: number of updates of every layer.
         frozen: keys of layers of which nothing is trained.
@@ -55,7 +48,41 @@ def draw_relay(
         budget_bytes: its memory, None if it has no limit.
         idle: whether no step is under way: layers rest, whatever the moment says.
     """
-    if idle:
+
+    keys: Sequence[str]
+    names: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
+    frozen: Collection[str] = ()
+    device: str = ""
+    budget_bytes: int | None = None
+    idle: bool = False
+
+
+def draw_relay(moment: Moment, keys: Sequence[str], **scene: Any) -> str:
+    """The picture as an SVG string.
+
+    Args:
+        moment: from `Moments`; `Moment()` if there is no step yet.
+        keys: the stack, in order.
+        scene: further fields of `Scene`.
+    """
+    moment, left, right = _halves(moment, Scene(keys=keys, **scene))
+    return svg.document(WIDTH, HEIGHT, "Relay", describe(moment, keys), [*left, *right])
+
+
+def relay_html(moment: Moment, scene: Scene) -> str:
+    """The same as HTML in two halves, memory and link, and the algorithm, which a narrow page puts below one another."""
+    moment, left, right = _halves(moment, scene)
+    halves = (
+        svg.document(_SEAM, HEIGHT, "Relay", describe(moment, scene.keys), left),
+        svg.document(WIDTH - _SEAM, HEIGHT, "Algorithm", "The line that runs, and what every lane does.", right, _SEAM),
+    )
+    return '<div class="l2l-halves">' + "".join(f"<div>{half}</div>" for half in halves) + "</div>"
+
+
+def _halves(moment: Moment, scene: Scene) -> tuple[Moment, list[str], list[str]]:
+    """The moment as it is shown, and the parts of the picture on both sides of the seam."""
+    if scene.idle:
         moment = Moment(
             micro_batches=moment.micro_batches,
             slots=(Slot(None, 0.0),) * len(moment.slots),
@@ -63,29 +90,42 @@ def draw_relay(
             device_peak_bytes=moment.device_peak_bytes,
             stash_peak_bytes=moment.stash_peak_bytes,
         )
-    parts = [
-        *draw_shelf(*_SHELF, moment, keys, names or {}, versions or {}, frozenset(frozen)),
-        *_draw_link(moment),
-        *draw_device(*_DEVICE, moment, names or {}, device, budget_bytes),
-        *_draw_algorithm(moment),
-        *_draw_foot(moment, len(keys)),
+    numbers = number_layers(scene.keys)
+    left = [
+        *draw_shelf(*_SHELF, moment, scene.keys, scene.names, scene.versions, frozenset(scene.frozen)),
+        *_draw_link(moment, numbers),
+        *draw_device(*_DEVICE, moment, numbers, scene.device, scene.budget_bytes),
+        *_draw_foot(moment, len(scene.keys)),
     ]
-    return svg.document(WIDTH, HEIGHT, "Relay", describe(moment), parts)
+    return moment, left, list(_draw_algorithm(moment, numbers))
 
 
-def describe(moment: Moment) -> str:
-    """The moment in a sentence or two."""
+STYLE = """
+.l2l-halves{display:flex;align-items:flex-start}
+.l2l-halves>div:first-child{flex:728 1 0;min-width:0}
+.l2l-halves>div:last-child{flex:232 1 0;min-width:0}
+@container l2l (max-width:899px){.l2l-halves{flex-direction:column}
+.l2l-halves>div:first-child{flex:none;width:100%}
+.l2l-halves>div:last-child{flex:none;width:320px;max-width:100%}}
+""".replace("\n", "")
+
+
+def describe(moment: Moment, keys: Sequence[str]) -> str:
+    """The moment in a sentence or two; `keys` as of `draw_relay`."""
+    numbers = number_layers(keys)
     if moment.phase == "idle":
         return "No step is under way; all layers rest in the EPS."
     words = []
     if moment.layer is not None:
-        words.append(f"Layer {number_of(moment.layer)} computes ({moment.kind or moment.phase})")
+        words.append(f"Layer {short_name(moment.layer, numbers)} computes ({moment.kind or moment.phase})")
     elif moment.waits_for is not None:
-        words.append(f"Compute waits for layer {number_of(moment.waits_for)}")
-    words += [f"layer {number_of(s.layer)} is loading" for s in moment.slots if s.layer is not None and s.share < 1]
-    words += [f"the gradient of layer {number_of(g.layer)} leaves" for g in moment.leaving]
+        words.append(f"Compute waits for layer {short_name(moment.waits_for, numbers)}")
+    words += [
+        f"layer {short_name(s.layer, numbers)} is loading" for s in moment.slots if s.layer is not None and s.share < 1
+    ]
+    words += [f"the gradient of layer {short_name(g.layer, numbers)} leaves" for g in moment.leaving]
     if moment.eps_layer:
-        words.append(f"the EPS works on layer {number_of(moment.eps_layer)} ({moment.eps_kind})")
+        words.append(f"the EPS works on layer {short_name(moment.eps_layer, numbers)} ({moment.eps_kind})")
     words.append(f"{len(moment.updated)} layers are updated")
     at = f"{event_of(moment).capitalize()}, {format_seconds(moment.t_s)}, {moment.phase}. "
     return at + "; ".join(words) + "."
@@ -100,7 +140,7 @@ def event_of(moment: Moment) -> str:
 # -- the link ------------------------------------------------------------------------------------------------------------
 
 
-def _draw_link(moment: Moment) -> list[str]:
+def _draw_link(moment: Moment, numbers: Numbers) -> list[str]:
     x, width = _LINK
     h2d, d2h = moment.lanes.get("h2d"), moment.lanes.get("d2h")
     loading = next((slot for slot in moment.slots if slot.layer is not None and slot.share < 1), None)
@@ -117,7 +157,7 @@ def _draw_link(moment: Moment) -> list[str]:
         moves = work is not None and work.kind == kind
         layer = work.layer if moves and work is not None else under_way
         strength = 1.0 if moves else 0.55 if under_way is not None else 0.16
-        words = kind if layer in (None, "") else f"{kind} {number_of(layer or '')}"
+        words = kind if layer in (None, "") else f"{kind} {short_name(layer or '', numbers)}"
         if kind in ("stash", "fetch", "batch") and moves and work is not None and work.k >= 0:
             words = f"{kind} {turn_of(work.k, moment.micro_batches)}"
         parts.append(_arrow(x + 4, y, width - 8, way, colour, strength))
@@ -148,7 +188,7 @@ def _arrow(x: float, y: float, width: float, way: int, colour: str, strength: fl
 # -- the algorithm and the foot ------------------------------------------------------------------------------------------
 
 
-def _draw_algorithm(moment: Moment) -> list[str]:
+def _draw_algorithm(moment: Moment, numbers: Numbers) -> list[str]:
     x, width = _ALGORITHM
     parts = [say(x, 20, "algorithm", size=15, strong=True)]
     beside = dict(moment.beside)
@@ -167,18 +207,18 @@ def _draw_algorithm(moment: Moment) -> list[str]:
         parts.append(say(x, y, LANE_NAMES.get(lane, lane), size=11, style="dim"))
         parts.append(svg.rect(x + 84, y - 9, 9, 9, **({"fill": kind_colour(work.kind)} if work else {"style": "well"})))
         if work:
-            words = work.kind if work.layer in ("", work.kind) else f"{work.kind} {number_of(work.layer)}"
+            words = work.kind if work.layer in ("", work.kind) else f"{work.kind} {short_name(work.layer, numbers)}"
             words = shorten(f"{words}  {turn_of(work.k, moment.micro_batches)}".rstrip(), 19)
         else:
-            words = _why_compute_rests(moment) if lane == "compute" else ""
+            words = _why_compute_rests(moment, numbers) if lane == "compute" else ""
         if words:
             parts.append(say(x + 97, y, words, size=11, style="" if work else "dim"))
     return parts
 
 
-def _why_compute_rests(moment: Moment) -> str:
+def _why_compute_rests(moment: Moment, numbers: Numbers) -> str:
     if moment.waits_for:
-        return shorten(f"waits for {number_of(moment.waits_for)}", 19)
+        return shorten(f"waits for {short_name(moment.waits_for, numbers)}", 19)
     return "waits" if moment.layer else ""
 
 
@@ -189,7 +229,7 @@ def _lane_colour(moment: Moment, lane: str) -> str:
 
 def _draw_foot(moment: Moment, layers: int) -> list[str]:
     y = 306.0
-    width = WIDTH - 32
+    width = _SEAM - 24
     parts = [svg.rect(16, y, width, 3, style="well")]
     if moment.phase == "idle":
         return [*parts, say(16, y + 20, f"no step is under way: {layers} layers rest in the EPS", size=13)]
@@ -204,12 +244,12 @@ def _draw_foot(moment: Moment, layers: int) -> list[str]:
 # -- in words ------------------------------------------------------------------------------------------------------------
 
 
-def relay_table(moment: Moment, keys: Sequence[str], names: Mapping[str, str] | None = None) -> Table:
+def relay_table(moment: Moment, keys: Sequence[str]) -> Table:
     """The same in words: what lanes do, what slots hold, where gradients and inputs are."""
-    known = names or {}
+    numbers = number_layers(keys)
 
     def call(key: str | None) -> str:
-        return "" if not key else f"{key} {known[key]}" if known.get(key, key) != key else key
+        return full_name(key, numbers) if key else ""
 
     rows: list[tuple[str, str]] = [("phase", moment.phase)]
     for lane in LANES:
@@ -244,7 +284,7 @@ def relay_table(moment: Moment, keys: Sequence[str], names: Mapping[str, str] | 
 
 
 def show_relay(trace: Trace, i: int | None = None) -> Picture:
-    """A finished step at event `i`, by time of start; default: a moment in mid-backward at which every lane works."""
+    """A step at event `i`, by time of start; default: a moment in mid-backward at which every lane works."""
     moments = Moments.of(trace)
     if not moments.count:
         moment = Moment()
@@ -252,4 +292,7 @@ def show_relay(trace: Trace, i: int | None = None) -> Picture:
         moment = moments.at(moments.telling() if i is None else i)
     budget_bytes = trace.settings.get("memory_bytes")
     drawn = draw_relay(moment, moments.keys, names=trace.names, device=trace.device, budget_bytes=budget_bytes)
-    return Picture(drawn, relay_table(moment, moments.keys, trace.names))
+    table = relay_table(moment, moments.keys)
+    if trace.failed is not None:
+        table = replace(table, title=f"{table.title}, of a step that {trace.failed}")
+    return Picture(drawn, table)

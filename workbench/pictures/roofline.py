@@ -68,7 +68,7 @@ def _draw(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[P
     parts.append(path(f"M{at(ridge, flops_per_s)}V{BOTTOM}", style="axis", dash="3 4"))
     middle, top = x(math.log10(ridge)), y(math.log10(flops_per_s))
     parts.append(text(middle - 12, top - 8, "the link binds ◂", anchor="end", style="dim"))
-    parts.append(text(middle + 12, top - 8, f"▸ the device binds, {_short(flops_per_s)}FLOP/s", style="dim"))
+    parts.append(text(middle + 12, top - 8, f"▸ the device binds, {prefixed(flops_per_s)}FLOP/s", style="dim"))
     for point in points:
         px, py = x(math.log10(point.intensity)), y(math.log10(point.flops_per_s))
         parts.append(
@@ -76,7 +76,7 @@ def _draw(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[P
         )
         parts.append(text(px + 10, py + 16, point.name))
     said = "; ".join(
-        f"{p.name}: {_short(p.flops_per_s)}FLOP/s of at most {_short(_roof(p, flops_per_s, bytes_per_s))}"
+        f"{p.name}: {prefixed(p.flops_per_s)}FLOP/s of at most {prefixed(_roof(p, flops_per_s, bytes_per_s))}"
         for p in points
     )
     return document(WIDTH, HEIGHT, title, said, parts)
@@ -90,7 +90,7 @@ def _axes(x: Scale, y: Scale) -> Iterator[str]:
     for mark in marks_x:
         yield text(x(math.log10(mark)), BOTTOM + 16, f"{mark:g}", style="small dim", anchor="middle")
     for mark in marks_y:
-        yield text(LEFT - 8, y(math.log10(mark)) + 4, f"{_short(mark)}FLOP/s", style="small dim", anchor="end")
+        yield text(LEFT - 8, y(math.log10(mark)) + 4, f"{prefixed(mark)}FLOP/s", style="small dim", anchor="end")
     yield text((LEFT + RIGHT) / 2, BOTTOM + 38, "operations per byte over the link", style="dim", anchor="middle")
 
 
@@ -108,13 +108,13 @@ def _table(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[
     rows = []
     for point in points:
         roof = _roof(point, flops_per_s, bytes_per_s)
-        numbers = (f"{point.intensity:.4g}", f"{_short(roof)}FLOP/s", f"{_short(point.flops_per_s)}FLOP/s")
+        numbers = (f"{point.intensity:.4g}", f"{prefixed(roof)}FLOP/s", f"{prefixed(point.flops_per_s)}FLOP/s")
         rows.append((point.name, *numbers, f"{point.flops_per_s / roof:.0%}"))
-    note = f"The device: {_short(flops_per_s)}FLOP/s. The link: {_short(bytes_per_s)}B/s."
+    note = f"The device: {prefixed(flops_per_s)}FLOP/s. The link: {prefixed(bytes_per_s)}B/s."
     return Table(f"In numbers: {title}", ("", "operations per byte", "roofline", "measured", "of it"), rows, note)
 
 
-def _short(value: float) -> str:
+def prefixed(value: float) -> str:
     """A number to three digits, with the prefix of its unit."""
     factor, prefix = next((unit for unit in UNITS if value >= unit[0] * 0.9995), UNITS[-1])
     return f"{value / factor:.3g} {prefix}"

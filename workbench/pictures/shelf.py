@@ -12,8 +12,8 @@ from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.grid import Grid
 from workbench.pictures.theme import BLUE, GREEN, SKY, VERMILION, ink_on, kind_colour
-from workbench.pictures.words import draw_stash, number_of, say, shorten
-from workbench.readings import Moment
+from workbench.pictures.words import draw_stash, say, shorten
+from workbench.readings import Moment, Numbers, full_name, number_layers, short_name
 
 
 def draw_shelf(
@@ -39,7 +39,8 @@ def draw_shelf(
     ]
     grid = Grid(len(keys), x + 10, y + 10, width - 20, 168)
     parts += _draw_cells(grid, moment, keys, names, versions, frozen)
-    work = f"{'updates' if moment.eps_kind == 'update' else moment.eps_kind + 's'} {number_of(moment.eps_layer or '')}"
+    layer = short_name(moment.eps_layer or "", number_layers(keys))
+    work = f"{'updates' if moment.eps_kind == 'update' else moment.eps_kind + 's'} {layer}"
     y += 202
     if moment.eps_kind:
         parts += [
@@ -68,7 +69,7 @@ def _draw_cells(
     """The layers, drawn state by state, so that a thousand of them stay a few thousand characters."""
     if not keys:
         return []
-    place = {key: i for i, key in enumerate(keys)}
+    place = number_layers(keys)
     solid = {moment.eps_layer: SKY} if moment.eps_layer in place else {}
     if moment.layer in place:
         solid[moment.layer] = kind_colour("backward" if moment.kind == "backward" else "forward")
@@ -99,7 +100,7 @@ def _draw_cells(
     parts += grid.numbers(keys, inks, moment.layer)
     parts += grid.versions(keys, low_inks, versions)
     if len(keys) <= 64:
-        parts += [grid.tip(i, _tip(key, names, versions, key in frozen)) for i, key in enumerate(keys)]
+        parts += [grid.tip(i, _tip(key, place, names, versions, key in frozen)) for i, key in enumerate(keys)]
     return parts
 
 
@@ -109,8 +110,8 @@ def _draw_gradient(grid: Grid, cells: Sequence[int], high: float) -> list[str]:
     return [svg.path(grid.boxes(cells, high=high), fill=VERMILION), *lines]
 
 
-def _tip(key: str, names: Mapping[str, str], versions: Mapping[str, int], frozen: bool) -> str:
-    words = [key, names.get(key, "")] + ([f"version {versions[key]}"] if key in versions else [])
+def _tip(key: str, numbers: Numbers, names: Mapping[str, str], versions: Mapping[str, int], frozen: bool) -> str:
+    words = [full_name(key, numbers), names.get(key, "")] + ([f"version {versions[key]}"] if key in versions else [])
     return ", ".join(word for word in [*words, "frozen" if frozen else ""] if word)
 
 

@@ -14,10 +14,10 @@ from workbench.pictures.theme import STYLE
 PAGE = "var(--jp-layout-color1,Canvas)"  # the colour behind the picture
 
 
-def document(width: float, height: float, title: str, description: str, parts: Iterable[str]) -> str:
-    """A whole picture, with a title and a description for those who do not see it."""
+def document(width: float, height: float, title: str, description: str, parts: Iterable[str], left: float = 0) -> str:
+    """A whole picture from `left` on, with a title and a description for those who do not see it."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="l2l" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="l2l" viewBox="{left:g} 0 {width:g} {height:g}" width="100%" role="img" '
         f'aria-label="{escape(title)}" style="display:block;height:auto">'
         f"<title>{escape(title)}</title><desc>{escape(description)}</desc><style>{STYLE}</style>"
         + "".join(parts)

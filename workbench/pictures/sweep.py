@@ -6,8 +6,10 @@ and only the cursor moves. Steps that are over in a few frames are shown when th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from l2l_core import Trace
 from workbench.pictures.scale import round_up
 from workbench.readings import Columns
 from workbench.session import Snapshot
@@ -22,6 +24,7 @@ class Sweep(NamedTuple):
     before: Columns | None
     now_s: float | None
     span_s: float
+    keys: Iterable[str]  # of the layers of that step, which may be others now
 
 
 def sweep_of(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
@@ -34,10 +37,36 @@ def sweep_of(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
     last = Columns.of(now.last) if now.last is not None else None
     short = last is not None and last.end_s < SHORT_S
     if now.progress is None or short:
-        return Sweep(last, None, None, _steady(span_s, last.end_s)) if last is not None else None
+        if last is None or now.last is None:
+            return None
+        return Sweep(last, None, None, _steady(span_s, last.end_s), now.last.names)
     part = Columns.of(now.progress.trace, now.progress.events, now.progress.samples)
     end_s = max(now.progress.now_s, last.end_s if last is not None else 0.0)
-    return Sweep(part, last, now.progress.now_s, _steady(span_s, end_s))
+    return Sweep(part, last, now.progress.now_s, _steady(span_s, end_s), now.progress.trace.names)
+
+
+def failed_trace(now: Snapshot) -> Trace | None:
+    """The step that the session has just failed on for want of device memory; None if there is no such step."""
+    trace = now.failure.trace if now.failure is not None else None
+    return trace if trace is not None and trace.failed is not None and trace.failed.asked_bytes else None
+
+
+def sweep_of_failed(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
+    """The same of that step, up to where it failed, over the last finished one; None if there is no such step."""
+    trace = failed_trace(now)
+    if trace is None or trace.failed is None:
+        return None
+    part, last = Columns.of(trace), Columns.of(now.last) if now.last is not None else None
+    end_s = max(trace.failed.t_s, last.end_s if last is not None else 0.0)
+    return Sweep(part, last, trace.failed.t_s, _steady(span_s, end_s), trace.names)
+
+
+def words_of_sweep(now: Snapshot, sweep: Sweep | None) -> str:
+    """Of which branch and step it is, left of the cursor and right of it."""
+    if sweep is None or sweep.now_s is None:
+        return now.shown_words
+    before = f"; right of the cursor, {now.shown_words}" if sweep.before is not None else ""
+    return f"{now.progress_words if now.progress is not None else now.failed_words}{before}"
 
 
 def _steady(span_s: float, end_s: float) -> float:

@@ -6,7 +6,7 @@ It draws what a trace says and computes no advice. How events become few bars is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from textwrap import wrap
 
@@ -19,7 +19,16 @@ from workbench.pictures.labels import NARROWEST, NARROWEST_TIP, draw_labels, dra
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour
-from workbench.readings import Bars, Columns, TimelineSummary, make_bars, make_hatched, phases_of, timeline_summary
+from workbench.readings import (
+    Bars,
+    Columns,
+    TimelineSummary,
+    make_bars,
+    make_hatched,
+    number_layers,
+    phases_of,
+    timeline_summary,
+)
 
 __all__ = ["draw_timeline", "show_timeline", "timeline_summary", "timeline_table"]
 
@@ -39,7 +48,7 @@ def draw_timeline(
     before: Columns | None = None,
     now_s: float | None = None,
     span_s: float | None = None,
-    names: Mapping[str, str] | None = None,
+    keys: Iterable[str] = (),
     said: Sequence[str] = (),
 ) -> str:
     """The lanes of a step as SVG, below 60 kB whatever the number of events.
@@ -49,10 +58,10 @@ def draw_timeline(
         before: of the step before; what lies right of `now_s` is shown pale.
         now_s: seconds since a step under way began; None: the step is finished.
         span_s: end of the time axis; default a round number from the last event on.
-        names: dotted names of layers by key, for tooltips (which only a finished step with few bars has).
+        keys: of all layers of that step, in order: they say the numbers on bars, as the names of its trace do.
         said: sentences such as "forward: ...", one per phase, shown under the figures.
     """
-    summary = timeline_summary(now)
+    summary, numbers = timeline_summary(now), number_layers(keys)
     reach_s = max([now.end_s, now_s or 0.0, *([before.end_s] if before is not None else [])])
     axis = Scale(0.0, span_s or round_up(reach_s), LEFT, RIGHT)
     height = HEIGHT + (len(PHASES) * SLOT + 10 if said else 0)
@@ -72,21 +81,31 @@ def draw_timeline(
         parts += draw_separators(now, lane, on[lane], axis, y, LANE)
         exposed = make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis), (LEFT, RIGHT))
         parts += _draw_hatch(exposed, y)
-        parts += draw_labels(units[lane], exposed, axis, y + LANE / 2 + 4)
+        parts += draw_labels(units[lane], exposed, axis, y + LANE / 2 + 4, numbers)
     parts += _draw_lane_names(summary)
     if now_s is not None:
         parts.append(svg.path(f"M{axis(min(now_s, axis.high)):.1f} {TOP - 6}V{AXIS}", style="axis", width=1.5))
     parts += [*_draw_legend(now, before), *_draw_figures(summary, now_s), *_draw_said(said)]
     if now_s is None:
         room = MOST_BYTES - sum(len(part.encode()) for part in parts)
-        parts += draw_tips([(units[lane], y) for lane, y in _lanes()], LANE, axis, names or {}, room)
+        parts += draw_tips([(units[lane], y) for lane, y in _lanes()], LANE, axis, numbers, room)
     return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, said), parts)
 
 
-def show_timeline(trace: Trace) -> Picture:
-    """The timeline of a finished step with what binds each phase, and its table."""
-    said = [str(bound) for bound in trace.bound_by()]
-    return Picture(draw_timeline(Columns.of(trace), names=trace.names, said=said), timeline_table(trace))
+def show_timeline(trace: Trace, span_s: float | None = None) -> Picture:
+    """The timeline of a step with what binds each phase, and its table; of a step that failed, with how it ended.
+
+    Args:
+        trace: of the step.
+        span_s: end of the time axis, for pictures that are compared; see `common_span_s`.
+    """
+    said = _failure_of(trace) or [str(bound) for bound in trace.bound_by()]
+    drawn = draw_timeline(Columns.of(trace), span_s=span_s, keys=trace.names, said=said)
+    return Picture(drawn, timeline_table(trace))
+
+
+def _failure_of(trace: Trace) -> list[str]:
+    return [f"This step {trace.failed}."] if trace.failed is not None else []
 
 
 def timeline_table(trace: Trace) -> Table:
@@ -101,11 +120,12 @@ def timeline_table(trace: Trace) -> Table:
         share = _percent(busy_s / summary.span_s if summary.span_s else 0.0)
         rows.append((LANE_NAMES[lane], f"{len(on):,}", moved, format_seconds(busy_s), share, exposed))
     said = [f"{_percent(summary.overlap)} of copy time hidden under compute.", *(f"{b}." for b in trace.bound_by())]
+    failed = ", which failed" if trace.failed is not None else ""
     return Table(
-        title=f"Timeline of step {trace.step + 1}: {format_seconds(summary.span_s)}",
+        title=f"Timeline of step {trace.step + 1}{failed}: {format_seconds(summary.span_s)}",
         header=("lane", "events", "bytes", "busy", "share of step", "exposed"),
         rows=rows,
-        note=" ".join(said),
+        note=" ".join([*_failure_of(trace), *said]),
     )
 
 

@@ -1,20 +1,13 @@
-"""What the boxes of the relay picture share: words of a size, how layers are called, and the bar of a stash."""
+"""What the boxes of the relay picture share: words of a size, and the bar of a stash."""
 
 from __future__ import annotations
 
-import re
 from html import escape
 
 from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.theme import PURPLE
 from workbench.readings import Moment
-
-
-def number_of(key: str) -> str:
-    """A layer's number for people: the last digits of its key, without leading zeros; the key itself without digits."""
-    digits = re.findall(r"[0-9]+", key)
-    return str(int(digits[-1])) if digits else key
 
 
 def say(

@@ -17,6 +17,11 @@ from workbench.readings.columns import Columns as Columns
 from workbench.readings.in_core_bytes import BF16_FACTOR as BF16_FACTOR
 from workbench.readings.in_core_bytes import batch_bytes as batch_bytes
 from workbench.readings.in_core_bytes import in_core_bytes as in_core_bytes
+from workbench.readings.layer_names import Numbers as Numbers
+from workbench.readings.layer_names import full_name as full_name
+from workbench.readings.layer_names import number_layers as number_layers
+from workbench.readings.layer_names import short_name as short_name
+from workbench.readings.layer_names import span_name as span_name
 from workbench.readings.memory_levels import Levels as Levels
 from workbench.readings.memory_levels import Peak as Peak
 from workbench.readings.memory_levels import find_peak as find_peak

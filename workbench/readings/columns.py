@@ -27,7 +27,7 @@ class Columns:
         kind, layer: (events,), indices into `kinds` and `layers`.
         k, visit: (events,), -1 if none.
         nbytes: (events,), int64.
-        stay: (events,), as events say it.
+        stay, slot, piece, pieces: (events,), as events say it.
         kinds, layers: names, in order of first appearance; layers are keys.
         sample_s: (samples,), float64.
         sample_place: (samples,), index into `PLACES`.
@@ -44,6 +44,9 @@ class Columns:
     visit: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     stay: NDArray[np.int64]
+    slot: NDArray[np.int64]
+    piece: NDArray[np.int64]
+    pieces: NDArray[np.int64]
     kinds: Sequence[str]
     layers: Sequence[str]
     sample_s: NDArray[np.float64]
@@ -84,7 +87,7 @@ class _Reader:
     """Reads a trace once."""
 
     def __init__(self) -> None:
-        self._times, self._numbers = _Rows(3, np.float64), _Rows(7, np.int64)
+        self._times, self._numbers = _Rows(3, np.float64), _Rows(10, np.int64)
         self._sample_times, self._samples = _Rows(1, np.float64), _Rows(1 + len(CATEGORIES), np.int64)
         self._kinds: dict[str, int] = {}
         self._layers: dict[str, int] = {}
@@ -111,6 +114,9 @@ class _Reader:
                         e.visit,
                         e.nbytes,
                         e.stay,
+                        e.slot,
+                        e.piece,
+                        e.pieces,
                     )
                     for e in new
                 ]
@@ -125,7 +131,7 @@ class _Reader:
         held = self._samples.first(samples)
         return Columns(
             *(times[:, i] for i in range(3)),
-            *(numbers[:, i] for i in range(7)),
+            *(numbers[:, i] for i in range(10)),
             kinds=tuple(kinds),
             layers=tuple(layers),
             sample_s=self._sample_times.first(samples)[:, 0],

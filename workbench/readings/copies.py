@@ -8,36 +8,35 @@ from workbench.readings.events import Events
 
 
 class Copies:
-    """Copies of whole layers, which may travel in pieces: consecutive pieces of one layer are one copy.
+    """Copies of whole layers. Of a copy under way, and of one that was given up, only the first pieces are seen.
 
     Args:
         events: of the step.
         kind: "load" or "push".
-        live: whether pieces of the last copy may be still to come.
-        earlier: copies of the step before, which say how many bytes to expect.
 
     Attributes:
         layers: place in the stack, by copy.
+        slots: weight slot that it fills, by copy; -1 if none.
         start_s, stop_s: (copies,).
     """
 
-    def __init__(self, events: Events, kind: str, live: bool, earlier: Copies | None) -> None:
+    def __init__(self, events: Events, kind: str) -> None:
         rows = events.of_layers(kind)
-        start_s, stop_s, layers = events.start_s[rows], events.stop_s[rows], events.rank[rows]
-        firsts = np.flatnonzero(np.append(True, np.diff(layers) != 0)[: len(layers)])
-        self._first: list[int] = [*firsts.tolist(), len(layers)]
-        self._piece_start, self._piece_stop, self._live = start_s, stop_s, live
+        start_s, stop_s = events.start_s[rows], events.stop_s[rows]
+        firsts = np.flatnonzero(events.piece[rows] == 0)
+        self._first: list[int] = [*firsts.tolist(), len(rows)]
+        self._piece_start, self._piece_stop = start_s, stop_s
         self._sum = np.concatenate([[0], np.cumsum(events.nbytes[rows])])
-        self.layers: list[int] = layers[firsts].tolist()
+        self._pieces: list[int] = events.pieces[rows[firsts]].tolist()
+        self.layers: list[int] = events.rank[rows[firsts]].tolist()
+        self.slots: list[int] = events.slot[rows[firsts]].tolist()
         self.start_s = start_s[firsts]
         self.stop_s = np.maximum.reduceat(stop_s, firsts) if len(firsts) else stop_s
-        self._known: dict[int, int] = dict(earlier._known) if earlier else {}  # most bytes of a layer's copy
-        for copy, layer in enumerate(self.layers):
-            self._known[layer] = max(self._known.get(layer, 0), self.total(copy))
 
-    def total(self, copy: int) -> int:
-        """Bytes of all its pieces."""
-        return int(self._sum[self._first[copy + 1]] - self._sum[self._first[copy]])
+    def total(self, copy: int) -> float:
+        """Bytes of all its pieces; those that are not seen are as large as the others, to within a few elements."""
+        first, end = self._first[copy], self._first[copy + 1]
+        return float(self._sum[end] - self._sum[first]) * self._pieces[copy] / (end - first)
 
     def done(self, copy: int, t_s: float) -> float:
         """Bytes that are there; a piece under way counts by its time."""
@@ -49,9 +48,7 @@ class Copies:
             done += float(share * (self._sum[over + 1] - self._sum[over]))
         return done
 
-    def share(self, copy: int, t_s: float, is_whole: bool = False) -> float:
-        """Share of the copy that is there; `is_whole` if it is known that no piece of it is still to come."""
+    def share(self, copy: int, t_s: float) -> float:
+        """Share of the copy that is there."""
         total = self.total(copy)
-        if self._live and copy == len(self.layers) - 1 and not is_whole:
-            total = max(total, self._known.get(self.layers[copy], 0))
         return min(1.0, self.done(copy, t_s) / total) if total else 1.0

@@ -15,7 +15,7 @@ class Events:
     """Events in order of start; those that start together come in order of stop.
 
     Attributes:
-        start_s, stop_s, kind, layer, k, visit, nbytes, stay: (events,), as in `Columns`.
+        start_s, stop_s, kind, layer, k, visit, nbytes, stay, slot, piece, pieces: (events,), as in `Columns`.
         rank: (events,), the layer's place in the stack, -1 if it is not in it.
         lanes: the events of each lane.
         keys: the stack.
@@ -28,7 +28,8 @@ class Events:
         self.start_s, self.stop_s = columns.start_s[order], columns.stop_s[order]
         self.kind, self.layer = columns.kind[order], columns.layer[order]
         self.k, self.visit, self.nbytes = columns.k[order], columns.visit[order], columns.nbytes[order]
-        self.stay = columns.stay[order]
+        self.stay, self.slot = columns.stay[order], columns.slot[order]
+        self.piece, self.pieces = columns.piece[order], columns.pieces[order]
         self._lane = columns.lane[order]
         self.lanes = {name: np.flatnonzero(self._lane == number) for number, name in enumerate(LANES)}
         places = {key: number for number, key in enumerate(keys)}

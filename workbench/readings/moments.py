@@ -12,12 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from l2l_core.rules import weight_slots
 from l2l_core.trace import CATEGORIES, LANES, PLACES, Trace
 from workbench.readings.algorithm import line_of
 from workbench.readings.columns import Columns
 from workbench.readings.copies import Copies
 from workbench.readings.events import Events
 from workbench.readings.gradients import Gradients
+from workbench.readings.layer_names import number_layers
 from workbench.readings.moment import Moment, Phase, Slot, Work
 from workbench.readings.residency import Held, Residency
 from workbench.readings.stashed import Stashed
@@ -63,10 +65,10 @@ class Moments:
         self.end_s = columns.end_s
         self.micro_batches = micro_batches or int(columns.k.max(initial=0)) + 1
 
-        self._loads = Copies(self._events, "load", live, earlier._loads if earlier else None)
-        self._pushes = Copies(self._events, "push", live, earlier._pushes if earlier else None)
+        self._loads = Copies(self._events, "load")
+        self._pushes = Copies(self._events, "push")
         self._visits = Visits(self._events, live, earlier._visits if earlier else None)
-        self._residency = Residency(self._loads, self._visits, ahead + 1)
+        self._residency = Residency(self._loads, weight_slots(ahead))
         frozen = {*earlier._visits.layers}.difference(earlier._pushes.layers) if earlier else ()
         self._gradients = Gradients(self._events, self._visits, self._pushes, live, frozen)
         self._stashed = Stashed(self._events, self.micro_batches, live)
@@ -81,11 +83,11 @@ class Moments:
 
     @classmethod
     def of(cls, trace: Trace, keys: Sequence[str] | None = None) -> Moments:
-        """A finished step; without `keys` the layers that it loads or runs, in the order of the trace's names."""
+        """A finished step; without `keys` all layers of its time: the trace's names, those that sat the step out too."""
         columns, settings = Columns.of(trace), trace.settings
         if keys is None:
             used = {e.layer for e in trace.events if e.kind in ("load", "forward") and e.layer != "shell"}
-            keys = [key for key in trace.names if key in used]
+            keys = list(number_layers(trace.names))
             keys += sorted(used.difference(keys))
         return cls(
             columns,
@@ -217,9 +219,7 @@ class Moments:
     def _slot(self, held: Held | None, t_s: float) -> Slot:
         if held is None:
             return Slot(None, 0.0)
-        is_whole = held.layer in self._visits.layers[-1:]  # or it could not compute
-        share = self._loads.share(held.load, t_s, is_whole) if held.load >= 0 else 1.0
-        return Slot(self.keys[held.layer], share)
+        return Slot(self.keys[held.layer], self._loads.share(held.load, t_s))
 
     def _phase(self, i: int, t_s: float) -> tuple[Phase, str, int]:
         """The phase, and the kind and micro-batch of what the pass did last."""

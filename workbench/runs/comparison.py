@@ -39,7 +39,7 @@ class OneStep(NamedTuple):
     """A step of one run."""
 
     name: str
-    step: int  # from 1
+    step: str  # which, in words
     timeline: Picture
     memory: Picture
 
@@ -111,20 +111,21 @@ def _draw_steps(runs: Sequence[Named]) -> list[OneStep]:
     peaks = [trace.peak_bytes("device") for _, trace in known] + [one.now.budget_bytes or 0 for one, _ in known]
     top = round_up(1.05 * max(peaks, default=0))
     return [
-        OneStep(one.name, trace.step + 1, _timeline(trace, span_s), _memory(one, trace, span_s, top))
+        OneStep(one.name, one.now.shown_words, _timeline(trace, span_s), _memory(one, trace, span_s, top))
         for one, trace in known
     ]
 
 
 def _timeline(trace: Trace, span_s: float) -> Picture:
     said = [str(bound) for bound in trace.bound_by()]
-    drawn = draw_timeline(Columns.of(trace), span_s=span_s, names=trace.names, said=said)
+    drawn = draw_timeline(Columns.of(trace), span_s=span_s, keys=trace.names, said=said)
     return Picture(drawn, timeline_table(trace))
 
 
 def _memory(one: Named, trace: Trace, span_s: float, top: float) -> Picture:
     drawn = draw_memory(
         Columns.of(trace),
+        keys=trace.names,
         span_s=span_s,
         budget_bytes=one.now.budget_bytes,
         in_core_bytes=one.now.in_core_bytes,

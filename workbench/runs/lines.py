@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Any, TypeVar
 
 from l2l_core import Event, RelayConfig, Trace
 from l2l_core.edits import Branch, Entry
-from l2l_core.trace import LANES, PLACES, MemorySample, with_stays
-from workbench.session import FIGURES, Change, LayerRow, Pasts, Snapshot, StepRow
+from l2l_core.trace import LANES, PLACES, MemorySample, with_all_said
+from workbench.session import FIGURES, Change, Judged, LayerRow, Pasts, ShownStep, Snapshot, StepRow
 
-SCHEMA, VERSION = "l2l-run", 2  # in runs of version 1 events say no stays
+SCHEMA, VERSION = "l2l-run", 3  # in runs of version 1 and 2 events say less, and no edit is judged
+READ = (1, 2, VERSION)
 PLAIN = (
     "model",
     "num_params",
@@ -41,6 +43,7 @@ PLAIN = (
     "branch",
 )
 LISTS: Mapping[str, type] = {"steps": StepRow, "changes": Change, "journal": Entry, "branches": Branch}
+OF_STEP = frozenset({"in_core_bytes"})  # of PLAIN: what a snapshot has of the step that it shows
 NEW = frozenset({"shell_trained"})  # of PLAIN: what runs of older versions do not tell
 OF_LAYER = ("version", *FIGURES)  # what every step changes; the rest of a layer is in the list "stack"
 
@@ -101,7 +104,7 @@ class Told:
             known = self._lists[name]
             if not 0 <= kept <= len(known):
                 raise ValueError(f"{kept} of {len(known)} {name} are to stay")
-            known[kept:] = [build(LISTS[name], one) for one in new] if name in LISTS else new
+            known[kept:] = [_BUILD[name](one) for one in new] if name in LISTS else new
         for name, column in row["layers"].items():
             self._of_layer[name] = [None if value is None else float(value) for value in column]
 
@@ -128,15 +131,22 @@ class Told:
             for fixed, figures in zip(self._lists["stack"], columns, strict=True)
         )
 
-    def show(self, number: int, pasts: Pasts, last: Trace | None) -> Snapshot:
+    def shown(self) -> Callable[[Trace], ShownStep]:
+        """Takes the trace of the step that the lines end with, and says whose it is."""
+        row = self.last_step
+        journal, nbytes = tuple(self._lists["journal"]), self._plain["in_core_bytes"]
+        return partial(ShownStep, row.branch, row.step, layers=self.layers(), journal=journal, in_core_bytes=nbytes)
+
+    def show(self, number: int, pasts: Pasts, shown: ShownStep | None) -> Snapshot:
         """The session as it was then: closed, because nothing can be asked of it.
 
         Args:
             number: of the moment.
             pasts: steps and statistics by branch.
-            last: trace of the last step that is known whole.
+            shown: the last step that led there and is known whole.
         """
-        plain = {name: self._plain[name] for name in PLAIN if name not in NEW or name in self._plain}
+        names = [name for name in PLAIN if name not in OF_STEP and (name not in NEW or name in self._plain)]
+        plain = {name: self._plain[name] for name in names}
         steps = tuple(self._lists["steps"])
         return Snapshot(
             **plain,
@@ -150,7 +160,7 @@ class Told:
             target=len(steps),
             layers=self.layers(),
             statistics=pasts.here.statistics.view(),
-            last=last,
+            shown=shown,
             progress=None,
             failure=None,
             elsewhere=pasts.elsewhere(),
@@ -196,7 +206,7 @@ def trace_row(trace: Trace) -> Row:
 
 
 def trace_of(row: Mapping[str, Any]) -> Trace:
-    """What `trace_row` made, exactly; from the row of a run of version 1, with stays.
+    """What `trace_row` made, exactly; from the row of a run of version 1, with what its events do not say.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: it is no such row.
@@ -205,7 +215,7 @@ def trace_of(row: Mapping[str, Any]) -> Trace:
     events = [Event(LANES[lane], words[kind], start, stop, words[layer], *rest)
               for lane, kind, start, stop, layer, *rest in row["events"]]  # fmt: skip
     if any(len(event) < len(Event._fields) for event in row["events"]):
-        events = with_stays(events)
+        events = with_all_said(events, row["settings"].get("ahead", 1))
     memory = [MemorySample(t_s, PLACES[place], used) for t_s, place, used in row["memory"]]
     header = {name: row[name] for name in ("step", "device", "names", "settings")}
     return Trace.of(events, memory, **header)
@@ -231,10 +241,17 @@ def _plain(value: Any) -> Any:
 
 
 def build(record: type[T], row: Mapping[str, Any]) -> T:
-    """`record(**row)`; numbers that were written as text are numbers again.
+    """`record(**row)`; numbers that were written as text are numbers again, and values of values such values.
 
     Raises:
         TypeError, ValueError: other fields than the record's, or no number.
     """
-    floats = {field.name for field in fields(record) if str(field.type).startswith("float")}  # type: ignore[arg-type]
-    return record(**{name: float(v) if name in floats and v is not None else v for name, v in row.items()})
+    kinds = {field.name: str(field.type).partition(" ")[0] for field in fields(record)}  # type: ignore[arg-type]
+    read = {name: _READERS[kind] for name, kind in kinds.items() if kind in _READERS}
+    return record(**{name: read[name](v) if name in read and v is not None else v for name, v in row.items()})
+
+
+_BUILD: Mapping[str, Callable[[Row], Any]] = {name: partial(build, kind) for name, kind in LISTS.items()} | {
+    "journal": Entry.of_plain
+}
+_READERS: Mapping[str, Callable[[Any], Any]] = {"float": float, "Judged": Judged.of_plain}  # by the type of a field

@@ -6,15 +6,15 @@ import gzip
 import json
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from l2l_core import Trace
-from workbench.runs.lines import SCHEMA, VERSION, Row, Told, trace_of
-from workbench.session import Pasts, Snapshot
+from workbench.runs.lines import READ, SCHEMA, VERSION, Row, Told, trace_of
+from workbench.session import Pasts, ShownStep, Snapshot
 
 IN_FOLDER = ("run.jsonl.gz", "run.jsonl")
 _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
@@ -52,7 +52,7 @@ class RecordedRun:
     def snapshot(self, number: int | None = None) -> Snapshot:
         """The session after a step or a change; by default at the end.
 
-        Its `last` is the newest step until then that was recorded whole, None if there is none.
+        It shows the newest step that led there and was recorded whole, none if there is none.
 
         Raises:
             ValueError: there is no such moment.
@@ -62,12 +62,14 @@ class RecordedRun:
             number = last
         if not 0 <= number <= last:
             raise ValueError(f"number={number}: {self.path} has moments 0 to {last}")
-        return _show(self, number)
+        return _show(self, number)[0]
 
     def whole(self, number: int | None = None) -> int | None:
-        """The newest moment until then, by default until the end, whose step was recorded whole; None if there is none."""
-        until = len(self.moments) - 1 if number is None else number
-        return max((one for one in self.traced if one <= until), default=None)
+        """The newest moment that led there, by default to the end, whose step was recorded whole; None if there is none.
+
+        Steps of other branches do not count.
+        """
+        return _show(self, len(self.moments) - 1 if number is None else number)[1]
 
     def trace(self, number: int) -> Trace:
         """The events of a step that was recorded whole; `traced` has the numbers.
@@ -113,18 +115,26 @@ class Recording:
 
 
 @lru_cache(maxsize=16)
-def _show(run: RecordedRun, number: int) -> Snapshot:
-    told, pasts = Told(), Pasts("", [""])
-    for row in run.moments[: number + 1]:
+def _show(run: RecordedRun, number: int) -> tuple[Snapshot, int | None]:
+    """The session then, and the moment of the step that it shows."""
+    told, pasts, branch = Told(), Pasts("", [""]), ""
+    wholes: dict[str, tuple[int, Callable[[Trace], ShownStep]] | None] = {"": None}  # by branch, as pasts are
+    for at, row in enumerate(run.moments[: number + 1]):
         told.take(row)
+        wholes = {name: wholes.get(name, wholes[branch]) for name in told.branches}
+        branch = told.branch
+        if row["stepped"] and at in run._traces:
+            wholes[branch] = at, told.shown()
         pasts.follow(told.branch, told.branches)
         if row["stepped"]:
             pasts.here.steps.append(told.last_step)
             pasts.here.statistics.append(told.last_step.step, told.layers())
         else:
             pasts.here.statistics.arrange(told.layers())
-    whole = run.whole(number)
-    return told.show(number, pasts, run.trace(whole) if whole is not None else None)
+    whole = wholes[branch]
+    if whole is None:
+        return told.show(number, pasts, None), None
+    return told.show(number, pasts, whole[1](run.trace(whole[0]))), whole[0]
 
 
 @lru_cache(maxsize=16)
@@ -181,7 +191,7 @@ class _Reader:
         if (kind == "run") != (number == 1):
             raise ValueError(f"a line of the type {kind!r} cannot be here")
         if kind == "run":
-            if row["schema"] != SCHEMA or row["version"] not in (1, VERSION):
+            if row["schema"] != SCHEMA or row["version"] not in READ:
                 raise ValueError(
                     f"{row['schema']!r} version {row['version']!r}; this program reads {SCHEMA!r} version {VERSION}"
                 )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from weakref import ref
 
 import psutil
 import torch
@@ -61,7 +62,7 @@ class Recorder:
         )
         self._told = Told()
         self._moments = self._steps = 0
-        self._last: Trace | None = None
+        self._last: dict[str, ref[Trace]] = {}  # by branch, the last step that was told
         self._pending: tuple[int, Trace] | None = None  # moment and trace of a step that may turn out to matter
         self._changed = True  # since the last step
         self._left = traces
@@ -81,7 +82,7 @@ class Recorder:
         Raises:
             ValueError: the recorder is closed.
         """
-        number, stepped = self._moments, now.last is not None and now.last is not self._last
+        number, stepped = self._moments, self._is_new(now)
         self._write("moment", {"stepped": stepped, **self._told.tell(now)})
         self._moments += 1
         if not stepped:
@@ -89,12 +90,19 @@ class Recorder:
             self._pending, self._changed = None, True
             return
         assert now.last is not None
-        self._last, self._pending = now.last, (number, now.last)
+        self._last[now.branch], self._pending = ref(now.last), (number, now.last)
         self._steps += 1
         if self._changed or self._steps & (self._steps - 1) == 0:
             self._keep(self._pending)
             self._pending = None
         self._changed = False
+
+    def _is_new(self, now: Snapshot) -> bool:
+        """Whether it shows a step of its branch that was not told yet."""
+        if now.shown is None or now.shown.branch != now.branch:
+            return False
+        told = self._last.get(now.branch)
+        return told is None or told() is not now.last
 
     def close(self) -> None:
         """Record the last step whole, and close the file; calling it twice is fine."""

@@ -53,6 +53,8 @@ WORDS = {
     "stash": "Inputs of layers, kept for the backward pass, which computes each layer once more from its input.",
     "overlap, exposed": "The share of copy time that is hidden under compute; the rest is exposed, and makes a step longer.",
     "in core": "Ordinary training, with the whole model on the device.",
+    "probe": "A few fixed batches whose losses are measured, in evaluation mode, before and after an edit. The change is the "
+    "mean over the batches, ± its standard deviation over them; ▲ worse and ▼ better by more than that.",
     "influence": "1 minus the mean cosine between what enters a layer and what leaves it: near 0, the layer changes little.",
 }
 
@@ -115,7 +117,8 @@ def render_report(runs: Sequence[RecordedRun]) -> str:
 
 def _describe_run(one: Named) -> Context:
     now, run = one.now, one.run
-    facts = [now.model, f"{len(now.layers)} layers", f"{count_words(now.num_params)} weights", now.device]
+    branch = [f"branch {now.branch}"] if len(now.branches) > 1 else []
+    facts = [now.model, *branch, f"{len(now.layers)} layers", f"{count_words(now.num_params)} weights", now.device]
     return {
         "name": one.name,
         "facts": " · ".join([*facts, f"{len(now.steps)} steps", f"began {run.began.replace('T', ' ')[:16]} UTC"]),
@@ -123,11 +126,11 @@ def _describe_run(one: Named) -> Context:
         "verdicts": run.facts,
         "loss": _loss(now, run),
         "loss_words": _say_loss(now, run),
-        "step": _step(run.snapshot(whole)) if (whole := run.whole()) is not None else None,
+        "step": _step(now) if now.last is not None else None,
         "budget": now.budget_bytes is not None,
         "heat": _heat(now),
-        "layers": layers_table(now.layers),
-        "journal": journal_table(now.journal) if now.journal else None,
+        "layers": replace(layers_table(now.layers), title=f"Layers {now.state_words}"),
+        "journal": journal_table(now.journal, now.changes) if now.journal else None,
         "changes": _changes(now),
         "settings": replace(settings_table(now), title="Settings of the last step"),
         "machine": _machine(run),
@@ -153,9 +156,7 @@ def _cards(now: Snapshot, run: RecordedRun) -> list[Card]:
             times = f"{now.in_core_bytes / peak:.1f} times as much" if peak else ""
             cards.append(Card("in core would need", format_bytes(now.in_core_bytes), times))
     if now.last is not None:
-        cards.append(
-            Card("copies hidden under compute", f"{100 * now.last.overlap():.0f} %", f"step {now.last.step + 1}")
-        )
+        cards.append(Card("copies hidden under compute", f"{100 * now.last.overlap():.0f} %", now.shown_words))
         cards += _bound(now.last)
     return cards
 
@@ -188,18 +189,23 @@ def _say_loss(now: Snapshot, run: RecordedRun) -> str:
 
 
 def _step(now: Snapshot) -> Context:
-    """The step that `now` is just after: layers may be others later."""
-    trace = now.last
-    assert trace is not None
-    frames = relay_frames(trace, now.layers, now.budget_bytes)
+    """The step that is shown, with the layers that there were in it: they may be others later."""
+    shown = now.shown
+    assert shown is not None
+    trace = shown.trace
+    frames = relay_frames(trace, shown.layers, now.budget_bytes)
     sampled = (
         f"{len(frames.frames):,} of {frames.events:,} events, evenly chosen."
         if len(frames.frames) < frames.events
         else ""
     )
-    drawn = draw_memory(Columns.of(trace), budget_bytes=now.budget_bytes, in_core_bytes=now.in_core_bytes)
+    drawn = draw_memory(
+        Columns.of(trace), keys=trace.names, budget_bytes=now.budget_bytes, in_core_bytes=now.in_core_bytes
+    )
     return {
-        "number": trace.step + 1,
+        "name": (name := now.name_of(shown)),
+        "title": f"{name[0].upper()}{name[1:]}",
+        "whose": now.shown_words,
         "first": frames.frame(frames.start) if frames.frames else ("", "", ""),
         "packed": frames.pack(),
         "sampled": sampled,
@@ -220,7 +226,9 @@ def _heat(now: Snapshot) -> list[Any]:
 
 
 def _changes(now: Snapshot) -> Table:
-    return Table("Changes", ("after step", "what"), [(str(change.step), change.what) for change in now.changes])
+    """Edits and settings in the order in which they were made; only edits are measured."""
+    rows = [(str(change.step), change.what, change.verdict) for change in now.changes]
+    return Table("Changes", ("after step", "what", "probe"), rows)
 
 
 def _machine(run: RecordedRun) -> Table:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+import numpy
 import torch
 
-from l2l_core.batches import Batch
+from l2l_core.batches import Batch, mapped
 
 BatchSource = Iterable[Batch] | Callable[[], Batch]
 
@@ -45,6 +46,11 @@ class Batches:
             self._waiting.append(self._next())
         return self._waiting[0]
 
+    @property
+    def waiting(self) -> Sequence[Any]:
+        """The batch that was taken and not used, if there is one."""
+        return tuple(self._waiting)
+
     def used(self) -> None:
         """The batch that was taken is done with: the next `take` gives another."""
         self._waiting.clear()
@@ -74,3 +80,14 @@ class Batches:
             "batches holds no batch, so there is nothing to train on: give a source that is not empty; a DataLoader with "
             "drop_last=True is, if its dataset is smaller than a batch"
         )
+
+
+def copied(batch: Batch) -> Batch:
+    """A batch with tensors and arrays of its own: its source may fill the old ones again."""
+    return mapped(batch, _copy)
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    return leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf

@@ -1,4 +1,4 @@
-"""Steps and changes of a session by branch: each branch has the past that led to it, from before it was forked too."""
+"""Steps, changes and the step to show, by branch: each has the past that led to it, from before it was forked too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
+from workbench.session.shown_step import ShownStep
 from workbench.session.statistics import StatisticsLog
 from workbench.session.values import Change, StepRow
+
+MOST_SHOWN = 4
 
 
 @dataclass
@@ -17,16 +20,18 @@ class Past:
     steps: list[StepRow] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     statistics: StatisticsLog = field(default_factory=StatisticsLog)
+    shown: ShownStep | None = None
 
     def copy(self) -> Past:
         """The same, to go its own way."""
-        return Past(list(self.steps), list(self.changes), deepcopy(self.statistics))
+        return Past(list(self.steps), list(self.changes), deepcopy(self.statistics), self.shown)
 
 
 class Pasts:
     """The pasts of all branches of a relay.
 
     Invariant: there is one for each branch that there was when `follow` was called last, and `here` is the present one's.
+    Traces are large: there is a step to show for the branches that were present last, `MOST_SHOWN` of them.
 
     Args:
         branch: the present one.
@@ -35,7 +40,9 @@ class Pasts:
 
     def __init__(self, branch: str, names: Collection[str]) -> None:
         self._by_name = {name: Past() for name in names}
+        self.parents: dict[str, str] = {}  # by branch, the one that it was forked from
         self.here = self._by_name[branch]
+        self._recent = [branch]  # the last one was present last
 
     def follow(self, branch: str, names: Collection[str]) -> bool:
         """The relay may have other branches now, or another present one; those that are new were forked from here.
@@ -43,9 +50,18 @@ class Pasts:
         Returns whether it has gone to a branch that there was before.
         """
         old, went = self.here, branch in self._by_name
+        known = self.parents | {name: self._recent[-1] for name in names if name not in self._by_name}
+        self.parents = {name: known[name] for name in names if name in known}
         self._by_name = {name: self._by_name.get(name) or old.copy() for name in names}
         self.here = self._by_name[branch]
+        self._recent = [*(name for name in self._recent if name in names and name != branch), branch]
+        for name in {*names} - {*self._recent[-MOST_SHOWN:]}:
+            self._by_name[name].shown = None
         return went and self.here is not old
+
+    def of(self, name: str) -> Past:
+        """The past of a branch that there is."""
+        return self._by_name[name]
 
     def elsewhere(self) -> Mapping[str, Sequence[StepRow]]:
         """By other branch, the steps that it has not in common with the present one, and the last common one before them."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
 from l2l_core.trace import format_bytes
+from workbench.readings import Numbers, full_name
 from workbench.session.edit_words import place_words
 from workbench.session.values import LayerRow
 
@@ -110,11 +111,11 @@ class Outlook:
         return (same, *sizes, f"optimizer state {self.optimizer}")
 
 
-def foresee(edit: Edit, stack: Sequence[LayerRow]) -> Outlook:
-    """What an edit out of `make_edit` would do, if the stack stays as it is until its turn."""
+def foresee(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> Outlook:
+    """What an edit out of `make_edit` would do, if the stack stays as it is until its turn; `numbers` of all layers."""
     sign, rows = _comes_and_goes(edit, stack)
     return Outlook(
-        _sentence(edit, stack),
+        _sentence(edit, stack, numbers),
         edit.preserves_function,
         edit.optimizer_policy,
         sign * len(rows),
@@ -147,28 +148,31 @@ def _rows_of(span: Any, stack: Sequence[LayerRow]) -> Sequence[LayerRow]:
     return stack[keys.index(first) : keys.index(last) + 1]
 
 
-def _sentence(edit: Edit, stack: Sequence[LayerRow]) -> str:
+def _sentence(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> str:
+    def call(where: Any) -> str:
+        return place_words(where, numbers)
+
     match edit:
         case Insert(at, _, _, init):
-            where = f"in front of {at}" if isinstance(at, str) else "behind the last one"
-            like = _model_of(edit, stack).key
+            where = f"in front of {call(at)}" if isinstance(at, str) else "behind the last one"
+            like = full_name(_model_of(edit, stack).key, numbers)
             return f"A new layer {where}, made like {like}: {_STARTS[init].format(like=like)}."
         case Duplicate(layers, mode):
-            return f"Copies of {place_words(layers)}, {_GOES[mode]}."
+            return f"Copies of {call(layers)}, {_GOES[mode]}."
         case Drop(layers, park):
-            return (
-                f"{place_words(layers)} {'leave' if isinstance(layers, tuple) else 'leaves'} the stack; {_PARKS[park]}."
-            )
+            return f"{call(layers)} {'leave' if isinstance(layers, tuple) else 'leaves'} the stack; {_PARKS[park]}."
         case Swap(a, b):
-            return f"{a} and {b} change places."
+            return f"{call(a)} and {call(b)} change places."
         case Move(layer, to):
-            return f"{layer} goes to the place of {to}."
+            return f"{call(layer)} goes to the place of {call(to)}."
         case Interpolate(layer, other, weight):
-            return f"{layer} moves {100 * weight:.3g} % of the way towards {other}, with its optimizer state."
+            return (
+                f"{call(layer)} moves {100 * weight:.3g} % of the way towards {call(other)}, with its optimizer state."
+            )
         case Freeze(layers):
-            return f"{place_words(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained no longer."
+            return f"{call(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained no longer."
         case Unfreeze(layers):
-            return f"{place_words(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained again."
+            return f"{call(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained again."
     raise AssertionError(f"the form has no {type(edit).__name__}")
 
 

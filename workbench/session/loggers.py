@@ -39,7 +39,7 @@ class Logger(Protocol):
         """A step is finished."""
 
     def log_change(self, change: Change) -> None:
-        """Settings or the model have changed since the last step."""
+        """Settings or the model have changed since the last step; of an edit, this comes once the probe has judged it."""
 
     def close(self) -> None:
         """Nothing more will come; calling it twice is fine."""
@@ -105,8 +105,7 @@ class JsonLines:
     def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self._file.closed:
             raise ValueError(f"{self.path} is closed: make a new JsonLines(..., append=True) to go on")
-        finite = {name: _finite(value) for name, value in fields.items()}
-        line = json.dumps({"type": kind, **finite}, ensure_ascii=False, allow_nan=False)
+        line = json.dumps({"type": kind, **_finite(fields)}, ensure_ascii=False, allow_nan=False)
         self._file.write(line.encode("utf-8") + b"\n")
         self._file.flush()
 
@@ -151,8 +150,12 @@ class TensorBoard:
             self._writer.add_scalar(tag, value, row.step)
 
     def log_change(self, change: Change) -> None:
-        """Write a change as text at its step."""
-        self._writer.add_text("change", change.what, change.step)
+        """Write a change as text at its step; of an edit that was judged, the probe's mean loss and its change too."""
+        said = change.what if change.entry is None else f"{change.what} (probe: {change.verdict})"
+        self._writer.add_text("change", said, change.step)
+        if change.judged is not None:
+            self._writer.add_scalar("probe/loss", change.judged.after.mean, change.step)
+            self._writer.add_scalar("probe/change", change.judged.change, change.step)
 
     def close(self) -> None:
         """Flush; close the writer if it was made here."""
@@ -162,6 +165,10 @@ class TensorBoard:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from l2l_core import Relay
+from l2l_core import Relay, Trace
 from workbench.session.branch_history import Past, Pasts
 from workbench.session.rows import changed_layers, count_params, layer_rows
+from workbench.session.shown_step import ShownStep
 from workbench.session.values import LayerRow, StepRow
 
 
@@ -33,6 +34,14 @@ class Mirror:
         """Of the present branch."""
         return self._pasts.here
 
+    def past_of(self, name: str) -> Past:
+        """Of any branch."""
+        return self._pasts.of(name)
+
+    def parent_of(self, name: str) -> str | None:
+        """The branch that one was forked from; None where that was before the session."""
+        return self._pasts.parents.get(name)
+
     def look(self) -> bool:
         """A change may have done anything to the relay; whether it went back to a branch that there was before."""
         self.layers, self.num_params = layer_rows(self._relay), count_params(self._relay)
@@ -48,12 +57,15 @@ class Mirror:
         """An edit is done; the layers were so before."""
         self.touched = changed_layers(before, self.layers)
 
-    def note_step(self, row: StepRow, layers: Sequence[LayerRow]) -> None:
+    def note_step(
+        self, row: StepRow, layers: Sequence[LayerRow], trace: Trace, in_core_bytes: int | None = None
+    ) -> None:
         """A step is done; the layers are so now."""
         self.past.steps.append(row)
         self.past.statistics.append(row.step, layers)
         self.layers = tuple(layers)
         self._read()
+        self.past.shown = ShownStep(row.branch, row.step, trace, self.layers, self.journal, in_core_bytes)
 
     def _read(self) -> None:
         relay = self._relay

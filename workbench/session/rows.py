@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from l2l_core import Relay, StepResult, TornStep
+from l2l_core import Relay, StepResult, TornStep, Trace
 from l2l_core.trace import format_bytes
 from workbench.readings import Columns, timeline_summary
+from workbench.session.remedies import remedy_of
+from workbench.session.shown_step import ShownStep
 from workbench.session.snapshot import Snapshot
 from workbench.session.statistics import StatisticsLog
 from workbench.session.values import During, Failure, LayerRow, StepRow
@@ -96,9 +98,8 @@ def snapshot_of(relay: Relay, steps: Sequence[StepRow], in_core_bytes: int | Non
         statistics=StatisticsLog().view(),
         shell_params=relay.shell.num_params,
         shell_trained=relay.shell.num_trained,
-        last=relay.trace if steps else None,
+        shown=_shown(relay, in_core_bytes) if steps else None,
         progress=None,
-        in_core_bytes=in_core_bytes,
         failure=None,
         journal=relay.journal,
         can_undo=relay.can_undo,
@@ -108,12 +109,20 @@ def snapshot_of(relay: Relay, steps: Sequence[StepRow], in_core_bytes: int | Non
     )
 
 
-def explain(error: BaseException, during: During, steps: int) -> Failure:
-    """What a person has to know of an error, after `steps` finished steps."""
-    number = steps + (during in ("batch", "step"))
+def _shown(relay: Relay, in_core_bytes: int | None) -> ShownStep | None:
+    trace = relay.trace
+    if trace is None:
+        return None
+    return ShownStep(relay.branch, relay.steps, trace, layer_rows(relay), relay.journal, in_core_bytes)
+
+
+def explain(error: BaseException, during: During, relay: Relay, trace: Trace | None = None) -> Failure:
+    """What a person has to know of an error of a relay; `trace`: of the step that failed."""
+    number = relay.steps + (during in ("batch", "step"))
     printed = "".join(traceback.format_exception(error))
     message = "\n".join([_words_of(error) or "no message", *getattr(error, "__notes__", ())])
-    return Failure(number, during, type(error).__name__, message, printed, _what_holds(error, during))
+    after, remedy = _what_holds(error, during), remedy_of(error, relay)
+    return Failure(number, during, type(error).__name__, message, printed, after, trace, relay.branch, remedy)
 
 
 def _words_of(error: BaseException) -> str:
@@ -128,7 +137,7 @@ def _what_holds(error: BaseException, during: During) -> str:
         return "Some layers hold new weights and the batch counts as used: Run goes on with the next one."
     return {
         "batch": "The source of batches failed before anything was computed: Run asks it again.",
-        "step": "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip lets it go.",
+        "step": "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip leaves it out.",
         "edit": "What the change did before its error stays: Run goes on from here.",
         "refused": "Nothing was changed.",
         "scheduler": "The step itself is done and counted: Run goes on.",

@@ -10,30 +10,31 @@ order in which they were asked for. Nobody waits for them: commands return at on
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from tqdm.auto import tqdm
-
-from l2l_core import Edit, EmulatedDevice, Forecast, Relay, Schedule
+from l2l_core import Edit, Forecast, Relay, Schedule
 from l2l_core.edits import Branch, Entry
 from workbench.session.batches import Batches, BatchSource
-from workbench.session.edit_words import edit_words
+from workbench.session.edit_words import group_words
+from workbench.session.facts import LayerFacts
+from workbench.session.judgement import Judged
 from workbench.session.loggers import Logger
+from workbench.session.probe import Given, Probe
+from workbench.session.race_values import Race
+from workbench.session.races import Races
 from workbench.session.rows import settings_words
-from workbench.session.settings import LINK, SETTINGS, check_settings
-from workbench.session.snapshot import Snapshot
-from workbench.session.standing import Standing
-from workbench.session.trainer import Note, Scheduler, Trainer
+from workbench.session.settings import check_names, check_settings
+from workbench.session.standing import CLOSED, TAKEN_OVER, TRAIN, Standing
+from workbench.session.trainer import Scheduler, Trainer
+from workbench.session.watched import Watched
 from workbench.session.worker import Command, Worker
 
 
-class Session:
+class Session(Watched):
     """A relay, where its batches come from, and a thread that trains.
 
     Invariant: only the thread steps, edits or reconfigures the relay, and everything else here is read and written under
@@ -49,9 +50,11 @@ class Session:
         loggers: get every finished step and every change, see `loggers.py`; they are closed with the session.
         scheduler: of the learning rate, stepped after every step; a `ReduceLROnPlateau` gets the step's loss.
         schedule: of the layers: what it says is edited before every step, and which layers sit it out.
+        probe: a few held-out batches whose losses are measured before and after every edit, see `Probe`; None: copies of
+            the first training batches; False: none, until `probe_on` is set.
 
     Raises:
-        TypeError: not a relay, or batches of no such kind.
+        TypeError, ValueError: not a relay, or batches or a probe of no such kind, or a probe without batches.
     """
 
     def __init__(
@@ -62,21 +65,24 @@ class Session:
         loggers: Sequence[Logger] = (),
         scheduler: Scheduler | None = None,
         schedule: Schedule = Schedule(),  # noqa: B008 - keeps no state; this one edits nothing
+        probe: Given = None,
     ) -> None:
         if not isinstance(relay, Relay):
             raise TypeError(f"relay is a {type(relay).__name__}: a session takes an l2l_core.Relay over your model")
         self.relay = relay
         self._batches = Batches(batches)
-        self._worker = Worker(self._due, self._fail)
+        self._probe = Probe(relay, probe, self._batches)
+        self._worker = Worker(self._due, lambda command, error: self._standing.show_error(command, error))
         self._changed = self._worker.changed
-        self._standing = Standing(relay, self._worker, loggers)
+        self._standing = Standing(relay, self._worker, loggers, self._probe)
         self._run, self._plan = self._standing.run, self._standing.plan
-        self._trainer = Trainer(relay, self._batches, self._standing, scheduler, schedule)
+        self._trainer = Trainer(relay, self._batches, self._probe, self._standing, scheduler, schedule)
+        self._races = Races(self._worker, self._trainer, self._standing)
         earlier = _sessions[relay]() if relay in _sessions else None
         if earlier is not None:
-            earlier.close(wait=False)
+            earlier._end(TAKEN_OVER, wait=False)
         _sessions[relay] = ref(self)
-        self._worker.start(lambda: self._take_over(earlier), self._standing.close)
+        self._worker.start(lambda: self._take_over(earlier), self._last)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -91,6 +97,8 @@ class Session:
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ValueError(f"steps={steps!r}: must be a positive integer, or None to go on")
         with self._changed:  # what the call means depends on what is under way and waits now
+            if steps is None and self._races.go_on():
+                return
             stops = "stop" in [command.what for command in self._worker.queue]
             goes_on = steps is None and self._run.state == "running" and not stops
             self._worker.submit(Command("run", lambda: self._run.begin(steps, goes_on=goes_on)))
@@ -100,15 +108,17 @@ class Session:
         self._worker.submit(Command("step", self._run.begin_one))
 
     def pause(self) -> None:
-        """Pause when the step under way is over; `run` goes on with the steps that are left."""
-        self._worker.submit(Command("pause", self._run.halt))
+        """Pause when the step under way is over, that of a race too; `run` goes on with the steps that are left."""
+        if not self._races.pause():
+            self._worker.submit(Command("pause", self._run.halt))
 
     def stop(self) -> None:
-        """End the run when the step under way is over."""
-        self._worker.submit(Command("stop", self._run.end))
+        """End the run, or the race that is being run, when the step under way is over."""
+        if not self._races.stop():
+            self._worker.submit(Command("stop", self._run.end))
 
     def skip(self) -> None:
-        """Let go of the batch that a failed step has left: the next step takes another one.
+        """Leave out the batch that a step has failed on: the next step takes another one.
 
         A batch that no step has failed on, as one that was taken for a forecast, stays the next one.
         """
@@ -134,39 +144,74 @@ class Session:
         """
         edits = [change for change in changes if isinstance(change, Edit)]
         if edits and len(edits) == len(changes):
-            words = what or "; ".join(map(edit_words, edits))
             action = partial(self.relay.apply, *edits, trust=trust)
-            return self._revise(action, words, lambda _, before: self._trainer.note_edit(words, before))
+            words = partial(group_words, edits, what)  # of layers whose numbers may be others when the turn comes
+            said = lambda: words(self._standing.mirror.layers)  # noqa: E731 - short enough
+            return self._whole(said, self._trainer.amend, action, lambda _, before: words(before))
         if len(changes) != 1 or not callable(call := changes[0]):
             raise TypeError(f"{changes!r}: give edits, as Insert(at=2), or a function of the relay")
         return self._worker.submit(Command(what or "a call between steps", lambda: self._trainer.edit(call, what)))
 
     def undo(self) -> Future[Entry]:
         """Undo the last edit between two steps; what cannot be undone is refused, as in `edit`."""
-        return self._revise(self.relay.undo, "undo", self._trainer.note_turn)
+        return self._whole("undo", self._trainer.amend, self.relay.undo, self._trainer.words_of)
 
     def redo(self) -> Future[Entry]:
         """Do again what was undone last."""
-        return self._revise(self.relay.redo, "redo", self._trainer.note_turn)
+        return self._whole("redo", self._trainer.amend, self.relay.redo, self._trainer.words_of)
 
     def fork(self, name: str) -> Future[Branch]:
         """Make a branch of the present state and go on there; what cannot be is refused, as in `edit`."""
-        return self._revise(lambda: self.relay.fork(name), f"⑂ {name}", lambda *_: self._standing.record(f"⑂ {name}"))
+        return self._whole(f"⑂ {name}", self._trainer.fork, name)
 
     def switch(self, name: str) -> Future[Branch]:
         """Go on with another branch. A scheduler of the learning rate goes on as it is, but for the rates themselves."""
-        return self._revise(lambda: self.relay.switch(name), f"switch to {name}", self._trainer.note_switch)
+        return self._whole(f"switch to {name}", self._trainer.switch, name)
 
     def discard(self, name: str) -> Future[None]:
         """Free a branch that is not the present one."""
-        return self._revise(lambda: self.relay.discard(name), f"discard {name}", lambda *_: None)
+        return self._whole(f"discard {name}", self._trainer.discard, name)
+
+    def race(self, *names: str, steps: int = 200) -> Future[Race]:
+        """Let branches train in turn on the same batches, each on its own clock; then go on where the session was.
+
+        What is asked for meanwhile waits, but for `pause`, `run` and `stop`. A branch that fails leaves the race, and the
+        others go on. The future gets a ValueError of a branch that there is not when the race's turn comes.
+
+        Args:
+            names: of two branches or more; the first is the one that the others are compared with.
+            steps: of each.
+
+        Raises:
+            ValueError: fewer than two names, one of them twice, steps below 1, or a session with a scheduler.
+        """
+        return self._races.ask(names, steps)
+
+    def measure(self, *edits: Edit) -> Future[Judged]:
+        """What edits would do to the losses of the probe, as one group; they are taken back again, and nothing has changed.
+
+        The future gets a ValueError where nothing could be measured: the probe is off, or fails, or an edit cannot be done.
+        """
+        return self._whole("measure", self._trainer.measure, edits)
+
+    def inspect(self, key: str) -> Future[LayerFacts | None]:
+        """Shapes and weights of a layer, looked at between two steps; changes nothing. None if it is gone by then."""
+        return self._whole("look at a layer", self._trainer.inspect, key)
+
+    @property
+    def probe_on(self) -> bool:
+        """Whether edits are judged on the probe; may be set at any time, for the edits whose turn comes later."""
+        return self._probe.is_on
+
+    @probe_on.setter
+    def probe_on(self, on: bool) -> None:
+        with self._changed:
+            self._probe.is_on = bool(on)
+            self._worker.touch()
 
     def forecast(self) -> Future[Forecast]:
-        """What the next step will need, worked out between two steps; trains nothing. See `Relay.forecast`.
-
-        Before the first step of a kind a few micro-batches are rehearsed, which takes about as long as they do, twice.
-        """
-        return self._worker.submit(Command("forecast", self._trainer.forecast, is_whole=True))
+        """What the next step will need; trains nothing. Before the first of a kind a few micro-batches are rehearsed, twice."""
+        return self._whole("forecast", self._trainer.forecast)
 
     def cancel(self, ticket: int) -> bool:
         """Take a command out of the queue by its ticket, see `Snapshot.tickets`; False if its turn has come already."""
@@ -181,12 +226,7 @@ class Session:
         Raises:
             ValueError: an unknown setting, a value out of range, or figures for a link that is real.
         """
-        if unknown := [name for name in settings if name not in SETTINGS]:
-            raise ValueError(f"there is no setting {unknown[0]!r}; there are {', '.join(SETTINGS)}")
-        if (link := [name for name in settings if name in LINK]) and not isinstance(self.relay.device, EmulatedDevice):
-            raise ValueError(
-                f"{link[0]}: the link of {self.relay.device.name} is real; only an emulated one can be set"
-            )
+        check_names(settings, self.relay.device)
         with self._changed:
             planned = {**self._plan.settings, **settings}
             check_settings(planned)
@@ -198,7 +238,7 @@ class Session:
 
     def close(self, wait: bool = True) -> None:
         """Let the step under way finish, drop what is queued, end the thread. Closing twice is fine."""
-        self._worker.close(wait)
+        self._end(CLOSED, wait)
 
     def __enter__(self) -> Session:
         return self
@@ -206,55 +246,15 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- looking -------------------------------------------------------------------------------------------------------
-
-    def snapshot(self) -> Snapshot:
-        """The session as it is now, in the middle of a step too; never waits for the step."""
-        return self._standing.snapshot()
-
-    def wait_for_change(self, number: int, timeout_s: float) -> None:
-        """Wait until a snapshot would have another number than this one, at most `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._worker.number != number, timeout_s)
-
-    def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
-        """Wait until nothing runs and nothing is queued; an interrupt pauses the run.
-
-        Args:
-            timeout_s: give up after so many seconds.
-            progress: show a progress bar.
-
-        Raises:
-            TimeoutError: it takes longer.
-        """
-        until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        with tqdm(unit="step") if progress else nullcontext() as bar:
-            try:
-                while not self._has_settled(until_s):
-                    _advance(bar, self.snapshot())
-            except KeyboardInterrupt:
-                with suppress(RuntimeError):  # closed meanwhile
-                    self.pause()
-                raise
-            _advance(bar, now := self.snapshot())
-            return now
-
-    def _has_settled(self, until_s: float) -> bool:
-        with self._changed:
-            if self._run.state == "closed" or not (self._run.state == "running" or self._worker.is_busy):
-                return True
-            if time.monotonic() >= until_s:
-                raise TimeoutError(
-                    f"the session is still {self._run.state} after step {self.relay.steps}: wait longer, or pause()"
-                )
-            self._changed.wait(min(until_s - time.monotonic(), 0.2))
-            return False
-
     # -- for the worker ------------------------------------------------------------------------------------------------
 
-    def _revise(self, action: Callable[[], Any], what: str, note: Note) -> Future[Any]:
-        """Queue something that the relay does as a whole or not at all."""
-        return self._worker.submit(Command(what, lambda: self._trainer.revise(action, note), is_whole=True))
+    def _whole(self, what: str | Callable[[], str], action: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Queue something that is done as a whole or not at all."""
+        return self._worker.submit(Command(what, lambda: action(*args), is_whole=True))
+
+    def _end(self, why: str, wait: bool) -> None:
+        self._standing.end(why)
+        self._worker.close(wait)
 
     def _take_over(self, earlier: Session | None) -> None:
         if earlier is not None:
@@ -264,25 +264,17 @@ class Session:
                 self._plan.note_use()
                 self._worker.touch()
 
-    def _due(self) -> Command | None:
-        """A step of the run, if it is its turn."""
-        return Command("train", self._trainer.train) if self._run.is_due(bool(self._worker.queue)) else None
+    def _last(self) -> None:
+        self._races.close()
+        self._standing.close()
 
-    def _fail(self, command: Command, error: BaseException) -> None:
-        """Show an error. It stops the run, unless it says that everything is as it was before."""
-        if command.is_whole and isinstance(error, ValueError | TypeError):
-            self._standing.refuse(error)
-        else:
-            self._standing.fail(error)
+    def _due(self) -> Command | None:
+        """The judgement of an edit that is done, or else a step of the run, if it is its turn."""
+        if self._standing.owed is not None:
+            return Command("measure", self._trainer.judge)
+        if (turn := self._races.due()) is not None or self._worker.is_held:
+            return turn
+        return Command(TRAIN, self._trainer.train) if self._run.is_due(bool(self._worker.queue)) else None
 
 
 _sessions: WeakKeyDictionary[Relay, ref[Session]] = WeakKeyDictionary()
-
-
-def _advance(bar: tqdm | None, now: Snapshot) -> None:
-    if bar is None:
-        return
-    bar.total, bar.n = now.target, now.done
-    if now.steps:
-        bar.set_postfix_str(f"loss {now.steps[-1].loss:.4g}", refresh=False)
-    bar.refresh()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from l2l_core import EmulatedDevice, Relay, RelayConfig
+from l2l_core import Device, EmulatedDevice, Relay, RelayConfig
 from workbench.session.values import Change
 
 LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
@@ -23,6 +23,19 @@ def settings_of(relay: Relay) -> Settings:
     """Those of a relay and its device as they are."""
     config = relay.config
     return {**{field.name: getattr(config, field.name) for field in fields(config)}, **relay.device.figures()}
+
+
+def check_names(names: Iterable[str], device: Device) -> None:
+    """Refuse what is no setting, or none of this device.
+
+    Raises:
+        ValueError: says what can be set.
+    """
+    for name in names:
+        if name not in SETTINGS:
+            raise ValueError(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}")
+        if name in LINK and not isinstance(device, EmulatedDevice):
+            raise ValueError(f"{name}: the link of {device.name} is real; only an emulated one can be set")
 
 
 def check_settings(settings: Settings) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 from l2l_core import RelayConfig, Trace
 from l2l_core.edits import FIRST, Branch, Entry
+from workbench.session.race_values import Race
+from workbench.session.shown_step import ShownStep
 from workbench.session.statistics import Statistics
-from workbench.session.values import Change, Failure, LayerRow, Progress, State, StepRow
+from workbench.session.values import Change, Failure, LayerRow, ProbeRow, Progress, State, StepRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,11 @@ class Snapshot:
         statistics: figures of the layers over these steps.
         shell_params: weights that are in no layer.
         shell_trained: those of them that are trained; None where a recording of an older version does not tell.
-        last: trace of the last finished step.
+        busy: what is being done now, for which `queued` waits: "step 12", "forecast"; "" if nothing is.
+        ended: why nothing more can be asked of the session, and what to do; "" as long as it is open.
+        shown: the last finished step that led to the present state and is kept: of this branch, or of the one that it was
+            forked from, as the step itself says; None before the first.
         progress: the step under way.
-        in_core_bytes: device bytes that in-core training of the same batch would need, an estimate; None before the
-            first step.
         failure: why the last command failed, until something runs again.
         refusal: why the last edit was not carried out, until another one is; it changed nothing.
         tickets: of the commands in `queued`, for `Session.cancel`.
@@ -51,6 +54,8 @@ class Snapshot:
         branches: all of them.
         elsewhere: by other branch, the steps that it has not in common with this one, after the last common one.
         touched: keys of the layers that the last edit has made, moved, frozen or thawed.
+        probe: what edits are judged on; None of a recorded run.
+        race: the last one, while it is run too; None before the first, and of a recorded run.
     """
 
     number: int
@@ -70,9 +75,8 @@ class Snapshot:
     layers: Sequence[LayerRow]
     statistics: Statistics
     shell_params: int
-    last: Trace | None
+    shown: ShownStep | None
     progress: Progress | None
-    in_core_bytes: int | None
     failure: Failure | None
     refusal: Failure | None = None
     tickets: Sequence[int] = ()
@@ -84,8 +88,73 @@ class Snapshot:
     elsewhere: Mapping[str, Sequence[StepRow]] = field(default_factory=dict)
     touched: Collection[str] = ()
     shell_trained: int | None = None
+    probe: ProbeRow | None = None
+    race: Race | None = None
+    busy: str = ""
+    ended: str = ""
 
     @property
     def budget_bytes(self) -> int | None:
         """Memory of the device, None if it has no limit."""
         return self.figures.get("memory_bytes")
+
+    @property
+    def last(self) -> Trace | None:
+        """Trace of the step that is shown."""
+        return self.shown.trace if self.shown is not None else None
+
+    @property
+    def in_core_bytes(self) -> int | None:
+        """What in-core training of the step that is shown would need; None if there is none, or it cannot be told."""
+        return self.shown.in_core_bytes if self.shown is not None else None
+
+    # -- whose it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def shown_words(self) -> str:
+        """Which step is shown, as "step 12 of wide, before the last edit"."""
+        if self.shown is not None:
+            return self.words_of(self.shown)
+        kept = "is kept, the next one will be shown" if self.steps else "yet"
+        return f"no step{self._on(self.branch)} {kept}"
+
+    @property
+    def state_words(self) -> str:
+        """Which state is shown, as "after step 12 of wide and the last edit"."""
+        step = self.shown
+        if step is None or step.number != self.step:
+            return f"{f'after step {self.step}' if self.step else 'before the first step'}{self._on(self.branch)}"
+        edited = " and the last edit" if self._is_edited(step) else ""
+        return f"after {self.name_of(step)}{edited}{self._not_own(step)}"
+
+    @property
+    def progress_words(self) -> str:
+        """Which step is under way."""
+        return f"step {self.step + 1}{self._on(self.branch)}, under way"
+
+    @property
+    def failed_words(self) -> str:
+        """Which step has failed last; "" if none has."""
+        if self.failure is None:
+            return ""
+        return f"step {self.failure.step}{self._on(self.failure.branch)}, which failed"
+
+    def words_of(self, step: ShownStep) -> str:
+        """Which step this is, seen from here; it need not be the one that is shown."""
+        edited = ", before the last edit" if step is self.shown and self._is_edited(step) else ""
+        return f"{self.name_of(step)}{edited}{self._not_own(step)}"
+
+    def name_of(self, step: ShownStep) -> str:
+        """What a step is called, whatever has happened since: "step 12", or "step 12 of wide" where there are branches."""
+        return f"step {step.number}{self._on(step.branch)}"
+
+    def _is_edited(self, step: ShownStep) -> bool:
+        return step.is_before_edit(self.layers, self.journal)
+
+    def _not_own(self, step: ShownStep) -> str:
+        forked = step is self.shown and step.branch != self.branch
+        return f"; {self.branch} has made no step since it was forked" if forked else ""
+
+    def _on(self, branch: str) -> str:
+        """Whose, where there are several branches."""
+        return f" of {branch}" if len(self.branches) > 1 or branch != self.branch else ""

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
 
 from l2l_core import Relay, Trace
+from workbench.session.judgement import PENDING, Judged, Measured
 from workbench.session.loggers import Logger, Watcher
 from workbench.session.mirror import Mirror
+from workbench.session.probe import Probe
+from workbench.session.race_values import Race
 from workbench.session.rows import explain
 from workbench.session.run import Run
 from workbench.session.settings import Plan, config_of
 from workbench.session.snapshot import Snapshot
 from workbench.session.values import Change, During, Failure, Progress
 from workbench.session.worker import Command, Worker
+
+TRAIN = "train"  # what the command is called that makes a step of the run
+CLOSED = "This workbench was closed: run its cell again, or make a new one on the relay."
+TAKEN_OVER = "This workbench was taken over by another one on the same relay: use that one, or run this cell again."
+
+
+class Owed(NamedTuple):
+    """An edit that is done and not judged yet."""
+
+    change: Change
+    before: Measured
 
 
 class Standing:
@@ -25,24 +41,27 @@ class Standing:
     Args:
         relay: is looked at between its steps, but for its trace.
         worker: the queue is shown too.
-        loggers: are told of steps and changes.
+        loggers: are told of steps and changes; of edits once they are judged.
+        probe: its cost is shown.
 
     Attributes:
         run, plan, mirror: steps asked for, settings, and the relay when it was last looked at.
         during: what the thread is at, which an error is explained with.
-        last: trace of the last step.
-        in_core_bytes, refusal: see `Snapshot`.
+        refusal, ended: see `Snapshot`.
+        owed: the last change, if its losses after it are still to be measured: before anything else is done.
     """
 
-    def __init__(self, relay: Relay, worker: Worker, loggers: Sequence[Logger]) -> None:
-        self._relay, self._worker, self._loggers = relay, worker, tuple(loggers)
+    def __init__(self, relay: Relay, worker: Worker, loggers: Sequence[Logger], probe: Probe) -> None:
+        self._relay, self._worker, self._loggers, self._probe = relay, worker, tuple(loggers), probe
         self.changed = worker.changed
         self.run, self.plan, self.mirror = Run(self.changed), Plan(relay), Mirror(relay)
         self.during: During = "step"
-        self.last: Trace | None = None
-        self.in_core_bytes: int | None = None
         self.refusal: Failure | None = None
+        self.owed: Owed | None = None
+        self.ended = ""
+        self.race: Callable[[], Race | None] = lambda: None  # the last one, as it is now
         self._under_way: Callable[[], Trace | None] = lambda: None
+        self._failed: Trace | None = None  # of the step that has just failed
 
     # -- shown ---------------------------------------------------------------------------------------------------------
 
@@ -51,7 +70,7 @@ class Standing:
         with self.changed:
             run, mirror, shell = self.run, self.mirror, self._relay.shell
             queue = list(self._worker.queue)
-            waiting = [command.what for command in queue]
+            waiting = [command.said for command in queue]
             trace = self._under_way()
             return Snapshot(
                 number=self._worker.number,
@@ -72,9 +91,10 @@ class Standing:
                 statistics=mirror.past.statistics.view(),
                 shell_params=shell.num_params,
                 shell_trained=shell.num_trained,
-                last=self.last,
+                busy=self._busy(),
+                ended=self.ended,
+                shown=mirror.past.shown,
                 progress=Progress(trace, *trace.counts, trace.now()) if trace is not None else None,
-                in_core_bytes=self.in_core_bytes,
                 failure=run.failure,
                 refusal=self.refusal,
                 tickets=tuple(command.ticket for command in queue),
@@ -85,15 +105,34 @@ class Standing:
                 branches=mirror.branches,
                 elsewhere=mirror.elsewhere,
                 touched=mirror.touched,
+                probe=self._probe.row,
+                race=self.race(),
             )
+
+    def end(self, why: str) -> None:
+        """Nothing more is taken on, for this reason; the first one stays."""
+        with self.changed:
+            self.ended = self.ended or why
+            self._worker.touch()
+
+    def _busy(self) -> str:
+        """What the thread does, in words."""
+        work = self._worker.at_work
+        if work is None:
+            return ""
+        return f"step {self.mirror.steps + 1}" if work.what == TRAIN else work.said
 
     @contextmanager
     def watch_step(self) -> Iterator[None]:
         """Meanwhile the relay's trace is the progress, as soon as it is that of a new step."""
         old = self._relay.trace
         self._under_way = lambda: trace if (trace := self._relay.trace) is not old else None
+        self._failed = None
         try:
             yield
+        except BaseException:
+            self._failed = self._under_way()
+            raise
         finally:
             self._under_way = lambda: None
 
@@ -111,27 +150,60 @@ class Standing:
 
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
+    def show_error(self, command: Command, error: BaseException) -> None:
+        """Show why a command failed. It stops the run, unless it says that everything is as it was before."""
+        if command.is_whole and isinstance(error, ValueError | TypeError):
+            self.refuse(error)
+        else:
+            self.fail(error)
+
     def fail(self, error: BaseException) -> None:
         """Show an error that stops the run."""
         with self.changed:
-            self.run.fail(explain(error, self.during, self._relay.steps))
+            self.run.fail(self.excuse(error))
             self._worker.touch()
+
+    def excuse(self, error: BaseException) -> Failure:
+        """What there is to say of an error, which stops nothing by itself."""
+        failed, self._failed = self._failed, None
+        return explain(error, self.during, self._relay, failed)
 
     def refuse(self, error: BaseException) -> None:
         """Show an error that has changed nothing, so that the run goes on."""
         with self.changed:
-            self.refusal = explain(error, "refused", self._relay.steps)
+            self.refusal = explain(error, "refused", self._relay)
             self._worker.touch()
 
     # -- told ----------------------------------------------------------------------------------------------------------
 
-    def record(self, what: str) -> Change:
-        """Something has changed between two steps."""
-        made = Change(self._relay.steps, what, self._relay.branch)
+    def record(self, what: str, entry: int | None = None, found: Judged | Measured | str = "") -> Change:
+        """Something has changed between two steps.
+
+        Args:
+            what: a few words.
+            entry: number of an edit in the journal.
+            found: by the probe: all of it; or what was before the edit, so that it is owed; or why there is nothing.
+        """
+        made = Change(self._relay.steps, what, self._relay.branch, entry)
         with self.changed:
-            self.mirror.past.changes.append(made)
-        self.tell(lambda logger: logger.log_change(made))
-        return made
+            self.owed = Owed(made, found) if isinstance(found, Measured) else None
+            self.mirror.past.changes.append(made if self.owed is None else replace(made, why_not=PENDING))
+        return made if isinstance(found, Measured) else self._complete(made, found)
+
+    def judge(self, found: Judged | str) -> None:
+        """The edit that was owed is judged, or it is known why it cannot be."""
+        assert self.owed is not None
+        self._complete(self.owed.change, found)
+
+    def _complete(self, made: Change, found: Judged | str) -> Change:
+        """Nothing more will be known of the last change: show it whole, and tell of it."""
+        judged, why_not = (None, found) if isinstance(found, str) else (found, "")
+        whole = replace(made, judged=judged, why_not=why_not)
+        with self.changed:
+            self.mirror.past.changes[-1], self.owed = whole, None
+            self._worker.touch()
+        self.tell(lambda logger: logger.log_change(whole))
+        return whole
 
     def tell(self, tell: Callable[[Logger], None]) -> None:
         """Tell all loggers. When one fails the run stops, but the others are told, and what was done is done."""
@@ -146,6 +218,8 @@ class Standing:
 
     def close(self) -> None:
         """Close the loggers; what goes wrong with one is shown."""
+        if self.owed is not None:
+            self.judge("the session was closed first")
         self.during = "logger"
         for logger in self._loggers:
             self._worker.do(Command("close", logger.close))

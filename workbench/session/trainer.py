@@ -8,18 +8,20 @@ from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from l2l_core import Forecast, Relay, Schedule, StepResult, TornStep
+from l2l_core import Edit, Forecast, Relay, Schedule, StepResult, TornStep
 from l2l_core.edits import Branch, Entry
 from workbench.readings import batch_bytes, in_core_bytes
-from workbench.session.batches import Batches
+from workbench.session.batches import Batches, copied
 from workbench.session.edit_words import entry_words
+from workbench.session.facts import LayerFacts, facts_of
+from workbench.session.judgement import Judged, Measured
+from workbench.session.probe import Judging, Probe
 from workbench.session.rows import layer_rows, settings_words, step_row
 from workbench.session.settings import apply_settings, settings_of
 from workbench.session.standing import Standing
 from workbench.session.values import Change, LayerRow, StepRow
 
 Layers = Sequence[LayerRow]
-Note = Callable[[Any, Layers], Any]  # gets what a change has given back, and the layers before it
 
 _log = logging.getLogger(__name__)
 
@@ -39,16 +41,28 @@ class Trainer:
     Args:
         relay, scheduler, schedule: as of `Session`.
         batches: the next one is trained on.
+        probe: is measured around edits.
         standing: of the session.
+
+    Attributes:
+        has_scheduler: whether a learning rate scheduler counts the steps.
     """
 
     def __init__(
-        self, relay: Relay, batches: Batches, standing: Standing, scheduler: Scheduler | None, schedule: Schedule
+        self,
+        relay: Relay,
+        batches: Batches,
+        probe: Probe,
+        standing: Standing,
+        scheduler: Scheduler | None,
+        schedule: Schedule,
     ) -> None:
-        self._relay, self._batches, self._standing = relay, batches, standing
+        self.relay, self._batches, self._probe, self._standing = relay, batches, probe, standing
         self._scheduler, self._schedule = scheduler, schedule
+        self.has_scheduler = scheduler is not None
         self._changed = standing.changed
         self._in_core_for: object = None  # what the need in core was last told for
+        self._in_core_bytes: int | None = None  # and what it was
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -68,7 +82,9 @@ class Trainer:
         with self._standing.watch_step():
             result = self._step(batch)
         self._batches.used()
-        row = self._note_step(result)
+        row = self._note_step(result, self._standing.run.count)
+        with self._changed:
+            self._probe.keep(batch, row.step)
         self._standing.during = "scheduler"
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(result.loss)
@@ -76,52 +92,96 @@ class Trainer:
             self._scheduler.step()
         self._standing.tell(lambda logger: logger.log_step(row))
 
+    # -- a step of a race ----------------------------------------------------------------------------------------------
+
+    def take(self) -> Any:
+        """A copy of the next batch, which waits until `used`.
+
+        Raises:
+            StopIteration: there are no more.
+        """
+        self._standing.during = "batch"
+        return copied(self._batches.take())
+
+    def used(self) -> None:
+        """The batch that was taken is done with."""
+        self._batches.used()
+
+    def race_on(self, batch: Any, used: Callable[[], None]) -> tuple[StepRow, StepResult]:
+        """Make a step on a batch that was taken; `used` is called once a part of the layers has learned from it."""
+        self._batches.tried()
+        self._follow_schedule(batch)
+        self._standing.during = "step"
+        try:
+            with self._standing.watch_step():
+                result = self.relay.step(batch, skip=self._schedule.skip(self.relay), trust=self._schedule.trust)
+        except TornStep:
+            used()
+            raise
+        used()
+        row = self._note_step(result)
+        with self._changed:
+            self._probe.keep(batch, row.step)
+        self._standing.tell(lambda logger: logger.log_step(row))
+        return row, result
+
+    def look_at_probe(self) -> Measured | str:
+        """Losses of the probe, or why there are none."""
+        return self._probe.before()
+
+    def turn_to(self, name: str) -> None:
+        """Switch for a turn of a race: every step says of which branch it is, so loggers are not told."""
+        if name != self.relay.branch:
+            self._to_branch(self.relay.switch, name)
+
+    # -- a schedule, and what is noted of a step -----------------------------------------------------------------------
+
     def _follow_schedule(self, batch: Any) -> None:
         """Carry out the edits that are due; each is a change like those that a person asks for."""
-        before, known = self._standing.mirror.layers, len(self._relay.journal)
+        before, known = self._standing.mirror.layers, len(self.relay.journal)
+        judging = Judging(self.relay, self._probe)
         self._standing.during = "step"
-        self._relay.expect(batch)
+        self.relay.expect(batch)
         self._standing.during = "edit"
         try:
-            self._schedule.prepare(self._relay)
+            self._schedule.prepare(judging)
         finally:
-            if made := self._relay.journal[known:]:
+            if made := self.relay.journal[known:]:
                 with self._changed:
                     self._standing.look()
                     self._standing.mirror.compare(before)
         for entry in made:
-            self._standing.record(self._words_of(entry))
+            self._standing.record(self.words_of(entry), entry.number, judging.found.get(entry.number, ""))
 
     def _step(self, batch: Any) -> StepResult:
         try:
-            return self._relay.step(batch, skip=self._schedule.skip(self._relay), trust=self._schedule.trust)
+            return self.relay.step(batch, skip=self._schedule.skip(self.relay), trust=self._schedule.trust)
         except TornStep:
             self._batches.used()  # a part of the layers has learned from it
             raise
 
-    def _note_step(self, result: StepResult) -> StepRow:
-        """A step has succeeded: show it, and see whether the run goes on."""
-        row, layers = step_row(self._relay.steps, result, self._relay.branch), layer_rows(self._relay)
+    def _note_step(self, result: StepResult, count: Callable[[], None] = lambda: None) -> StepRow:
+        """A step has succeeded: show it, and let `count` see whether the run goes on."""
+        row, layers = step_row(self.relay.steps, result, self.relay.branch), layer_rows(self.relay)
         needed = self._need_in_core(result, layers)
         with self._changed:  # all at once: no snapshot counts a step that it has no row of
-            self._standing.mirror.note_step(row, layers)
-            self._standing.last, self._standing.in_core_bytes = result.trace, needed
+            self._standing.mirror.note_step(row, layers, result.trace, needed)
             self._standing.plan.note_use()
-            self._standing.run.count()
+            count()
         return row
 
     def _need_in_core(self, result: StepResult, layers: Layers) -> int | None:
         """Device bytes that in-core training would need, told anew when what it depends on is different."""
-        trained = self._relay.shell.num_trained, *((layer.key, layer.num_trained) for layer in layers)
-        like = self._relay.config, result.samples, batch_bytes(result.trace), trained
+        trained = self.relay.shell.num_trained, *((layer.key, layer.num_trained) for layer in layers)
+        like = self.relay.config, result.samples, batch_bytes(result.trace), trained
         if like == self._in_core_for:
-            return self._standing.in_core_bytes
-        self._in_core_for = like
+            return self._in_core_bytes
+        self._in_core_for, self._in_core_bytes = like, None
         try:
-            return in_core_bytes(self._relay, result.trace)
+            self._in_core_bytes = in_core_bytes(self.relay, result.trace)
         except Exception:  # the step is done whatever is thought of it
             _log.exception("what in-core training would need cannot be told")
-            return None
+        return self._in_core_bytes
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
@@ -132,52 +192,85 @@ class Trainer:
             batch = self._batches.take()
         except StopIteration:
             raise ValueError("there is no further batch: nothing is left to forecast") from None
-        return self._relay.forecast(batch)
+        return self.relay.forecast(batch)
 
     def edit(self, change: Callable[[Relay], Any], what: str = "") -> Any:
         """Let a function change the relay; without words it is not recorded."""
-        self._standing.during = "edit"
-        try:
-            value = change(self._relay)
-        finally:
-            self._standing.look()
+        self._probe.forget()
+        value = self._let(lambda: change(self.relay))
         if what:
             self._standing.record(what)
         return value
 
-    def revise(self, action: Callable[[], Any], note: Note) -> Any:
-        """Do something that the relay does as a whole or not at all, and note it."""
-        before = self._standing.mirror.layers
-        value = self.edit(lambda _: action())
-        with self._changed:
-            self._standing.refusal = None
-        note(value, before)
-        return value
+    def fork(self, name: str) -> Branch:
+        """Go on in a branch of its own."""
+        branch = self._to_branch(self.relay.fork, name)
+        self._standing.record(f"⑂ {name}")
+        return branch
 
-    def note_edit(self, what: str, before: Layers) -> None:
-        """An edit is done: record it, and show which layers it has changed."""
-        with self._changed:
-            self._standing.mirror.compare(before)
-        self._standing.record(what)
-
-    def note_turn(self, turn: Entry, before: Layers) -> None:
-        """An edit is undone, or done again."""
-        self.note_edit(self._words_of(turn), before)
-
-    def note_switch(self, branch: Branch, before: Layers) -> None:
-        """To the branch itself nothing has happened, but loggers see other figures from now on."""
+    def switch(self, name: str) -> Branch:
+        """To the branch itself nothing happens, but loggers see other figures from now on."""
+        branch = self._to_branch(self.relay.switch, name)
         change = Change(branch.steps, f"switch to {branch.name}", branch.name)
         self._standing.tell(lambda logger: logger.log_change(change))
+        return branch
 
-    def _words_of(self, turn: Entry) -> str:
-        return entry_words(turn, self._relay.journal)
+    def discard(self, name: str) -> None:
+        """Free another branch."""
+        self._to_branch(self.relay.discard, name)
+
+    def _to_branch(self, action: Callable[[str], Any], name: str) -> Any:
+        self._probe.forget()  # a branch of the same name, after as many steps, may be another one
+        value = self._let(lambda: action(name))
+        with self._changed:
+            self._standing.refusal = None
+        return value
+
+    def amend(self, action: Callable[[], Any], words: Callable[[Any, Layers], str]) -> Any:
+        """Edit the stack, or undo or redo that: record it, and show which layers it has changed; `judge` is due next."""
+        losses, before = self._probe.before(), self._standing.mirror.layers
+        value = self._let(action)
+        with self._changed:
+            self._standing.refusal = None
+            self._standing.mirror.compare(before)
+        self._standing.record(words(value, before), self.relay.journal[-1].number, losses)
+        return value
+
+    def judge(self) -> None:
+        """Measure what the last edit did, ahead of whatever else is asked for."""
+        self._standing.during = "edit"
+        owed = self._standing.owed
+        assert owed is not None
+        self._standing.judge(self._probe.after(owed.before))
+
+    def measure(self, edits: Sequence[Edit]) -> Judged:
+        """What edits would do, which are taken back again."""
+        self._standing.during = "edit"
+        return self._probe.judge(edits)
+
+    def inspect(self, key: str) -> LayerFacts | None:
+        """What a layer is made of now; None if there is none with this key."""
+        self._standing.during = "edit"
+        return facts_of(self.relay, key)
+
+    def _let(self, action: Callable[[], Any]) -> Any:
+        self._standing.during = "edit"
+        try:
+            return action()
+        finally:
+            self._standing.look()
+
+    def words_of(self, turn: Entry, before: Layers = ()) -> str:
+        """A line of the journal in words, which holds the numbers of layers itself."""
+        return entry_words(turn, self.relay.journal)
 
     def set(self, settings: Mapping[str, Any]) -> None:
         """Give the next step other settings: with those since the last step they are one change."""
         self._standing.during = "edit"
-        plan, planned = self._standing.plan, {**settings_of(self._relay), **settings}
+        self._probe.forget()  # a link or a device may be another one, too
+        plan, planned = self._standing.plan, {**settings_of(self.relay), **settings}
         try:
-            apply_settings(self._relay, planned)
+            apply_settings(self.relay, planned)
         finally:
             self._standing.look()
         with self._changed:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from l2l_core import Trace
 from l2l_core.edits import FIRST
+from workbench.session.judgement import Judged, verdict_words
 
 State = Literal["idle", "running", "paused", "failed", "closed"]
 During = Literal["batch", "step", "edit", "refused", "scheduler", "logger"]
@@ -79,11 +81,58 @@ class Change:
         step: number of steps that were finished.
         what: a few words, as "micro_batches 4 → 8".
         branch: on which it happened.
+        entry: number of its line in the journal; None: it is no edit.
+        judged: what it did to the losses of the probe, if that was measured.
+        why_not: otherwise, of an edit; `PENDING` while it is being measured.
     """
 
     step: int
     what: str
     branch: str = FIRST
+    entry: int | None = None
+    judged: Judged | None = None
+    why_not: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """What the probe says of it, in words."""
+        return verdict_words(self.judged, self.why_not)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRow:
+    """What edits are judged on.
+
+    Attributes:
+        is_on: whether they are.
+        is_given: whether somebody has given the batches; otherwise they are training batches.
+        batches: how many were given, or measured last; None of training batches before the first measurement.
+        most: training batches that are kept.
+        first_step: from which training batches are kept, from 1; None before that, or if batches were given.
+        seconds: that the last measurement took; None before the first.
+    """
+
+    is_on: bool
+    is_given: bool
+    batches: int | None
+    most: int
+    first_step: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What was found to help against a device that is too small.
+
+    Attributes:
+        settings: with which the step fits; empty if none do.
+        least_bytes: the smallest budget with which it would fit, with whatever settings.
+        code: that gives an emulated device this budget; empty where the device has the memory that it has.
+    """
+
+    settings: Mapping[str, Any]
+    least_bytes: int
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +146,9 @@ class Failure:
         message: its message; begins with what happened and ends with a remedy.
         traceback: as Python prints it.
         after: what holds now, as "Nothing was updated: Run tries the same batch again."
+        trace: of the step that failed, up to that moment; None if none was begun. `Trace.failed` says how it ended.
+        branch: on which it was tried.
+        remedy: what would help, if that was found out.
     """
 
     step: int
@@ -105,6 +157,9 @@ class Failure:
     message: str
     traceback: str
     after: str
+    trace: Trace | None = None
+    branch: str = FIRST
+    remedy: Remedy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,26 +19,31 @@ class Command:
     """Something to do on the thread.
 
     Attributes:
-        what: in a few words.
+        what: in a few words; or a function that says them as things are then.
         action: does it; its value becomes that of `future`.
         settings: that it will make.
         is_whole: it does all of what it should, or nothing and says so by a ValueError or TypeError.
         ticket: its number, by which it can be taken out of the queue.
     """
 
-    what: str
+    what: str | Callable[[], str]
     action: Callable[[], Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_whole: bool = False
     future: Future[Any] = field(default_factory=Future)
     ticket: int = field(default_factory=count().__next__)
 
+    @property
+    def said(self) -> str:
+        """What it does, as things are now."""
+        return self.what if isinstance(self.what, str) else self.what()
+
 
 class Worker:
     """The queue and the thread.
 
     Invariant: one thing is done at a time; what is in here, and what its owner shows of itself, is read and written under
-    `changed`, and `number` has grown whenever it is different.
+    `changed`, and `number` has grown whenever it is different. While `is_held`, what is queued waits.
 
     Args:
         due: what to do before the next command, None if nothing; called under the lock.
@@ -49,8 +54,8 @@ class Worker:
         self.changed = threading.Condition()
         self.queue: deque[Command] = deque()
         self.number = 0
-        self.is_closing = False
-        self._at_work = False
+        self.is_closing = self.is_held = False
+        self.at_work: Command | None = None  # what is being done
         self._due, self._fail = due, fail
         self._thread: threading.Thread | None = None
 
@@ -62,7 +67,7 @@ class Worker:
     @property
     def is_busy(self) -> bool:
         """Whether something is being done or waits."""
-        return self._at_work or bool(self.queue)
+        return self.at_work is not None or bool(self.queue)
 
     def submit(self, command: Command) -> Future[Any]:
         """Put a command at the end of the queue.
@@ -129,7 +134,7 @@ class Worker:
 
     def _rest(self) -> None:
         with self.changed:
-            self._at_work = False
+            self.at_work = None
             self.touch()
 
     def _work(self, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -148,10 +153,12 @@ class Worker:
             def there_is() -> bool:
                 nonlocal due
                 due = None if self.is_closing else self._due()
-                return self.is_closing or due is not None or bool(self.queue)
+                return self.is_closing or due is not None or bool(self.queue and not self.is_held)
 
             self.changed.wait_for(there_is)
             if self.is_closing:
                 return None
-            self._at_work = True
-            return due or self.queue.popleft()
+            self.at_work = due or self.queue.popleft()
+            if due is None:
+                self.touch()  # the queue is another one
+            return self.at_work

@@ -4,6 +4,8 @@ May import `pictures`, `readings`, `session`.
 Begin reading at `question.py`, `what_if.py`.
 """
 
+from workbench.what_if.depth import DepthEdit as DepthEdit
+from workbench.what_if.depth import depth_edits as depth_edits
 from workbench.what_if.differences import changed_settings as changed_settings
 from workbench.what_if.differences import differences as differences
 from workbench.what_if.differences import forecast_error as forecast_error

@@ -64,7 +64,7 @@ def what_if_table(was: Answer | None, now: Answer) -> Table:
         ("host at its peak", lambda answer: answer.peak_host_bytes, format_bytes),
     ]
     rows = [_row(name, read(was) if was is not None else None, read(now), words) for name, read, words in reads]
-    measured = f"step {was.trace.step + 1}, measured" if was is not None else "measured"
+    measured = was.basis if was is not None else "measured"
     rows.append(("what binds", _bound(was), _bound(now), ""))
     notes = [f"{now.basis[0].upper()}{now.basis[1:]}.", *(f"By formula: {words}." for words in now.by_formula)]
     if now.per_layer > 1:

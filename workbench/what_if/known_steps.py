@@ -16,7 +16,7 @@ _KIND = ("stash", "precision", "micro_batches", "ahead")
 
 
 class KnownSteps:
-    """Steps of the present stack and batch; others are forgotten. Thread-safe.
+    """Steps of the present branch, and of the stack and batch that its last one had; others are forgotten. Thread-safe.
 
     What was measured with the settings of a question needs no formula, so its bytes are exact.
     """
@@ -24,20 +24,25 @@ class KnownSteps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._traces: dict[tuple[object, ...], Trace] = {}  # the newest last
+        self._names: dict[int, str] = {}  # by the identity of the trace
         self._bases: dict[int, MeasuredStep] = {}
         self._like: object = None
         self._last: Answer | None = None
 
     def note(self, now: Snapshot) -> None:
         """Remember the last step of a session."""
-        trace = now.last
-        if trace is None:
+        shown = now.shown
+        if shown is None:
+            with self._lock:
+                self._traces, self._bases, self._names, self._like = {}, {}, {}, None
             return
+        trace = shown.trace
         with self._lock:
             if self._traces and next(reversed(self._traces.values())) is trace:
+                self._names[id(trace)] = now.name_of(shown)
                 return
-            layers = tuple((row.key, row.num_params, row.num_trained) for row in now.layers)
-            like = layers, now.shell_trained, batch_bytes(trace)
+            layers = tuple((row.key, row.num_params, row.num_trained) for row in shown.layers)
+            like = shown.branch, layers, now.shell_trained, batch_bytes(trace)
             if like != self._like:
                 self._traces, self._bases, self._like = {}, {}, like
             kind = tuple(trace.settings.get(name) for name in _KIND)
@@ -46,32 +51,36 @@ class KnownSteps:
             while len(self._traces) > _MOST:
                 del self._traces[next(iter(self._traces))]
             self._bases = {id(kept): base for kept in self._traces.values() if (base := self._bases.get(id(kept)))}
+            self._names = {id(kept): name for kept in self._traces.values() if (name := self._names.get(id(kept)))}
+            self._names[id(trace)] = now.name_of(shown)
 
-    def last(self) -> Answer:
-        """The last step, as measured."""
+    def last(self) -> Answer | None:
+        """The last step, as measured; None if there is none."""
         with self._lock:
-            trace = next(reversed(self._traces.values()))
+            trace = next(reversed(self._traces.values()), None)
+        if trace is None:
+            return None
         if self._last is None or self._last.trace is not trace:
             self._last = measured(self._base(trace))
         return self._last
 
-    def nearest(self, question: Question) -> MeasuredStep:
-        """The costs of the step whose settings are nearest to those of a question; of several, the newest."""
+    def nearest(self, question: Question) -> MeasuredStep | None:
+        """The costs of the step whose settings are nearest to those of a question; of several, the newest; None of none."""
 
         def far(trace: Trace) -> tuple[bool, ...]:
             return tuple(trace.settings.get(name) != getattr(question, name) for name in _KIND)
 
         with self._lock:
-            trace = min(reversed(self._traces.values()), key=far)
-        return self._base(trace)
+            trace = min(reversed(self._traces.values()), key=far, default=None)
+        return self._base(trace) if trace is not None else None
 
     def _base(self, trace: Trace) -> MeasuredStep:
         """Made outside of the lock: of a step of many events that takes a while."""
         with self._lock:
-            known = self._bases.get(id(trace))
-        if known is not None:
+            known, name = self._bases.get(id(trace)), self._names.get(id(trace), "")
+        if known is not None and (not name or known.name == name):
             return known
-        made = MeasuredStep.of(trace)
+        made = MeasuredStep.of(trace, name)
         with self._lock:
             if any(kept is trace for kept in self._traces.values()):
                 self._bases[id(trace)] = made

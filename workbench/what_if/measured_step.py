@@ -17,8 +17,8 @@ class MeasuredStep:
         self.profile, self.trace, self.name = profile, trace, name
 
     @staticmethod
-    def of(step: Trace | Profile | MeasuredStep) -> MeasuredStep:
-        """Make one of whatever is known of a step.
+    def of(step: Trace | Profile | MeasuredStep, name: str = "") -> MeasuredStep:
+        """Make one of whatever is known of a step; a trace is called by its number unless it has a name.
 
         Raises:
             TypeError: `step` is nothing of a step.
@@ -27,7 +27,7 @@ class MeasuredStep:
         if isinstance(step, MeasuredStep):
             return step
         if isinstance(step, Trace):
-            return MeasuredStep(Profile.of(step), step, f"step {step.step + 1}")
+            return MeasuredStep(Profile.of(step), step, name or f"step {step.step + 1}")
         if isinstance(step, Profile):
             return MeasuredStep(step)
         raise TypeError(f"{step!r} is no step: give the Trace of a finished one (StepResult.trace), or a Profile")

@@ -31,3 +31,10 @@ def header(session: Session) -> HeaderPanel:
     panel = HeaderPanel(session)
     shown(panel)
     return panel
+
+
+@pytest.fixture
+def threads_end() -> Iterator[None]:
+    """For tests that make a relay of their own."""
+    yield
+    wait_until(lambda: not threads_named("session", "pump"))

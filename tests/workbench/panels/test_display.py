@@ -178,7 +178,7 @@ def test_the_still_is_brought_up_to_date_when_the_session_comes_to_rest(page: Pa
         wait_until(lambda: "running" in header_of(bench))
         assert len(page.outputs) == outputs, "not while it runs"
     bench.wait(HANG_S)
-    wait_until(lambda: "step 2" in page.stills[-1])
+    assert "step 2" in page.stills[-1], "as soon as waiting is over: the notebook may be saved right then"
     put, update = page.outputs[outputs - 1], page.outputs[-1]
     assert update["update"] and update["transient"]["display_id"] == put["transient"]["display_id"]
     bench.close()

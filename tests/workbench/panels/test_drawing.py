@@ -27,7 +27,7 @@ from workbench.session.session import Session
 @pytest.mark.parametrize("kind", [RelayPanel, TimelinePanel, MemoryPanel, LossPanel, HeatPanel])
 def test_a_fold_draws_its_table_only_while_it_is_open(session: Session, kind: type[Panel]) -> None:
     panel = kind(session)
-    button, table = panel.widget.children[-1].children
+    button, table = panel.widget.children[-2].children
     train(session, 1)
     shown(panel)
     if isinstance(panel, RelayPanel):

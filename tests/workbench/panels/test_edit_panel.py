@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,12 +75,12 @@ def test_only_questions_of_the_kind_are_asked(panel: EditsPanel) -> None:
 
 def test_what_is_chosen_is_said_and_then_done(panel: EditsPanel) -> None:
     choose(panel, at="L002", init="identity")
-    assert "A new layer in front of L002, made like L001" in read(panel)
+    assert "A new layer in front of 2 · L002, made like 1 · L001" in read(panel)
     assert "4 → 5 layers · 288 → 360 weights" in read(panel) and "= computes the same" in read(panel)
     find(panel, "Apply").click()
     assert keys(panel) == ["L000", "L001", "L004", "L002", "L003"]
-    assert "+ before L002 (identity)" in read(panel)
-    assert [label for label, _ in panel._questions.asked["first"].options][2] == "2 · 3 · L004"
+    assert "+ before 2 · L002 (identity)" in read(panel)
+    assert [label for label, _ in panel._questions.asked["first"].options][2] == "2 · L004"
 
     find(panel, "edit").value = "Drop"
     choose(panel, first="L001", last="L004", park="disk")
@@ -96,12 +97,12 @@ def test_undo_and_redo_say_what_they_would_do(panel: EditsPanel) -> None:
     assert undo.disabled and redo.disabled and undo.description == "Undo"
     panel.session.edit(Drop("L001"))
     shown(panel)
-    assert (undo.description, undo.disabled, redo.disabled) == ("Undo − L001", False, True)
+    assert (undo.description, undo.disabled, redo.disabled) == ("Undo − 1 · L001", False, True)
     undo.click()
     assert len(keys(panel)) == 4
-    assert (undo.disabled, redo.description, redo.disabled) == (True, "Redo − L001", False)
+    assert (undo.disabled, redo.description, redo.disabled) == (True, "Redo − 1 · L001", False)
     redo.click()
-    assert len(keys(panel)) == 3 and undo.description == "Undo − L001"
+    assert len(keys(panel)) == 3 and undo.description == "Undo − 1 · L001"
 
 
 def test_a_group_is_carried_out_as_a_whole_or_not_at_all(panel: EditsPanel) -> None:
@@ -111,7 +112,7 @@ def test_a_group_is_carried_out_as_a_whole_or_not_at_all(panel: EditsPanel) -> N
     for key in ("L000", "L001", "L003"):
         choose(panel, last=key, first=key)
         find(panel, "Add to group").click()
-    assert [words for words, _ in panel._members.options] == ["− L000", "− L001", "− L003"]
+    assert [words for words, _ in panel._members.options] == ["− 0 · L000", "− 1 · L001", "− 3 · L003"]
     panel._members.value = 1
     panel._leave.click()
     assert len(keys(panel)) == 4, "nothing so far"
@@ -151,19 +152,59 @@ def test_what_waits_can_be_taken_back(panel: EditsPanel, relay: Relay) -> None:
         panel.session.edit(Drop("L001"))
         panel.session.edit(Drop("L002"))
         panel.show(panel.session.snapshot())
-        queue = panel._queue
-        assert [words for words, _ in queue.options] == ["− L001", "− L002"]
-        panel._cancel.click()
-        panel.show(panel.session.snapshot())
-        assert [words for words, _ in queue.options] == ["− L002"]
+        queue = panel._queue.commands
+        assert [words for words, _ in queue.options] == ["− 1 · L001", "− 2 · L002"]
+        queue.index = 0
+        panel._queue.remove.click()
+        assert [words for words, _ in queue.options] == ["− 2 · L002"], "at once"
     assert keys(panel) == ["L000", "L001", "L003"]
-    assert not queue.options and panel._cancel.disabled
+    assert not queue.options and panel._queue.remove.disabled
+
+
+def test_what_is_pressed_says_at_once_what_it_waits_for(panel: EditsPanel, relay: Relay) -> None:
+    panel.session.edit(Drop("L003")).result(HANG_S)
+    shown(panel)
+    assert panel._queue.line.value == ""
+    panel._branches.name.value = "other"
+    with held(relay):
+        panel.session.step()
+        enter(relay)
+        for place, (press, words) in enumerate(
+            (("Apply", "+ at 3 (identity)"), ("Undo", "undo"), ("Fork", "⑂ other")), start=1
+        ):
+            find(panel, press).click()  # and nobody draws the panel meanwhile
+            said = f"<strong>{words}</strong> waits for step 2 to end: place {place} of {place} in the queue"
+            assert said in panel._queue.line.value
+            assert panel._queue.commands.label == words, "Remove takes this one"
+        for _ in range(3):
+            panel._queue.remove.click()
+        assert panel._queue.line.value == "" and not panel.session.snapshot().queued
+    assert len(keys(panel)) == 3, "nothing of it was done"
+
+
+def test_it_waits_for_a_forecast_too(panel: EditsPanel, relay: Relay) -> None:
+    go_on = threading.Event()
+    panel.session.edit(lambda relay: go_on.wait(HANG_S), what="a measurement")
+    wait_until(lambda: panel.session.snapshot().busy == "a measurement")
+    find(panel, "Apply").click()
+    assert "waits for a measurement to end" in panel._queue.line.value
+    panel._queue.remove.click()
+    panel.session.reconfigure(micro_batches=3)  # of that kind no step has run, so it is rehearsed
+    forecast = panel.session.forecast()
+    with held(relay):
+        go_on.set()
+        enter(relay)
+        wait_until(lambda: panel.session.snapshot().busy == "forecast")
+        find(panel, "Apply").click()
+        assert "waits for forecast to end: place 1 of 1" in panel._queue.line.value
+    assert forecast.result(HANG_S) is not None and len(keys(panel)) == 5
+    assert panel._queue.line.value == ""
 
 
 def test_steps_send_nothing_that_has_not_changed(panel: EditsPanel) -> None:
     """A choice that somebody has open must not close whenever a step ends."""
     panel.session.edit(Insert("L001"))
-    train(panel.session, 1)  # its loss is in the journal now
+    train(panel.session, 1)
     shown(panel)
     sent: list[Any] = []
     for one in widgets_of(panel):
@@ -184,6 +225,34 @@ def test_choices_stay_when_the_stack_changes(panel: EditsPanel) -> None:
     shown(panel)
     assert panel._questions.asked["first"].value == "L002", "what stands at its place, or before it"
     assert panel._questions.asked["at"].value == "", "behind the last layer, as before"
+
+
+def test_a_span_is_one_layer_until_somebody_wants_more_and_again_after_apply(panel: EditsPanel) -> None:
+    first, last = panel._questions.asked["first"], panel._questions.asked["last"]
+    find(panel, "edit").value = "Drop"
+    assert first.value == last.value == "L000"
+    for key in ("L002", "L003", "L001"):
+        choose(panel, first=key)
+        assert last.value == key, "the end goes along"
+    choose(panel, last="L002")
+    choose(panel, first="L000")
+    assert last.value == "L002", "a longer span stays as it was chosen"
+    assert "0–2 · L000–L002 leave the stack" in read(panel)
+    find(panel, "Apply").click()
+    assert keys(panel) == ["L003"]
+    panel.session.undo()
+    shown(panel)
+    assert first.value == last.value and "leaves the stack" in read(panel), "the next press takes one layer"
+
+    choose(panel, first="L001")
+    choose(panel, last="L003")
+    find(panel, "Add to group").click()
+    assert first.value == last.value == "L001"
+    choose(panel, last="L003")
+    panel.session.edit(Drop("L003"))
+    shown(panel)
+    assert first.value == last.value == "L001", "where an end has gone, nothing else takes its place"
+    assert [words for words, _ in panel._members.options] == ["− L001–L003"], "L003 has no number any more"
 
 
 def test_a_span_stays_in_order(panel: EditsPanel) -> None:
@@ -295,6 +364,16 @@ def test_a_branch_needs_a_name_of_its_own(panel: EditsPanel) -> None:
     assert "needs a name" in read(panel)
 
 
+def test_numbers_in_the_form_follow_what_others_edit(panel: EditsPanel) -> None:
+    find(panel, "edit").value = "Drop"
+    choose(panel, first="L002")
+    find(panel, "Add to group").click()
+    panel.session.edit(Insert("L001"))
+    shown(panel)
+    assert [words for words, _ in panel._members.options] == ["− 3 · L002"]
+    assert panel._questions.asked["first"].label == "3 · L002" and "3 · L002 leaves the stack" in read(panel)
+
+
 def test_a_closed_session_says_why_nothing_is_done(panel: EditsPanel) -> None:
     panel.session.close()
     find(panel, "Apply").click()
@@ -304,4 +383,45 @@ def test_a_closed_session_says_why_nothing_is_done(panel: EditsPanel) -> None:
 def test_the_still_is_the_journal(panel: EditsPanel) -> None:
     panel.session.edit(Drop("L001"))
     (table,) = panel.still(shown(panel))
-    assert "− L001" in table.to_text()
+    assert "− 1 · L001" in table.to_text()
+
+
+# The probe ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_journal_says_what_the_probe_says(panel: EditsPanel) -> None:
+    panel.session.edit(Insert("L002"))
+    shown(panel)
+    assert "no change (0 exactly)" in read(panel)
+    panel.session.edit(Drop("L001"))
+    now = shown(panel)
+    assert now.changes[1].judged is not None and now.changes[1].verdict in read(panel)
+    assert "(one batch)" in read(panel), "there is no spread"
+
+
+def test_the_probe_is_switched_and_says_what_it_is_and_costs(panel: EditsPanel) -> None:
+    switch = find(panel, "judge edits on the probe")
+    assert switch.value and "up to 4 batches, cost not known yet: the training batches from step 1 on" in read(panel)
+    assert "probe=[...]" in read(panel)
+    switch.value = False
+    assert not panel.session.probe_on
+    panel.session.edit(Drop("L001"))
+    shown(panel)
+    assert "not measured: the probe is off" in read(panel)
+    panel.session.probe_on = True
+    shown(panel)
+    assert switch.value, "it was switched elsewhere"
+    panel.session.edit(Drop("L002"))
+    shown(panel)
+    assert "s per measurement" in read(panel)
+
+
+def test_batches_that_were_given_are_said_to_be(relay: Relay) -> None:
+    with Session(relay, make_batches(), probe=make_batches(1)) as session:
+        panel = EditsPanel(session)
+        shown(panel)
+        assert "1 batch, cost not known yet: those that were given as probe=[...]" in read(panel)
+    with Session(relay, make_batches(), probe=False) as session:
+        panel = EditsPanel(session)
+        shown(panel)
+        assert not find(panel, "judge edits on the probe").value and "from the next step on" in read(panel)

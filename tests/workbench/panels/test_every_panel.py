@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from panel_reading import html_of, shown
+from panel_reading import find, html_of, shown, widgets_of
 from patience import HANG_S
 from sessions import enter, held, make_batches, train, wait_until
 
 from l2l_core import Relay
 from workbench.app import Workbench
+from workbench.panels.card import CardPanel
 from workbench.panels.display import WIDGET
 from workbench.panels.edits import EditsPanel
 from workbench.panels.header import HeaderPanel
@@ -20,21 +21,27 @@ from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
 from workbench.panels.panel import Panel
+from workbench.panels.race import RacePanel
 from workbench.panels.relay import RelayPanel
 from workbench.panels.timeline import TimelinePanel
+from workbench.panels.verdict import VerdictPanel
 from workbench.panels.what_if import WhatIfPanel
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
+from workbench.session.standing import CLOSED, TAKEN_OVER
 
 KINDS: Sequence[type[Panel]] = (
     HeaderPanel,
+    VerdictPanel,
     RelayPanel,
     TimelinePanel,
     MemoryPanel,
     LossPanel,
     EditsPanel,
+    CardPanel,
     LayersPanel,
     HeatPanel,
+    RacePanel,
     WhatIfPanel,
 )
 
@@ -53,7 +60,8 @@ def test_a_panel_stands_alone(session: Session, kind: type[Panel], capsys: pytes
     shown(panel)
     assert "could not be drawn" not in html_of(panel)
     bundle = panel._repr_mimebundle_()
-    pictures = {"image/svg+xml"} if kind not in (LayersPanel, EditsPanel) else set()
+    tables = (VerdictPanel, LayersPanel, EditsPanel, CardPanel, RacePanel)
+    pictures = {"image/svg+xml"} if kind not in tables else set()
     assert set(bundle) == {WIDGET, "text/html", "text/plain"} | pictures
     assert bundle["text/plain"].strip() and bundle["text/html"].count("<svg") == len(pictures)
     panel.close()
@@ -118,15 +126,30 @@ def test_a_panel_that_cannot_be_drawn_says_so_and_comes_back(session: Session, k
     assert "could not be drawn" not in panel.widget.children[0].value
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_controls_of_a_session_that_has_ended_are_grey(relay: Relay, kind: type[Panel]) -> None:
+    with Session(relay, make_batches()) as session:
+        panel = kind(session)
+        if kind is WhatIfPanel:
+            find(panel, "▸ What if").value = True
+        train(session, 1)
+        shown(panel)
+        controls = [one for one in widgets_of(panel) if one.has_trait("disabled")]
+        assert not controls or not all(one.disabled for one in controls)
+    for _ in range(2):  # a frame does not wake them
+        shown(panel)
+        assert all(one.disabled for one in widgets_of(panel) if one.has_trait("disabled"))
+
+
 def test_the_pump_outlives_a_panel_that_cannot_be_drawn(relay: Relay) -> None:
-    bench = Workbench(relay, make_batches())
-    timeline, loss = bench.panels[2], bench.panels[4]
-    timeline.draw = lambda now: 1 / 0  # type: ignore[method-assign]
+    bench = Workbench(relay, make_batches(), view=["relay", "loss"])
+    relay_panel, loss = bench.views.seen
+    relay_panel.draw = lambda now: 1 / 0  # type: ignore[method-assign]
     bench._ipython_display_()
     for steps in (1, 2):
         train(bench.session, steps)
         wait_until(lambda: loss._drawn[0] == bench.snapshot().step)
-    assert "could not be drawn" in timeline.widget.children[0].value
+    assert "could not be drawn" in relay_panel.widget.children[0].value
     assert "could not be drawn" not in html_of(loss)
     bench.close()
 
@@ -151,6 +174,37 @@ def test_a_workbench_steers_its_session(relay: Relay) -> None:
     assert now.state == "idle" and [change.what for change in now.changes] == ["ahead 1 → 2", "count"]
     bench.close()
     assert bench.snapshot().state == "closed" and relay.evaluate(make_batches()[0]) > 0
+
+
+def test_a_workbench_that_was_taken_over_says_so_and_is_grey_at_once(relay: Relay) -> None:
+    first = Workbench(relay, make_batches())
+    first._show(first.snapshot())
+    assert first._notice.widget.layout.display == "none"
+    with held(relay):
+        first.step()
+        enter(relay)
+        second = Workbench(relay, make_batches())
+        first._show(first.snapshot())  # its last step is still under way
+        said = first._notice.widget.value
+        assert "was taken over by another one on the same relay: use that one, or run this cell again" in said
+        for panel in first.panels:
+            assert all(one.disabled for one in widgets_of(panel) if one.has_trait("disabled")), panel
+    second.wait(HANG_S)
+    second._show(second.snapshot())
+    assert second._notice.widget.value == "" and not find(second.panels[0], "Run").disabled
+    first.close()
+    assert first.snapshot().ended == TAKEN_OVER, "the first reason stays"
+    second.close()
+    assert second.snapshot().ended == CLOSED
+
+
+def test_a_panel_that_stands_alone_says_that_its_session_has_ended(session: Session) -> None:
+    panel = EditsPanel(session)
+    panel._repr_mimebundle_()
+    session.close()
+    shown(panel)
+    assert panel._notice is not None and "This workbench was closed: run its cell again" in panel._notice.widget.value
+    panel.close()
 
 
 def test_a_workbench_refuses_what_is_no_relay() -> None:

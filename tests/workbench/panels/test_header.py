@@ -83,6 +83,25 @@ def test_run_in_the_last_step_before_a_pause_does_not_train_without_end(header: 
     assert session.wait(HANG_S).step == 1
 
 
+def test_what_waits_is_said_at_once_and_can_be_taken_back(header: HeaderPanel) -> None:
+    session = header.session
+    back = find(header, "Take back")
+    assert back.layout.visibility == "hidden"
+    with held(session.relay):
+        find(header, "Step").click()
+        enter(session.relay)
+        find(header, "Step").click()  # and nobody draws the panel meanwhile
+        assert "waits for step 1 to end: 1. step" in header._progress.value
+        find(header, "Stop").click()
+        assert "waits for step 1 to end: 1. step; 2. stop" in header._progress.value
+        assert back.layout.visibility == "visible"
+        back.click()
+        assert session.snapshot().queued == ("step",) and "2. stop" not in header._progress.value
+        back.click()
+        assert back.layout.visibility == "hidden" and "waits" not in header._progress.value
+    assert session.wait(HANG_S).step == 1
+
+
 def test_run_after_stop_begins_anew(header: HeaderPanel) -> None:
     session = header.session
     find(header, "steps").value = 5

@@ -70,7 +70,7 @@ def test_the_slider_goes_to_steps_that_were_recorded_whole(replay: Replay) -> No
     said = words_of(replay.widget)
     assert "step 5" in said and "micro_batches 2 → 3" not in said
     replay.slider.value = dict(replay.slider.options)["8"]
-    replay._show(replay.snapshot())
+    replay.views.turn_to("loss")
     assert "micro_batches 2 → 3" in words_of(replay.widget)
 
 

@@ -8,7 +8,7 @@ import ipywidgets
 import pytest
 from panel_reading import find, html_of, shown, widgets_of
 from patience import HANG_S
-from sessions import train, wait_until
+from sessions import enter, held, train, wait_until
 
 from l2l_core import Drop, Relay, RelayConfig
 from workbench.panels.display import WIDGET
@@ -101,7 +101,7 @@ def test_apply_hands_over_what_can_be_set_and_says_how_the_rest_is(what_if: What
     assert session.relay.device.figures()["h2d_bytes_per_s"] == 5e8
     assert session.relay.device.figures()["d2h_bytes_per_s"] is None
     said = html_of(what_if)
-    assert "handed to the next step; layers: with Insert" in said and "width: with another model" in said
+    assert "handed to the next step; layers: an edit, offered below" in said and "width: with another model" in said
     train(session, 1)
     now = shown(what_if)
     assert what_if.settle() and now.last is not None and now.last.settings["precision"] == "bf16"
@@ -124,6 +124,34 @@ def test_reset_goes_back_to_the_next_step_which_controls_follow(what_if: WhatIfP
     session.wait(HANG_S)
     shown(what_if)
     assert find(what_if, "layers").value == 3
+
+
+def test_another_depth_offers_the_edits_that_it_means(what_if: WhatIfPanel) -> None:
+    session = what_if.session
+    assert not offered(what_if)
+    asked(what_if, {"layers": 6})
+    assert offered(what_if) == ["Insert 2 layers", "Duplicate 2 layers"]
+    said = html_of(what_if)
+    assert "workbench.edit(*(Insert(at) for at in range(4, 6)))" in said and "the model computes the same" in said
+    assert "workbench.edit(Duplicate(slice(2, 4), &quot;top&quot;))" in said
+    find(what_if, "Insert 2 layers").click()
+    session.wait(HANG_S)
+    now = shown(what_if)
+    assert len(now.layers) == 6 and now.journal[-1].preserves_function and what_if.settle()
+    assert not offered(what_if) and "Insert 2 layers: done" in html_of(what_if)
+    asked(what_if, {"layers": 3})
+    assert offered(what_if) == ["Drop 3 layers"] and "workbench.edit(Drop(slice(3, 6)))" in html_of(what_if)
+    with held(session.relay):
+        session.step()
+        enter(session.relay)
+        find(what_if, "Drop 3 layers").click()
+        assert "Drop 3 layers: waits for step 3 to end, place 1 in the queue" in html_of(what_if)
+    session.wait(HANG_S)
+    assert [row.key for row in shown(what_if).layers] == ["L000", "L001", "L002"]
+
+
+def offered(panel: WhatIfPanel) -> list[str]:
+    return [row.children[0].description for row in panel._offer._rows if row.layout.display != "none"]
 
 
 def test_what_if_follows_the_newest_step(what_if: WhatIfPanel) -> None:

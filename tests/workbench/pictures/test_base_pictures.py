@@ -19,12 +19,13 @@ from l2l_core import RelayConfig
 from l2l_core.trace.events import CATEGORIES, LANES, PLACES, Event, MemorySample
 from l2l_core.trace.trace import Trace
 from workbench.pictures import svg, theme
-from workbench.pictures.header import STATE_COLOURS, header_html, header_picture, progress_html
+from workbench.pictures.header import STATE_COLOURS, header_html, header_picture, pending_html, progress_html
 from workbench.pictures.page import bundle_of
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.sweep import SHORT_S, sweep_of
 from workbench.readings.columns import Columns
+from workbench.session.shown_step import ShownStep
 from workbench.session.snapshot import Snapshot
 from workbench.session.statistics import StatisticsLog
 from workbench.session.values import LayerRow, Progress, StepRow
@@ -374,12 +375,13 @@ def make_snapshot(**fields: Any) -> Snapshot:
         layers=(layer,) * 3,
         statistics=StatisticsLog().view(),
         shell_params=7,
-        last=None,
+        shown=None,
         progress=None,
-        in_core_bytes=None,
         failure=None,
     )
-    return replace(start, **fields)
+    last = fields.pop("last", None)
+    shown = ShownStep("main", last.step + 1, last, start.layers) if last is not None else None
+    return replace(start, shown=shown, **fields)
 
 
 # Sweep ----------------------------------------------------------------------------------------------------------------
@@ -479,7 +481,11 @@ def test_progress_is_a_bar_that_can_be_read_aloud() -> None:
     assert bar is not None
     assert [bar.get(f"aria-value{name}") for name in ("min", "max", "now")] == ["0", "12", "3"]
     assert bar.get("aria-label") and "width:25.0%" in bar[0].get("style", "")
-    assert words_of(html) == f"3 of 12 steps, 4.5 s left then: pause; {NAUGHTY}"
+    assert words_of(html) == f"3 of 12 steps, 4.5 s left next: 1. pause; 2. {NAUGHTY}"
+    busy = progress_html(replace(now, busy=NAUGHTY))
+    assert words_of(busy).endswith(f"waits for {NAUGHTY} to end: 1. pause; 2. {NAUGHTY}")
+    assert words_of(pending_html(now)) == f"{NAUGHTY} is next: place 2 of 2 in the queue; Remove takes it out"
+    assert pending_html(make_snapshot()) == ""
 
 
 def test_a_run_without_end_has_no_bar() -> None:

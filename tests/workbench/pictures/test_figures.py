@@ -25,7 +25,13 @@ def step(layers: int = 3, micro_batches: int = 2) -> Trace:
             events.append(Event("compute", "forward", now_s, now_s + 1, f"L{layer:03d}", k, visit=layer))
             now_s += 1
     events.append(Event("eps", "update", now_s, now_s + 1, "L000"))
-    return Trace.of(events, samples, names={"L001": "blocks.<1>"}, step=4, device="toy")
+    return Trace.of(
+        events,
+        samples,
+        names={"shell": "", **{f"L{i:03d}": f"blocks.{i}" for i in range(layers)}},
+        step=4,
+        device="toy",
+    )
 
 
 def row(number: int, loss: float) -> StepRow:
@@ -47,8 +53,8 @@ def test_bars_are_the_events() -> None:
 
 def test_hovering_names_layer_micro_batch_bytes_and_time() -> None:
     forward, load, _ = timeline_figure(step()).data
-    assert forward.hovertext[3] == "forward blocks.&lt;1&gt;, micro-batch 1<br>1 s, from 3 s"
-    assert load.hovertext[0] == "load L000, 1 kB<br>500 ms, from 0 ms"
+    assert forward.hovertext[3] == "forward 1 · L001, micro-batch 1<br>1 s, from 3 s"
+    assert load.hovertext[0] == "load 0 · L000, 1 kB<br>500 ms, from 0 ms"
     assert list(forward.text)[:3] == ["F0", "F0", "F1"]
 
 

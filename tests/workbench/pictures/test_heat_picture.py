@@ -159,7 +159,7 @@ def test_of_many_dropped_layers_those_are_shown_that_left_last() -> None:
         log.arrange(stack(left))
     svg = draw_heat(log.view(), "grad_norm")
     assert images(svg)[-1][1].shape == (6, 1)
-    assert any(word.startswith("dropped: 2 before and h.0 (a), h.6 (h)") for word in words(svg))
+    assert any(word.startswith("dropped: 2 before and a, h") for word in words(svg))
 
 
 def test_an_inserted_layer_is_empty_before_and_a_frozen_one_is_hatched() -> None:
@@ -189,8 +189,8 @@ def test_dropped_layers_are_below_the_others() -> None:
     assert rows.shape == (2, 2) and rows.all()
     assert below.astype(bool).tolist() == [[True, False], [True, True]]
     assert dropped[1] >= kept[1] + kept[3] + 10 and dropped[0] == kept[0] and dropped[2] == kept[2]
-    assert "dropped: h.2 (c), h.1 (b)" in words(svg)
-    assert "Layers that were dropped: h.2 (c), h.1 (b)." in description(svg)
+    assert "dropped: c, b" in words(svg)
+    assert "Layers that were dropped: c, b." in description(svg)
 
 
 def test_layers_are_drawn_in_the_order_of_the_stack() -> None:
@@ -239,7 +239,7 @@ def test_one_outlier_does_not_flatten_the_others() -> None:
     pixels = cells(svg)[1]
     assert pixels[3, 50] == SHADES and len(np.unique(pixels)) > SHADES / 2
     assert any(word.startswith("≥ ") for word in words(svg))
-    assert "Largest gradient norm 1e9 in layer 3, h.3, at step 51." in description(svg)
+    assert "Largest gradient norm 1e9 in layer 3 · L003, at step 51." in description(svg)
 
 
 def test_shades_get_lighter_from_little_to_much() -> None:
@@ -315,28 +315,30 @@ def test_long_runs_stay_small() -> None:
     assert len(svg.encode()) < LIMIT and cells(svg)[1].shape == (20, RIGHT - LEFT)
 
 
-def test_numbers_and_names_label_the_rows() -> None:
+def test_numbers_and_keys_label_the_rows() -> None:
     log = StatisticsLog()
-    log.append(1, [LayerRow(f"L{i}", f"transformer.h.{i}", 1, 4, 1, False, 1.0, 1.0, 1.0) for i in range(12)])
+    keys = [*"gfedcba", "a key of many letters"]
+    log.append(1, [LayerRow(key, f"transformer.h.{i}", 1, 4, 1, False, 1.0, 1.0, 1.0) for i, key in enumerate(keys)])
     svg = draw_heat(log.view(), "grad_norm")
-    ys = {e.text: float(e.attrib["y"]) for e in ElementTree.fromstring(svg).iter() if (e.text or "").startswith("h.")}
-    assert [ys[f"h.{i}"] for i in range(12)] == sorted(ys.values()) and len(ys) == 12
-    assert tips(svg)[5] == "layer 5: transformer.h.5 (L5), gradient norm 1 at step 1"
-
-
-def test_a_name_that_is_a_number_is_not_put_beside_the_number() -> None:
-    log = StatisticsLog()
-    log.append(1, [LayerRow(f"L{i}", str(i + 7), 1, 4, 1, False, 1.0, 1.0, 1.0) for i in range(3)])
-    svg = draw_heat(log.view(), "grad_norm")
-    assert not {"8", "9"} & {e.text for e in ElementTree.fromstring(svg).iter() if e.get("text-anchor") == "end"}
-    assert tips(svg)[1].startswith("layer 1: 8 (L1)")
+    labels = [
+        e for e in ElementTree.fromstring(svg).iter() if e.get("text-anchor") == "end" and e.tag.endswith("}text")
+    ]
+    rows: dict[str, list[tuple[float, str]]] = {}
+    for e in labels:
+        if float(e.attrib["x"]) < LEFT and e.text and (e.text.startswith("· ") or e.text.isdecimal()):
+            rows.setdefault(e.attrib["y"], []).append((float(e.attrib["x"]), e.text))
+    said = [" ".join(text for _, text in sorted(rows[y])) for y in sorted(rows, key=float)]
+    assert said[:7] == [f"{i} · {key}" for i, key in enumerate("gfedcba")]
+    assert said[7].startswith("7 · a key") and said[7].endswith("…")
+    assert len({x for row in rows.values() for x, _ in row}) == 2, "numbers below numbers, keys below keys"
+    assert tips(svg)[5] == "layer 5 · b, transformer.h.5, gradient norm 1 at step 1"
 
 
 def test_extremes_are_told_in_words() -> None:
     svg = draw_heat(record([[0.5, 0.25], [3.2, 0.001]], first=119), "grad_norm")
     said = description(svg)
-    assert "Largest gradient norm 3.2 in layer 1, h.1, at step 119." in said
-    assert "Smallest gradient norm 1e-3 in layer 1, h.1, at step 120." in said
+    assert "Largest gradient norm 3.2 in layer 1 · L001, at step 119." in said
+    assert "Smallest gradient norm 1e-3 in layer 1 · L001, at step 120." in said
 
 
 @pytest.mark.parametrize("figure", KINDS)
@@ -390,7 +392,7 @@ def test_names_are_escaped() -> None:
     log.append(4, stack("a"))
     for svg in (shown, draw_heat(log.view(), "grad_norm")):
         assert "<b>" not in svg and "<u>" not in svg and "<k>" not in svg
-        assert any('<b>.<i>"& (<k>&)' in tip for tip in tips(svg))
+        assert any('<k>&, last <b>.<i>"&' in tip or '0 · <k>&, <b>.<i>"&' in tip for tip in tips(svg))
     assert "<u>&" in words(shown) and "a < b" in words(shown)
     assert "<b>" not in heat_table(log.view(), "grad_norm").to_html()
 
@@ -407,8 +409,9 @@ def test_no_such_figure(use: object) -> None:
 def test_the_table_has_a_few_steps_and_the_extremes_of_each_layer() -> None:
     table = heat_table(record([[float(step) for step in range(1, 101)], [None] * 100]), "grad_norm")
     assert table.header == (
-        "no.",
         "layer",
+        "key",
+        "name",
         "step 1",
         "step 21",
         "step 41",
@@ -418,8 +421,8 @@ def test_the_table_has_a_few_steps_and_the_extremes_of_each_layer() -> None:
         "smallest",
         "largest",
     )
-    assert table.rows[0] == ("0", "h.0", "1", "21", "41", "60", "80", "100", "1", "100")
-    assert table.rows[1] == ("1", "h.1", *"–" * 8) and table.note == ""
+    assert table.rows[0] == ("0", "L000", "h.0", "1", "21", "41", "60", "80", "100", "1", "100")
+    assert table.rows[1] == ("1", "L001", "h.1", *"–" * 8) and table.note == ""
 
 
 def test_the_table_names_dropped_layers_and_merged_steps() -> None:
@@ -427,8 +430,8 @@ def test_the_table_names_dropped_layers_and_merged_steps() -> None:
     for step in range(1, 6):
         log.append(step, stack("ab" if step <= 3 else "b", norm=float(step)))
     table = heat_table(log.view(), "grad_norm")
-    assert table.header[2:4] == ("steps 1–4", "step 5") and table.note == "Figures of several steps are means."
-    assert table.rows == [("0", "h.0", "2.5", "5", "2.5", "5"), ("dropped", "h.0", "2", "–", "2", "2")]
+    assert table.header[3:5] == ("steps 1–4", "step 5") and table.note == "Figures of several steps are means."
+    assert table.rows == [("0", "b", "h.0", "2.5", "5", "2.5", "5"), ("dropped", "a", "h.0", "2", "–", "2", "2")]
 
 
 def test_the_table_of_many_layers_has_the_notable_ones() -> None:

@@ -8,18 +8,27 @@ from typing import Literal
 
 from l2l_core.edits.history import Entry
 from workbench.pictures.journal import MOST, draw_journal, journal_table
+from workbench.pictures.theme import GREEN, VERMILION
 from workbench.session.journal_state import turns_of
+from workbench.session.judgement import PENDING, Judged, Measured
+from workbench.session.values import Change
 
 
 def entry(
     number: int, kind: Literal["edit", "undo", "redo"] = "edit", of: int = -1, what: str = "Drop(layers=3)"
 ) -> Entry:
-    return Entry(number, 10 + number, kind, what, of, False, "parked (memory)", 7, -72, -320, 0.5, 0.75)
+    return Entry(number, 10 + number, kind, what, of, False, "parked (memory)", 7, -72, -320)
 
 
-def lines(journal: list[Entry]) -> list[list[str]]:
+def change(number: int, before: list[float], after: list[float]) -> Change:
+    """What a session knows of an edit."""
+    judged = Judged(Measured(tuple(before), 0.1), Measured(tuple(after), 0.1))
+    return Change(10 + number, "an edit", entry=number, judged=judged)
+
+
+def lines(journal: list[Entry], changes: list[Change] | None = None) -> list[list[str]]:
     """Cells of the drawn table, by line."""
-    root = ET.fromstring(draw_journal(journal))
+    root = ET.fromstring(draw_journal(journal, changes or []))
     return [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")][1:]
 
 
@@ -32,14 +41,39 @@ def test_edits_that_are_in_force_and_those_that_a_redo_brings_back() -> None:
 
 
 def test_newest_first_with_signs_and_what_was_undone() -> None:
-    journal = [entry(0), replace(entry(1, "undo", 0), loss_after=None, params=72, nbytes=320, preserves_function=True)]
-    undo, edit = lines(journal)
-    assert undo[:4] == ["1", "11", "undo − layer 3", "0.5 → … "]
+    journal = [entry(0), replace(entry(1, "undo", 0), params=72, nbytes=320, preserves_function=True)]
+    undo, edit = lines(journal, [change(0, [0.5, 1.0], [0.75, 1.25]), change(1, [0.75, 1.25], [0.5, 1.0])])
+    assert undo[:4] == ["1", "11", "undo − layer 3", "1 → 0.75, ▼ −0.25 ± 0"]
     assert undo[4:8] == ["7", "+72", "+320 B", "= same"]
-    assert edit[:4] == ["0", "10", "undone: − layer 3", "0.5 → 0.75 ▲ +0.25"]
+    assert edit[:4] == ["0", "10", "undone: − layer 3", "0.75 → 1, ▲ +0.25 ± 0"]
     assert edit[4:] == ["7", "−72", "−320 B", "≠ other", "parked (memory)"]
-    better = lines([replace(entry(0), loss_after=0.25)])
-    assert "▼ −0.25" in better[0][3]
+
+
+def test_colour_is_for_what_is_larger_than_its_spread_alone() -> None:
+    """Up and down are told apart by their marks, too; no change and no measurement have neither colour nor mark."""
+    losses = {"worse": [2.1, 3.12], "better": [1.9, 2.88], "unclear": [2.2, 2.9], "same": [2.0, 3.0]}
+    drawn = {name: draw_journal([entry(0)], [change(0, [2.0, 3.0], after)]) for name, after in losses.items()}
+    drawn["not measured"] = draw_journal([entry(0)])
+    colours = {name: [colour for colour in (VERMILION, GREEN) if colour in html] for name, html in drawn.items()}
+    assert colours == {"worse": [VERMILION], "better": [GREEN], "unclear": [], "same": [], "not measured": []}
+    rows = {name: html.partition("<tbody>")[2] for name, html in drawn.items()}
+    assert {name: [mark for mark in "▲▼" if mark in html] for name, html in rows.items()} == {
+        "worse": ["▲"], "better": ["▼"], "unclear": [], "same": [], "not measured": [],
+    }  # fmt: skip
+    assert "no change (0 exactly)" in rows["same"] and "not measured" in rows["not measured"]
+    assert [name for name, html in rows.items() if "l2l-unknown" in html] == ["not measured"]
+
+
+def test_what_was_not_measured_says_why() -> None:
+    journal = [entry(i) for i in range(4)]
+    changes = [
+        Change(10, "an edit", entry=0, why_not="OSError: <no> disk"),
+        Change(11, "an edit", entry=1, why_not=PENDING),
+        Change(12, "settings"),
+        change(3, [1.0], [1.5]),
+    ]
+    said = [line[3] for line in lines(journal, changes)]
+    assert said == ["1 → 1.5, +0.5 (one batch)", "not measured", "measuring…", "not measured: OSError: <no> disk"]
 
 
 def test_an_empty_journal_says_what_will_be_there() -> None:
@@ -55,15 +89,17 @@ def test_what_people_name_is_escaped() -> None:
 
 def test_a_long_journal_is_cut_and_says_so() -> None:
     journal = [entry(i) for i in range(3 * MOST)]
-    shown = lines(journal)
+    changes = [change(i, [1.2345, 2.3456, 1.7], [1.3456, 2.5, 1.9]) for i in range(3 * MOST)]
+    shown = lines(journal, changes)
     assert len(shown) == MOST + 1 and shown[0][0] == str(3 * MOST - 1)
     assert shown[-1] == [f"… {2 * MOST} earlier"]
-    assert len(draw_journal(journal)) < 60_000
+    assert len(draw_journal(journal, changes)) < 60_000
 
 
 def test_the_table_in_words() -> None:
-    table = journal_table([entry(0), entry(1, "undo", 0)])
+    table = journal_table([entry(0), entry(1, "undo", 0)], [change(0, [2.0, 3.0], [2.1, 3.12])])
+    assert table.rows[0][3] == "not measured"
     assert table.rows[1] == (
-        "0", "10", "− layer 3", "0.5 → 0.75", "7", "-72", "−320 B", "≠ other", "parked (memory)", "undone",
+        "0", "10", "− layer 3", "2.5 → 2.61, ▲ +0.11 ± 0.014", "7", "-72", "−320 B", "≠ other", "parked (memory)", "undone",
     )  # fmt: skip
     assert len(table.header) == len(table.rows[0])

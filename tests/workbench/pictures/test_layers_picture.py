@@ -38,7 +38,7 @@ def bars(html: str) -> list[float]:
 
 def test_a_row_has_every_figure() -> None:
     (row,) = rows(draw_layers([layer(3, norm=0.25, ratio=2e-3)]))
-    assert row == ["0", "h.3", "1,003", "4.01 kB", "7", "0.25", "2.00e-03", "–", ""]
+    assert row == ["0", "L003", "h.3", "1,003", "4.01 kB", "7", "0.25", "2.00e-03", "–", ""]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_row_has_every_figure() -> None:
 )
 def test_a_layer_says_how_much_of_it_is_trained(trained: int | None, said: str) -> None:
     partly = replace(layer(3), num_trained=trained)
-    assert rows(draw_layers([partly]))[0][8] == said and layers_table([partly]).rows[0][8] == said
+    assert rows(draw_layers([partly]))[0][9] == said and layers_table([partly]).rows[0][9] == said
 
 
 @pytest.mark.parametrize("count", [1, 12, 40])
@@ -74,10 +74,10 @@ def test_of_many_layers_the_notable_ones_are_shown_and_the_others_counted() -> N
 def test_influence_has_a_column_and_makes_layers_notable() -> None:
     layers = [replace(one, influence=0.3) for one in stack(1000)]
     layers[400], layers[600] = replace(layers[400], influence=1.25), replace(layers[600], influence=0.004)
-    shown = {row[0]: row[7] for row in rows(draw_layers(layers)) if row[0]}
+    shown = {row[0]: row[8] for row in rows(draw_layers(layers)) if row[0]}
     assert shown["400"] == "1.25" and shown["600"] == "4.00e-03" and shown["0"] == "0.3"
     table = layers_table(layers)
-    assert {row[0]: row[7] for row in table.rows}["400"] == "1.25" and table.header[7] == "influence"
+    assert {row[0]: row[8] for row in table.rows}["400"] == "1.25" and table.header[8] == "influence"
 
 
 def test_bars_are_logarithmic_over_the_layers() -> None:
@@ -95,13 +95,13 @@ def test_the_band_holds_a_thousandth() -> None:
 
 def test_ratios_far_from_usual_are_marked_in_words() -> None:
     shown = rows(draw_layers([layer(0, ratio=1e-3), layer(1, ratio=0.5), layer(2, ratio=1e-7), layer(3, ratio=None)]))
-    assert ["!" in row[6] for row in shown] == [False, True, True, False]
+    assert ["!" in row[7] for row in shown] == [False, True, True, False]
 
 
 def test_before_the_first_step_there_are_no_figures() -> None:
     html = draw_layers([layer(0, None, None)])
-    assert rows(html)[0][5:7] == ["–", "–"] and not bars(html)
-    assert layers_table([layer(0, None, None)]).rows[0][5:7] == ("–", "–")
+    assert rows(html)[0][6:8] == ["–", "–"] and not bars(html)
+    assert layers_table([layer(0, None, None)]).rows[0][6:8] == ("–", "–")
 
 
 @pytest.mark.parametrize("figure", [0.0, math.nan, math.inf, 1e-300, 1e300])
@@ -116,12 +116,12 @@ def test_state_of_a_layer_is_said() -> None:
     body = ElementTree.fromstring(html).find("./table/tbody")
     assert body is not None
     assert [row.get("class") for row in body] == ["l2l-computing", "l2l-frozen", "l2l-changed"]
-    assert rows(html)[1][8] == "frozen"
+    assert rows(html)[1][9] == "frozen"
 
 
 def test_names_are_escaped() -> None:
     html = draw_layers([layer(0, name='<b>"x"&')])
-    assert "<b>" not in html.replace('<b style="left', "") and rows(html)[0][1] == '<b>"x"&'
+    assert "<b>" not in html.replace('<b style="left', "") and rows(html)[0][2] == '<b>"x"&'
 
 
 def test_no_layers() -> None:

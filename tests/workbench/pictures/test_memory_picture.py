@@ -15,7 +15,6 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.replay import simulate
 from l2l_core.trace.events import CATEGORIES, Event, MemorySample
 from l2l_core.trace.words import format_bytes
-from workbench.pictures.layer_strip import number_of
 from workbench.pictures.memory import DEVICE, HOST, draw_memory, memory_table, show_memory
 from workbench.pictures.theme import category_colour
 from workbench.readings.columns import Columns
@@ -37,7 +36,8 @@ def step(layers: int = 4, micro_batches: int = 2, event_s: float = 1.0) -> Trace
             samples.append(MemorySample(t_s + 1e-4 * event_s, "device", high))
             samples.append(MemorySample(t_s + 2e-4 * event_s, "device", {"weights": 1000}))
         samples.append(MemorySample(t_s + 3e-4 * event_s, "host", {"weights": 4000, "optimizer": 8000 + visit}))
-    return Trace.of(events, samples, settings={"memory_bytes": 9000})
+    names = {f"L{i:03d}": f"h.{i}" for i in range(layers)}
+    return Trace.of(events, samples, names=names, settings={"memory_bytes": 9000})
 
 
 def simulated(layers: int, micro_batches: int) -> Trace:
@@ -72,6 +72,9 @@ def big(layers: int = 1000, micro_batches: int = 32) -> Columns:
         visit=visit,
         nbytes=np.zeros(count, np.int64),
         stay=visit,
+        slot=np.full(count, -1),
+        piece=np.zeros(count, np.int64),
+        pieces=np.ones(count, np.int64),
         kinds=("forward", "backward"),
         layers=[f"L{i:03d}" for i in range(layers)],
         sample_s=np.repeat(start_s, 2) + np.tile([0.95e-3, 0.951e-3], count),
@@ -216,7 +219,8 @@ def test_axes_hold_still_while_a_step_runs() -> None:
 
 
 def test_layers_are_numbered_forward_then_backward() -> None:
-    svg = draw_memory(Columns.of(step(layers=4)))
+    trace = step(layers=4)
+    svg = draw_memory(Columns.of(trace), keys=trace.names)
     strip = [line for line in words(svg) if line.isdecimal()]
     assert strip[: strip.index("3") + 1][-4:] == ["0", "1", "2", "3"] and strip.count("0") >= 2
     assert {"forward →", "backward →", "layer"} <= set(words(svg))
@@ -225,7 +229,8 @@ def test_layers_are_numbered_forward_then_backward() -> None:
 
 @pytest.mark.parametrize("layers", [1, 40, 300])
 def test_layer_labels_do_not_overlap(layers: int) -> None:
-    root = ElementTree.fromstring(draw_memory(Columns.of(simulated(layers, 2))))
+    trace = simulated(layers, 2)
+    root = ElementTree.fromstring(draw_memory(Columns.of(trace), keys=trace.names))
     strip = [e for e in root.iter() if e.tag.endswith("}text") and e.get("fill") and e.text and e.text.isdecimal()]
     placed = sorted((float(e.attrib["x"]), 6.0 * len(e.text or "")) for e in strip)
     assert placed
@@ -270,7 +275,3 @@ def test_table_says_what_the_picture_shows() -> None:
     assert rows["budget"][0] == "9 kB" and rows["in core (estimate)"][0] == "123 kB"
     picture = show_memory(trace, in_core_bytes=123_000)
     assert "budget 9 kB" in words(picture.svg) and "123 kB" in picture.table.to_text()
-
-
-def test_numbers_of_layers() -> None:
-    assert [number_of(key) for key in ("L003", "L1000", "encoder", "", "L")] == ["3", "1000", "encoder", "", "L"]

@@ -274,7 +274,8 @@ def test_narrow_exposed_copies_are_hatched_up_to_their_share() -> None:
 
 
 def test_visits_are_labelled_once_with_their_layer() -> None:
-    shown = words(parse(draw_timeline(Columns.of(TRACES["a few layers"]))))
+    trace = TRACES["a few layers"]
+    shown = words(parse(draw_timeline(Columns.of(trace), keys=trace.names)))
     assert [shown.count(f"B{i}") for i in range(5)] == [1] * 5  # four micro-batches each; B5 takes turns with F5
     assert {"U0", "U5", "loss"} <= {*shown}
 
@@ -289,8 +290,8 @@ def test_the_legend_names_the_kinds_that_are_there() -> None:
 
 
 def test_names_kinds_and_sentences_are_escaped() -> None:
-    trace = hand_made(("compute", "<odd & new>", 0, 1, "L000"), ("compute", "forward", 1, 2, "L001"))
-    picture = draw_timeline(Columns.of(trace), names={"L001": "<script>&'\""}, said=["forward: a < b & c"])
+    trace = hand_made(("compute", "<odd & new>", 0, 1, "L000"), ("compute", "forward", 1, 2, "<script>&'\""))
+    picture = draw_timeline(Columns.of(trace), keys=["L000", "<script>&'\""], said=["forward: a < b & c"])
     root = parse(picture)
     assert "<script>" not in picture and "<odd" not in picture
     assert "<odd & new>" in words(root) and "a < b & c" in words(root)
@@ -303,8 +304,8 @@ def test_tooltips_are_for_few_bars_and_finished_steps() -> None:
     def tips(picture: str) -> list[str]:
         return [title.text or "" for title in parse(picture).iter(f"{SVG}title")][1:]
 
-    said = tips(draw_timeline(few, names={"L004": "blocks.4"}))
-    assert any(tip.startswith("B4 backward blocks.4: ") and tip.endswith("4 events") for tip in said)
+    said = tips(draw_timeline(few, keys=[f"L{i:03d}" for i in range(6)]))
+    assert any(tip.startswith("B4 backward 4 · L004: ") and tip.endswith("4 events") for tip in said)
     assert not tips(draw_timeline(few, now_s=1.0)) and not tips(draw_timeline(many))
 
 

@@ -171,15 +171,22 @@ def test_bytes_are_those_of_the_samples() -> None:
 def test_a_load_in_pieces_counts_bytes() -> None:
     """Half of the first piece, then all of it, of a load of 400 bytes; the numbers are by hand."""
     events = [
-        Event("h2d", "load", 0.0, 2.0, "L000", nbytes=100),
+        Event("h2d", "load", 0.0, 2.0, "L000", nbytes=100, slot=0, piece=0, pieces=2),
         Event("h2d", "fetch", 2.0, 3.0, "L000", k=0, nbytes=7),
-        Event("h2d", "load", 3.0, 4.0, "L000", nbytes=300),
+        Event("h2d", "load", 3.0, 4.0, "L000", nbytes=300, slot=0, piece=1, pieces=2),
         Event("compute", "forward", 5.0, 6.0, "L000", k=0, visit=0),
     ]
     moments = Moments.of(Trace.of(events, []))
     shares = [moments.when(t_s).slots[0].share for t_s in (0.0, 1.0, 2.5, 3.5, 4.0)]
     assert shares == [0.0, 0.125, 0.25, 0.625, 1.0]
     assert moments.when(1.0).waits_for == "L000" and moments.when(1.0).phase == "fill"
+
+
+def test_a_copy_under_way_is_as_large_as_its_pieces_say() -> None:
+    """One of four pieces is over: a quarter is there, whatever an earlier step had."""
+    events = [Event("h2d", "load", 0.0, 1.0, "L000", nbytes=100, slot=1, piece=0, pieces=4)]
+    moments = Moments(Columns.of(Trace.of(events, [])), ["L000"], live=True)
+    assert [slot.share for slot in moments.when(1.0).slots] == [0.0, 0.25]
 
 
 def test_what_happens_together_is_seen_together() -> None:

@@ -13,9 +13,12 @@ from patience import HANG_S
 from recordings import record
 from sessions import make_batches, make_relay, train
 
+from l2l_core import Move
+from workbench.pictures.journal import journal_table
 from workbench.runs.lines import Told, to_json
 from workbench.runs.recorded import load_run
 from workbench.runs.recorder import Recorder
+from workbench.runs.report import render_report
 from workbench.session.branch_history import Pasts
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
@@ -116,6 +119,29 @@ def test_branches_come_back(tmp_path: Path) -> None:
     assert [row.step for row in run.snapshot().elsewhere["aside"]] == [3, 4, 5]
 
 
+def test_judgements_come_back_exactly(tmp_path: Path) -> None:
+    eyes = Eyes()
+    nan = (torch.full((6, 4), math.nan), torch.zeros(6, 1))
+    with make_relay() as relay:
+        recorder = Recorder(tmp_path / "run.jsonl")
+        with Session(relay, make_batches(), loggers=[recorder, eyes], probe=[*make_batches(2), nan]) as session:
+            train(session, 1)
+            session.edit(Move(0, 2)).result(HANG_S)
+            session.wait(HANG_S)
+            session.probe_on = False
+            session.undo().result(HANG_S)
+            train(session, 1)
+    run = load_run(tmp_path)
+    assert len(run.moments) == len(eyes.seen) == 4, "an edit is one moment: that at which it is judged"
+    moved, undone = run.snapshot().changes
+    assert moved.judged is not None and undone.why_not == "the probe is off"
+    assert repr(run.snapshot().changes) == repr(eyes.seen[-1].changes), "nan is equal to nothing"
+    assert math.isnan(moved.judged.after.losses[2]) and not math.isnan(moved.judged.after.losses[0])
+    (line,) = [cells for cells in journal_table(run.snapshot().journal, run.snapshot().changes).rows if cells[0] == "0"]
+    assert line[3] == moved.verdict
+    assert moved.verdict in render_report([run]).replace("&#39;", "'")
+
+
 def test_traces_come_back_exactly(path: Path, seen: list[Snapshot]) -> None:
     run = load_run(path)
     # steps 1, 2, 4; 5 and 6, 7 and 8 around the two changes; the 8th; the last
@@ -209,6 +235,10 @@ def test_a_missing_run_says_how_to_record_one(tmp_path: Path) -> None:
         load_run(tmp_path / "none.jsonl")
 
 
+CHANGE = {"step": 1, "what": "an edit"}
+UNEQUAL = {"before": {"losses": [1.0, 2.0], "seconds": 0.1}, "after": {"losses": [1.0], "seconds": 0.1}}
+
+
 def change(lines: list[str], number: int, **fields: Any) -> list[str]:
     row = json.loads(lines[number - 1]) | fields
     return [*lines[: number - 1], json.dumps(row), *lines[number:]]
@@ -220,11 +250,13 @@ def change(lines: list[str], number: int, **fields: Any) -> list[str]:
         (lambda lines: [*lines[:2], lines[2][:30], *lines[3:]], "line 3: this is not what Recorder writes"),
         (lambda lines: [lines[0], "[]", *lines[1:]], "line 2: "),
         (lambda lines: lines[1:], "line 1: .* of the type 'moment' cannot be here"),
-        (lambda lines: change(lines, 1, version=99), "line 1: .* version 99; this program reads 'l2l-run' version 2"),
+        (lambda lines: change(lines, 1, version=99), "line 1: .* version 99; this program reads 'l2l-run' version 3"),
         (lambda lines: change(lines, 1, schema="other"), "line 1: .*'other'"),
         (lambda lines: change(lines, 2, lists={"steps": [3, []]}), "line 2: .*3 of 0 steps are to stay"),
         (lambda lines: change(lines, 2, lists={"steps": [0, [{"loss": 1.0}]]}), "line 2: .*missing"),
         (lambda lines: change(lines, 2, layers={"version": ["x"]}), "line 2: "),
+        (lambda lines: change(lines, 2, lists={"changes": [0, [CHANGE | {"judged": {"before": 1}}]]}), "line 2: "),
+        (lambda lines: change(lines, 2, lists={"changes": [0, [CHANGE | {"judged": UNEQUAL}]]}), "line 2: .*2 losses"),
         (lambda lines: change(lines, 3, of=99), "line 3: .*a trace of moment 99"),
         (lambda lines: change(lines, 3, type="dance"), "line 3: .*unknown type 'dance'"),
     ],

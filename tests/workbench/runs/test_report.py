@@ -103,7 +103,7 @@ def test_it_says_what_the_run_was(page: Page, run: RecordedRun) -> None:
         f"{now.steps[-1].loss:.4g} from {now.steps[0].loss:.4g} in 10 steps",
         "micro_batches 2 → 3",
         "Step 10, event by event",
-        "loss before → after",
+        "probe: before → after",
         "in force",
         f"torch {run.machine['torch']}",
     ):
@@ -144,7 +144,7 @@ def test_frames_in_the_page_are_the_pictures(page: Page, run: RecordedRun) -> No
         picture, _, words = "".join(step["pieces"][i] for i in pieces).split("\x00")
         moment = moments.at(number)
         assert picture == draw_relay(moment, keys, names=names, device=now.device, budget_bytes=10_000)
-        assert words == describe(moment)
+        assert words == describe(moment, keys)
 
 
 def test_of_many_events_some_are_shown(run: RecordedRun) -> None:

@@ -37,7 +37,7 @@ def test_an_edit_does_what_was_foretold(kind: str, answers: dict[str, Any], edit
         before = layer_rows(relay)
         made = make_edit(kind, answers, before)
         assert made == edit
-        outlook = foresee(made, before)
+        outlook = foresee(made, before, {})
         relay.apply(made)
         after = layer_rows(relay)
         entry = relay.journal[-1]
@@ -53,8 +53,8 @@ def test_an_edit_does_what_was_foretold(kind: str, answers: dict[str, Any], edit
 def test_facts_name_what_changes() -> None:
     with make_relay() as relay:
         rows = layer_rows(relay)
-        drop = foresee(Drop(("L001", "L002")), rows).facts(rows)
-        swap = foresee(Swap("L001", "L002"), rows).facts(rows)
+        drop = foresee(Drop(("L001", "L002")), rows, {}).facts(rows)
+        swap = foresee(Swap("L001", "L002"), rows, {}).facts(rows)
     assert drop[:3] == ("≠ computes something else", "4 → 2 layers", "288 → 144 weights")
     assert swap[1] == "4 layers"
 

@@ -35,6 +35,29 @@ WORDS: list[tuple[Edit, str]] = [
 ]
 
 
+NUMBERS = {f"L{i + 2:03d}": i for i in range(6)}  # two layers have gone
+NUMBERED: list[tuple[Edit, str]] = [
+    (Insert("L005", like="L004", init="copy"), "+ before 3 · L005 like 2 · L004 (copy)"),
+    (Insert(3), "+ at 3 (identity)"),
+    (Duplicate(("L002", "L004")), "2 × 0–2 · L002–L004"),
+    (Drop("L003"), "− 1 · L003"),
+    (Drop("L001"), "− L001"),
+    (Swap("L002", "L007"), "0 · L002 ⇄ 5 · L007"),
+    (Move("L002", "L003"), "0 · L002 to the place of 1 · L003"),
+    (Replace("L003", LINEAR), "1 · L003 becomes Linear"),
+    (Interpolate("L002", "L003"), "0 · L002 ← 50 % 1 · L003"),
+    (Freeze(("L002", "L003")), "freeze 0–1 · L002–L003"),
+    (Unfreeze("L007"), "unfreeze 5 · L007"),
+]
+
+
+@pytest.mark.parametrize(("edit", "words"), NUMBERED, ids=[words for _, words in NUMBERED])
+def test_layers_that_are_named_by_keys_have_their_number_beside_them(edit: Edit, words: str) -> None:
+    assert edit_words(edit, NUMBERS) == words
+    entry = Entry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0, places=NUMBERS)
+    assert entry_words(entry, [entry]) == words
+
+
 @pytest.mark.parametrize(("edit", "words"), WORDS, ids=[words for _, words in WORDS])
 def test_an_edit_is_said_in_a_few_words_also_as_it_was_printed(edit: Edit, words: str) -> None:
     assert edit_words(edit) == words
@@ -43,7 +66,7 @@ def test_an_edit_is_said_in_a_few_words_also_as_it_was_printed(edit: Edit, words
 
 def from_print(edit: Edit) -> str:
     """As the journal has it."""
-    entry = Entry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0, None)
+    entry = Entry(0, 1, "edit", repr(edit), -1, False, "kept", 4, 0, 0)
     return entry_words(entry, [entry])
 
 
@@ -68,6 +91,6 @@ def test_the_journal_reads_well_also_with_undo_groups_and_modules_that_print_lin
         journal = relay.journal
         assert edit_words(back).startswith("back from ")
     words = [entry_words(entry, journal) for entry in journal]
-    assert words[0] == "+ at 2 (identity); − L000"
-    assert words[2].startswith("undo Replace(") or words[2] == "undo L001 becomes Sequential"
-    assert words[3:] == ["undo + at 2 (identity); − L000", "redo + at 2 (identity); − L000", "freeze layer 0"]
+    assert words[0] == "+ at 2 (identity); − 0 · L000"
+    assert words[2].startswith("undo Replace(") or words[2] == "undo 0 · L001 becomes Sequential"
+    assert words[3:] == ["undo + at 2 (identity); − 0 · L000", "redo + at 2 (identity); − 0 · L000", "freeze layer 0"]

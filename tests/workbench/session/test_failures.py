@@ -13,7 +13,8 @@ from patience import HANG_S
 from sessions import Batch, assert_equal, make_batches, make_relay, weights_of
 from torch import nn
 
-from l2l_core import Relay, TornStep
+from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
+from workbench.pictures import failed_trace
 from workbench.session.session import Session
 
 
@@ -148,3 +149,29 @@ def test_a_step_that_ends_in_stop_iteration_has_failed(relay: Relay) -> None:
         session.run(2)
         now = session.wait(HANG_S)
         assert now.state == "failed" and now.failure is not None and now.failure.error == "StopIteration"
+
+
+def test_a_step_without_room_is_shown_up_to_there_and_is_no_measured_step() -> None:
+    config = RelayConfig(micro_batches=6)
+    with make_relay(config) as probe:
+        budget = probe.step(make_batches()[0]).peak_device_bytes
+    with make_relay(config, EmulatedDevice(memory_bytes=budget)) as relay, Session(relay, make_batches()) as session:
+        session.step()
+        finished = session.wait(HANG_S).last
+        session.reconfigure(micro_batches=1)
+        session.step()
+        now = session.wait(HANG_S)
+        assert now.failure is not None and now.failure.error == "DeviceOutOfMemory"
+        trace = now.failure.trace
+        assert trace is not None and trace.failed is not None and trace.failed.asked_bytes > 0
+        assert now.last is finished and finished is not None and finished.failed is None
+        assert failed_trace(now) is trace
+        session.reconfigure(micro_batches=7)  # the batch has six rows: no trace is begun
+        session.step()
+        again = session.wait(HANG_S)
+        assert again.failure is not None and again.failure.trace is None and failed_trace(again) is None
+        session.reconfigure(micro_batches=6)
+        session.step()
+        now = session.wait(HANG_S)
+        assert now.failure is None and failed_trace(now) is None
+        assert now.last is not None and now.last.failed is None and now.step == 2

@@ -1,0 +1,249 @@
+"""The card of a layer as it is used: chosen, tried out, edited. No kernel, no browser."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+from panel_reading import find, html_of, shown, widgets_of
+from patience import HANG_S
+from sessions import enter, held, make_batches, train, wait_until
+
+from l2l_core import Drop, Insert, Relay
+from workbench.app import VIEWS
+from workbench.panels.card import CardPanel
+from workbench.panels.layers import LayersPanel
+from workbench.panels.rows import PicksRows
+from workbench.panels.selection import selection_of
+from workbench.session.session import Session
+from workbench.session.snapshot import Snapshot
+
+
+@pytest.fixture
+def panel(relay: Relay) -> Iterator[CardPanel]:
+    with Session(relay, make_batches(), probe=make_batches(8)[5:]) as session:
+        train(session, 2)
+        made = CardPanel(session)
+        shown(made)
+        yield made
+        made._trials.stop()
+    assert made._trials.settle(HANG_S)
+
+
+def choose(panel: CardPanel, key: str | None) -> None:
+    find(panel, "card of").value = key
+    rested(panel)
+
+
+def rested(panel: CardPanel) -> Snapshot:
+    """Show the session at rest, and what was asked of it by showing it."""
+    panel.session.wait(HANG_S)
+    shown(panel)
+    panel.session.wait(HANG_S)
+    key = panel._selection.key
+    wait_until(lambda: key is None or (panel._facts is not None and panel._facts.key == key))
+    return shown(panel)
+
+
+def test_it_stands_below_the_table() -> None:
+    assert VIEWS["layers"] == (LayersPanel, CardPanel)
+
+
+def test_a_layer_is_chosen_in_the_list_or_with_buttons(panel: CardPanel) -> None:
+    listed = find(panel, "card of")
+    assert listed.options[1:3] == (("0 · L000 1", "L000"), ("1 · L001 2", "L001")) and listed.value is None
+    assert "No layer is chosen" in html_of(panel) and find(panel, "Look again").disabled
+    find(panel, "Layer behind").click()
+    assert listed.value == "L000" and find(panel, "Layer before").disabled
+    find(panel, "Layer behind").click()
+    assert listed.value == "L001" and "No layer is chosen" not in html_of(panel)
+    choose(panel, "L003")
+    assert find(panel, "Layer behind").disabled and not find(panel, "Layer before").disabled
+    find(panel, "Layer before").click()
+    assert selection_of(panel.session).key == "L002" == listed.value
+
+
+def test_a_choice_that_is_made_while_the_list_is_being_filled_counts(panel: CardPanel) -> None:
+    choose(panel, "L001")
+    listed, now = find(panel, "card of"), panel.session.snapshot()
+    person = threading.Thread(target=lambda: setattr(listed, "value", None))
+    with panel._drawing:
+        person.start()
+        wait_until(lambda: listed.value is None)
+        panel.draw(now)  # it does not know of the choice yet
+    person.join(HANG_S)
+    assert selection_of(panel.session).key is None is listed.value
+
+
+def test_the_card_says_what_the_layer_is(panel: CardPanel) -> None:
+    choose(panel, "L002")
+    said = html_of(panel)
+    for words in ("2 · L002", "Layer · 72 weights", "version 2", "linear.weight", "8 × 8", "float32", "after step 2"):
+        assert words in said, words
+    assert said.count("<svg") == 2 and "gradient norm" in said and "influence" in said
+    (table,) = panel.still(panel.session.snapshot())
+    assert "linear.weight 8 × 8 float32 64" in table.to_text() and "Layer 2 · L002" in table.to_text()
+
+
+def test_the_selection_is_shared_stays_through_edits_and_goes_with_its_layer(panel: CardPanel) -> None:
+    other = CardPanel(panel.session)
+    choose(panel, "L002")
+    assert find(other, "card of").value == "L002", "it is told"
+    panel.session.edit(Insert("L000"))
+    rested(panel)
+    assert find(panel, "card of").value == "L002" and find(panel, "card of").label == "3 · L002 4"
+    assert "3 · L002" in html_of(panel)
+    panel.session.edit(Drop("L002"))
+    rested(panel)
+    assert find(panel, "card of").value is None is selection_of(panel.session).key
+    panel.session.undo()
+    rested(panel)
+    assert find(panel, "card of").value is None and "No layer is chosen" in html_of(panel)
+
+
+def test_a_row_of_the_table_is_picked_and_marked(panel: CardPanel) -> None:
+    table = LayersPanel(panel.session)
+    shown(table)
+    (picks,) = [one for one in widgets_of(table) if isinstance(one, PicksRows)]
+    for _ in range(2):  # the same row can be picked again
+        picks._handle_custom_msg({"picked": "L002"}, [])
+        assert find(panel, "card of").value == "L002"
+        assert re.findall(r'data-key="(L\d+)" class="l2l-selected"', html_of(table)) == ["L002"]
+        find(panel, "card of").value = None
+        assert "l2l-selected" not in html_of(table)
+    picks._handle_custom_msg({"picked": "L003"}, [])
+    panel.session.edit(Drop("L003"))
+    rested(panel)
+    shown(table)
+    assert "l2l-selected" not in html_of(table)
+
+
+def test_weights_are_looked_at_after_edits_and_on_demand_but_not_at_every_step(panel: CardPanel) -> None:
+    choose(panel, "L001")
+    first = panel._facts
+    train(panel.session, 2)
+    rested(panel)
+    assert panel._facts is first and "after step 2" in html_of(panel)
+    find(panel, "Look again").click()
+    rested(panel)
+    assert panel._facts is not first and panel._facts is not None and panel._facts.step == 4
+    second = panel._facts
+    panel.session.edit(Drop("L003"))
+    panel.session.wait(HANG_S)
+    shown(panel)
+    wait_until(lambda: panel._facts is not second)
+
+
+@pytest.mark.parametrize(
+    "words, code, after",
+    [
+        ("Drop", "Drop(layers=&#x27;L001&#x27;)", "L000 L002 L003"),
+        ("Duplicate", "Duplicate(layers=&#x27;L001&#x27;)", "L000 L001 L004 L002 L003"),
+        ("Insert before", "Insert(at=&#x27;L001&#x27;, like=&#x27;L001&#x27;)", "L000 L004 L001 L002 L003"),
+        ("Insert after", "Insert(at=&#x27;L002&#x27;, like=&#x27;L001&#x27;)", "L000 L001 L004 L002 L003"),
+    ],
+)
+def test_a_button_does_what_its_line_of_code_says(panel: CardPanel, words: str, code: str, after: str) -> None:
+    choose(panel, "L001")
+    assert f"<code>relay.apply({code})</code>" in html_of(panel)
+    find(panel, words).click()
+    assert [row.key for row in panel.session.wait(HANG_S).layers] == after.split()
+
+
+def test_a_layer_is_frozen_and_thawed(panel: CardPanel) -> None:
+    choose(panel, "L001")
+    for words, frozen in (("Freeze", True), ("Unfreeze", False)):
+        assert f"relay.apply({words}(" in html_of(panel)
+        find(panel, words).click()
+        assert rested(panel).layers[1].frozen is frozen
+    find(panel, "Freeze")
+
+
+def test_what_is_pressed_says_at_once_what_it_waits_for(panel: CardPanel, relay: Relay) -> None:
+    choose(panel, "L001")
+    with held(relay):
+        panel.session.step()
+        enter(relay)
+        find(panel, "Drop").click()
+        assert "<strong>− 1 · L001</strong> waits for step 3 to end: place 1 of 1" in html_of(panel)
+        find(panel, "Loss without it").click()
+        assert find(panel, "Loss without it").disabled and "waits for its turn" in html_of(panel)
+    panel.session.wait(HANG_S)
+
+
+def test_the_probe_says_what_a_layer_is_worth(panel: CardPanel) -> None:
+    choose(panel, "L001")
+    before = panel.session.snapshot()
+    find(panel, "Loss without it").click()
+    find(panel, "Loss with it twice").click()
+    now = rested(panel)
+    assert now.layers == before.layers and now.journal == before.journal == ()
+    found = {how: panel._trials.found["L001", how] for how in ("without", "twice")}  # type: ignore[index]
+    judged = panel.session.measure(Drop("L001")).result(HANG_S)
+    assert found["without"].judged is not None and found["without"].judged.after.losses == judged.after.losses
+    for one in found.values():
+        assert one.judged is not None and one.judged.verdict in one.words and f"<strong>{one.words}" in html_of(panel)
+    train(panel.session, 1)
+    rested(panel)
+    assert "old: after step 2, now it is step 3" in html_of(panel)
+
+
+def test_all_layers_are_tried_in_turn_while_a_run_goes_on(panel: CardPanel) -> None:
+    panel.session.run()
+    find(panel, "All layers").click()
+    assert find(panel, "All layers").disabled and "8 measurements left" in html_of(panel)
+    assert panel._trials.settle(HANG_S)
+    panel.session.pause()
+    rested(panel)
+    steps = [one.moment.step for one in panel._trials.found.values()]
+    assert len(steps) == 8 and steps == sorted({*steps}), "a step of the run between any two"
+    assert not find(panel, "All layers").disabled and find(panel, "Stop measuring").disabled
+    (_, picture) = panel.still(panel.session.snapshot())
+    assert [row[0] for row in picture.table.rows] == ["0", "0", "1", "1", "2", "2", "3", "3"]  # type: ignore[union-attr]
+    assert html_of(panel).count("loss with it twice: ") == 4, "a bar for every layer"
+
+
+def test_a_sweep_can_be_stopped_and_ends_with_the_probe(panel: CardPanel, relay: Relay) -> None:
+    with held(relay):
+        panel.session.step()
+        enter(relay)
+        find(panel, "All layers").click()
+        wait_until(lambda: bool(panel._trials.waiting))
+        find(panel, "Stop measuring").click()
+    assert panel._trials.settle(HANG_S)
+    rested(panel)
+    assert len(panel._trials.found) == 1 and "stopped with 7 left" in html_of(panel)
+    panel.session.probe_on = False
+    find(panel, "All layers").click()
+    assert panel._trials.settle(HANG_S)
+    rested(panel)
+    assert "the probe is off" in html_of(panel) and len(panel._trials.found) == 1
+
+
+def test_a_sweep_ends_when_it_is_taken_out_of_the_queue_or_the_session_closes(panel: CardPanel, relay: Relay) -> None:
+    for end in (lambda: panel.session.cancel(panel.session.snapshot().tickets[-1]), lambda: panel.session.close(False)):
+        with held(relay):
+            panel.session.step()
+            enter(relay)
+            panel._trials.ask_all(["L000", "L001"])
+            wait_until(lambda: bool(panel.session.snapshot().queued))
+            end()
+        assert panel._trials.settle(HANG_S)
+        panel.session.wait(HANG_S)
+        assert panel._trials.stopped == "taken out of the queue" and not panel._trials.found
+    shown(panel)
+    assert all(one.disabled for one in widgets_of(panel) if one.has_trait("disabled"))
+
+
+def test_steps_send_nothing_to_the_choices(panel: CardPanel) -> None:
+    """A list that somebody has open must not close whenever a step ends."""
+    choose(panel, "L001")
+    sent: list[object] = []
+    for one in widgets_of(panel):
+        if one.has_trait("disabled"):
+            one.observe(sent.append)
+    train(panel.session, 2)
+    shown(panel)
+    assert sent == []

@@ -1,0 +1,83 @@
+"""The panel of races: what a person chooses is raced, seen while it goes on, paused and stopped."""
+
+from __future__ import annotations
+
+from panel_reading import find, html_of, shown
+from patience import HANG_S
+from sessions import enter, held, train, wait_until
+
+from l2l_core import Drop, Relay
+from workbench.panels.race import RacePanel
+from workbench.pictures import Picture
+from workbench.session.session import Session
+
+
+def branched(session: Session) -> RacePanel:
+    train(session, 1)
+    session.fork("slim").result(HANG_S)
+    session.edit(Drop(0)).result(HANG_S)
+    session.switch("main").result(HANG_S)
+    panel = RacePanel(session)
+    shown(panel)
+    return panel
+
+
+def test_with_one_branch_it_says_how_to_get_another(session: Session) -> None:
+    panel = RacePanel(session)
+    shown(panel)
+    assert "Make a second branch first" in html_of(panel) and find(panel, "Start race").disabled
+    session.fork("slim").result(HANG_S)
+    shown(panel)
+    assert find(panel, "branches").value == ("main", "slim") and not find(panel, "Start race").disabled
+    find(panel, "branches").value = ("slim",)
+    assert find(panel, "Start race").disabled
+
+
+def test_a_race_by_hand_is_the_one_of_the_command(session: Session) -> None:
+    panel = branched(session)
+    find(panel, "compared with").value = "slim"
+    find(panel, "steps").value = 5
+    find(panel, "Start race").click()
+    now = session.wait(HANG_S)
+    assert now.race is not None and [one.name for one in now.race.racers] == ["slim", "main"]
+    assert [len(one.steps) for one in now.race.racers] == [5, 5]
+    shown(panel)
+    assert "5 of 5" in race_words(panel) and "<svg" in html_of(panel)
+    find(panel, "over").value = "flop"
+    assert "compute (FLOP)</text>" in html_of(panel)
+    (still,) = panel.still(now)
+    assert isinstance(still, Picture) and "compute (FLOP)" in still.svg
+
+
+def race_words(panel: RacePanel) -> str:
+    """What its table says, opened."""
+    find(panel, "▸ The race as a table").value = True
+    return html_of(panel)
+
+
+def test_while_it_is_run_it_can_be_paused_and_stopped(session: Session, relay: Relay) -> None:
+    panel = branched(session)
+    find(panel, "steps").value = 1000
+    with held(relay):
+        find(panel, "Start race").click()
+        enter(relay)
+        shown(panel)
+        assert find(panel, "Start race").disabled and not find(panel, "Stop race").disabled
+        find(panel, "Pause race").click()
+    now = session.wait(HANG_S)
+    assert now.race is not None and now.race.is_paused
+    shown(panel)
+    find(panel, "Go on").click()
+    wait_until(lambda: (race := session.snapshot().race) is not None and len(race["slim"].steps) > 1)
+    find(panel, "Stop race").click()
+    now = session.wait(HANG_S)
+    shown(panel)
+    assert now.race is not None and now.race.ended == "it was stopped" and find(panel, "Stop race").disabled
+    assert not find(panel, "Start race").disabled
+
+
+def test_what_the_session_refuses_is_said_in_the_panel(session: Session) -> None:
+    panel = branched(session)
+    session.close()
+    find(panel, "Start race").click()
+    assert "this session is closed" in html_of(panel)

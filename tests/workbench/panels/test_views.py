@@ -1,0 +1,151 @@
+"""Views: one at a time behind buttons, or several stacked; the verdict, the tour, and words that explain themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import unescape
+
+import ipywidgets
+import pytest
+from panel_reading import find, html_of
+from patience import HANG_S
+from sessions import make_batches, make_relay, train
+
+from l2l_core import Relay
+from workbench.app import VIEWS, Workbench
+from workbench.panels.tour import POINTED, STOPS
+from workbench.panels.verdict import VerdictPanel, WhyPanel
+from workbench.pictures.glossary import GLOSSARY, glossary_table, term
+from workbench.pictures.verdict import plain, verdict_of
+from workbench.session.session import Session
+
+
+def visible(bench: Workbench) -> list[str]:
+    return [name for name in VIEWS if bench.views.box(name).layout.display != "none"]
+
+
+def test_one_view_is_seen_and_only_that_is_drawn(relay: Relay) -> None:
+    with_table = Workbench(relay, make_batches(), view="layers")
+    assert visible(with_table) == ["layers"]
+    train(with_table.session, 1)
+    with_table._show(with_table.snapshot())
+    drawn = {type(panel): html_of(panel) for panel in with_table.panels}
+    table, heat = (
+        next(text for kind, text in drawn.items() if kind.__name__ == name) for name in ("LayersPanel", "HeatPanel")
+    )
+    assert "L000" in table and "L000" not in heat
+    with_table.views.turn_to("figures")
+    assert visible(with_table) == ["figures"]
+    heat = next(html_of(panel) for panel in with_table.panels if type(panel).__name__ == "HeatPanel")
+    assert "L000" in heat, "what is turned to is drawn at once"
+    with_table.close()
+
+
+def test_views_can_be_stacked(relay: Relay) -> None:
+    bench = Workbench(relay, make_batches(), view=["memory", "relay"])
+    assert set(visible(bench)) == {"memory", "relay"} and bench.views.are_stacked
+    kinds = [type(panel).__name__ for panel in bench.panels]
+    assert kinds == ["HeaderPanel", "VerdictPanel", "MemoryPanel", "RelayPanel"], "in the order that was asked for"
+    with pytest.raises(ValueError, match="view='time': there are 'memory', 'relay'"):
+        bench.views.turn_to("time")
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("view", "said"),
+    [
+        ("tiem", "view='tiem': there is no view 'tiem'; there are 'relay', 'time', "),
+        (["relay", "tiem"], "there is no view 'tiem'"),
+        ([], "shows nothing: give one or several of 'relay'"),
+    ],
+)
+def test_what_is_no_view_is_refused_before_a_session_begins(relay: Relay, view: str | Sequence[str], said: str) -> None:
+    with Session(relay, make_batches()) as session:
+        with pytest.raises(ValueError, match=said):
+            Workbench(relay, make_batches(), view=view)
+        train(session, 1)
+        assert session.snapshot().step == 1, "it was not taken over"
+
+
+def test_every_view_is_in_the_still(relay: Relay) -> None:
+    bench = Workbench(relay, make_batches(), view="memory")
+    train(bench.session, 1)
+    text = bench._repr_mimebundle_()["text/plain"]
+    assert all(words in text for words in ("Timeline", "Memory at its peaks", "Loss", "lasts"))
+    bench.close()
+
+
+def test_the_tour_points_and_can_be_left(relay: Relay) -> None:
+    bench = Workbench(relay, make_batches())
+
+    def press(words: str) -> None:
+        button = next(one for one in everything(bench.widget) if getattr(one, "description", "") == words)
+        button.click()
+
+    def pointed() -> int:
+        return sum(POINTED in one._dom_classes for one in everything(bench.widget) if hasattr(one, "_dom_classes"))
+
+    press("Tour")
+    for stop in STOPS:
+        assert pointed() == 1
+        if stop.view:
+            assert visible(bench) == [stop.view] and POINTED in bench.views.box(stop.view)._dom_classes
+        press("Done" if stop is STOPS[-1] else "Next")
+    assert pointed() == 0
+    press("Tour")
+    press("Next")
+    press("Leave")
+    assert pointed() == 0 and visible(bench) == ["relay"]
+    bench.close()
+
+
+def everything(widget: ipywidgets.Widget) -> list[ipywidgets.Widget]:
+    return [widget, *(below for child in getattr(widget, "children", ()) for below in everything(child))]
+
+
+# The verdict ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_is_that_of_the_trace(session: Session) -> None:
+    panel = VerdictPanel(session)
+    panel.show(session.snapshot())
+    assert "press Run" in html_of(panel)
+    train(session, 1)
+    now = session.snapshot()
+    panel.show(now)
+    last = now.last
+    assert last is not None
+    assert f"{100 * last.overlap():.0f} % of copies" in html_of(panel) and "step 1" in html_of(panel)
+    why = WhyPanel(session)
+    why.show(now)
+    find(why, "▸ Why: what binds each phase").value = True
+    said = unescape(html_of(why))
+    assert all(bound.phase in said and bound.advice in said for bound in last.bound_by())
+
+
+@pytest.mark.parametrize("budget", [None, 10_000_000])
+def test_it_says_how_much_is_to_spare(session: Session, budget: int | None) -> None:
+    train(session, 1)
+    last = session.snapshot().last
+    assert last is not None
+    words = plain(verdict_of(last, last.bound_by(), budget, 10**9))
+    peak = last.peak_bytes("device")
+    assert ("to spare" in words) == (budget is not None) and "(1 GB in core)" in words
+    assert "in core" not in plain(verdict_of(last, last.bound_by(), budget, peak)), "no more than by relay"
+
+
+def test_a_slow_link_is_named() -> None:
+    with make_relay() as slow, Session(slow, make_batches()) as session:
+        session.reconfigure(h2d_bytes_per_s=2e4, d2h_bytes_per_s=2e4)
+        session.step()
+        last = session.wait(HANG_S).last
+        assert last is not None
+        assert "link-bound" in plain(verdict_of(last, last.bound_by(), None, None))
+
+
+def test_words_explain_themselves_to_everybody() -> None:
+    said = term("stash", "the <stash>")
+    assert 'tabindex="0"' in said and GLOSSARY["stash"] in said and "&lt;stash&gt;" in said
+    assert len(glossary_table().rows) == len(GLOSSARY)
+    with pytest.raises(KeyError):
+        term("flux")

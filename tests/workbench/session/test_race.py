@@ -1,0 +1,298 @@
+"""Branches race on the same batches, each to the bits of training alone; what fails leaves, and who waits, waits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from patience import HANG_S
+from sessions import WIDTH, assert_equal, enter, held, make_batches, make_relay, mse, train, wait_until, weights_of
+from torch import nn
+
+from l2l_core import Drop, EmulatedDevice, Freeze, Relay, RelayConfig
+from workbench.session.flop import count_flop, tokens_of
+from workbench.session.judgement import Measured
+from workbench.session.race import ROUND
+from workbench.session.race_values import Race, Racer
+from workbench.session.session import Session
+from workbench.session.values import StepRow
+
+BATCHES = make_batches(7)
+HELD_OUT = make_batches(10)[7:]
+
+
+class Noisy(nn.Module):
+    """A residual block with dropout, that has a buffer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += float(self.training)
+        return x + torch.tanh(self.dropout(self.linear(x)))
+
+
+def noisy_relay() -> Relay:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, WIDTH), *(Noisy() for _ in range(4)), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
+    config = RelayConfig(micro_batches=3, seed=5)
+    return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), list(model)[1:5], mse, config=config)
+
+
+def prepare(session: Session) -> None:
+    """Two common steps, then a branch with a layer less and one step more."""
+    train(session, 2)
+    session.fork("slim").result(HANG_S)
+    session.edit(Drop(1)).result(HANG_S)
+    train(session, 1)
+    session.switch("main").result(HANG_S)
+
+
+def state_of(relay: Relay) -> list[torch.Tensor]:
+    """Weights, buffers, and what the optimizer keeps."""
+    known = relay.optimizer.state
+    kept = [known[p][name] for group in relay.optimizer.param_groups for p in group["params"] for name in known[p]]
+    return [
+        *weights_of(relay),
+        *(b.clone() for b in relay.model.buffers()),
+        *(torch.as_tensor(k).clone() for k in kept),
+    ]
+
+
+def raced(session: Session, *names: str, steps: int) -> Race:
+    return session.race(*names, steps=steps).result(HANG_S)
+
+
+# The same bits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [("main", "slim"), ("slim", "main")])
+@pytest.mark.parametrize("steps", [1, ROUND, 2 * ROUND + 3])
+def test_every_branch_ends_with_the_bits_of_training_alone(order: Sequence[str], steps: int) -> None:
+    ends = {}
+    with noisy_relay() as relay, Session(relay, BATCHES, probe=HELD_OUT) as session:
+        prepare(session)
+        race = raced(session, *order, steps=steps)
+        assert relay.branch == "main" and race.is_over and not race.ended
+        for name in order:
+            session.switch(name).result(HANG_S)
+            ends[name] = state_of(relay), torch.get_rng_state()
+    for name in order:
+        with noisy_relay() as alone, Session(alone, BATCHES, probe=False) as session:
+            prepare(session)
+            session.switch(name).result(HANG_S)
+            train(session, steps)
+            assert_equal([*ends[name][0], ends[name][1]], [*state_of(alone), torch.get_rng_state()])
+            losses = [row.loss for row in session.snapshot().steps[-steps:]]
+        assert [row.loss for row in race[name].steps] == losses
+        assert [row.branch for row in race[name].steps] == [name] * steps
+
+
+def test_a_source_that_fills_its_batch_again_is_no_trouble() -> None:
+    def race_on(source: Callable[[], Any]) -> Race:
+        with noisy_relay() as relay, Session(relay, source, probe=False) as session:
+            prepare(session)
+            return raced(session, "main", "slim", steps=ROUND + 2)
+
+    filled, fresh = copy.deepcopy(BATCHES[0]), iter(BATCHES * 3)
+
+    def fill() -> Any:
+        for to, out in zip(filled, next(fresh), strict=True):
+            to.copy_(out)
+        return filled
+
+    lists = iter(BATCHES * 3)
+    first, second = race_on(fill), race_on(lambda: next(lists))
+    for a, b in zip(first.racers, second.racers, strict=True):
+        assert [row.loss for row in a.steps] == [row.loss for row in b.steps]
+
+
+# What comes of it -----------------------------------------------------------------------------------------------------
+
+
+def test_a_race_tells_what_each_branch_did() -> None:
+    with noisy_relay() as relay, Session(relay, BATCHES, probe=HELD_OUT) as session:
+        prepare(session)
+        race = raced(session, "main", "slim", steps=10)
+        now = session.snapshot()
+    main, slim = race.racers
+    assert now.race is race and (now.branch, now.step) == ("main", 12)
+    assert (main.begun, slim.begun, main.layers, slim.layers) == (2, 3, 4, 3)
+    assert (main.parent, slim.parent, slim.forked_at) == (None, "main", 2)
+    assert [change.step for change in slim.changes] == [2, 2] and slim.changes[1].entry == 0 and not main.changes
+    shell, layer = 4 * WIDTH + WIDTH + WIDTH + 1, WIDTH * WIDTH + WIDTH
+    for racer in race.racers:  # per parameter and row: 8 with recompute, 6 without
+        assert set(racer.flop) == {6 * (8 * layer * (racer.layers - 1) + 6 * layer + 6 * shell)}
+        assert racer.spent_s[-1] == pytest.approx(sum(row.seconds for row in racer.steps))
+        assert racer.peak_bytes == max(row.peak_device_bytes for row in racer.steps)
+        assert [at for at, _ in racer.measured][0] == 0 and racer.at_end is racer.measured[-1][1]
+    assert main.at_end is not None and len(main.at_end.losses) == 3
+    found = race.difference("slim")
+    assert found is not None and slim.at_end is not None and found.after.losses == slim.at_end.losses
+    assert found.spread is not None and race.equal_flop("slim") == slim.spent_flop[-1] < main.spent_flop[-1]
+
+
+def row(loss: float, step: int = 1) -> StepRow:
+    return StepRow(step, loss, 0.5, 6, 100, 1, 1, 0.5)
+
+
+def racer(name: str, flop: int, losses: Sequence[float], measured: Sequence[tuple[int, Sequence[float]]]) -> Racer:
+    steps = [row(loss, i + 1) for i, loss in enumerate(losses)]
+    points = [(at, Measured(tuple(found), 0.0)) for at, found in measured]
+    return Racer(name, 0, 1, steps, [flop] * len(steps), points)
+
+
+def test_the_difference_at_equal_compute_is_read_between_measurements() -> None:
+    a = racer("a", 10, [4.0, 3.0, 2.0, 1.0], [(0, (9.0,)), (2, (4.0, 6.0)), (4, (2.0, 2.0))])
+    b = racer("b", 15, [5.0, 3.5], [(0, (8.0, 8.0)), (2, (3.0, 3.0))])
+    race = Race(4, [a, b])
+    found = race.difference("b")  # at 30: a is halfway between its measurements at 20 and 40
+    assert race.equal_flop("b") == 30 and found is not None
+    assert found.before.losses == (3.0, 4.0) and found.after.losses == (3.0, 3.0)
+    assert found.change == -0.5 and found.spread == pytest.approx(0.5**0.5)
+    assert race.train_difference("b") == 3.5 - 2.0
+
+
+def test_where_ranges_do_not_meet_there_is_no_difference() -> None:
+    a = racer("a", 10, [4.0, 3.0], [(2, (4.0,))])
+    late, never = racer("b", 1, [5.0, 3.5], [(0, (8.0,)), (2, (3.0,))]), racer("c", 10, [], [])
+    race = Race(2, [a, late, never])
+    assert race.difference("b") is None and race.train_difference("b") is None
+    assert race.difference("c") is None and race.train_difference("c") is None
+
+
+def test_frozen_layers_below_all_that_is_trained_have_no_backward(relay: Relay) -> None:
+    layer, shell = WIDTH * WIDTH + WIDTH, 4 * WIDTH + WIDTH + WIDTH + 1
+    for param in relay.shell.params:
+        param.requires_grad_(False)
+    relay.apply(Freeze(0), Freeze(1))
+    result = relay.step(BATCHES[0], skip=[2])
+    expected = 4 * shell + 2 * (2 * layer) + 6 * layer  # the last one is not recomputed; one sits out
+    assert count_flop(relay, BATCHES[0], result.trace, result.samples) == 6 * expected
+
+
+def test_tokens_are_those_of_the_table_of_whole_numbers() -> None:
+    assert tokens_of({"input_ids": torch.ones(3, 7, dtype=torch.long), "labels": torch.ones(3)}, 3) == 21
+    assert tokens_of((torch.ones(3, 7), torch.ones(3, dtype=torch.long)), 3) == 3
+
+
+# Who fails, who waits -------------------------------------------------------------------------------------------------
+
+
+def test_a_branch_that_fails_leaves_the_race_and_the_others_go_on(relay: Relay) -> None:
+    with Session(relay, BATCHES, probe=False) as session:
+        for name in ("slim", "third"):
+            session.fork(name).result(HANG_S)
+            session.edit(Drop(0)).result(HANG_S)
+        session.switch("main").result(HANG_S)
+        first: Any = relay.model[1]  # main alone has it
+        first.error = OSError("the disk is full\nand more")
+        race = raced(session, "main", "slim", "third", steps=3)
+        now = session.snapshot()
+    assert [len(one.steps) for one in race.racers] == [0, 3, 3] and not race.ended
+    assert race["main"].left == "OSError in step 1 of the race: the disk is full"
+    assert now.failure is None and now.branch == "main" and now.state == "idle"
+    assert race.difference("slim") is None
+
+
+def test_the_race_ends_where_the_batches_do_and_all_have_the_same(relay: Relay) -> None:
+    with Session(relay, iter(BATCHES[:5]), probe=False) as session:
+        session.fork("slim").result(HANG_S)
+        race = raced(session, "main", "slim", steps=50)
+    assert [len(one.steps) for one in race.racers] == [5, 5] and race.ended == "there are no more batches"
+
+
+def test_commands_wait_until_the_race_is_over_but_pause_and_stop_do_not(relay: Relay) -> None:
+    with Session(relay, BATCHES, probe=False) as session:
+        session.fork("slim").result(HANG_S)
+        with held(relay):
+            race = session.race("main", "slim", steps=1000)
+            enter(relay)
+            dropped = session.edit(Drop(0))
+            assert session.snapshot().busy == "race: step 1 of main"
+            session.pause()
+        now = session.wait(HANG_S)
+        assert now.race is not None and now.race.is_paused and not dropped.done()
+        assert len(now.queued) == 1 and not race.done()
+        session.run()
+        wait_until(lambda: (live := session.snapshot().race) is not None and len(live["slim"].steps) > 2)
+        session.stop()
+        ended = race.result(HANG_S)
+        dropped.result(HANG_S)
+        now = session.wait(HANG_S)
+    assert ended.ended == "it was stopped" and 0 < len(ended["main"].steps) < 1000
+    assert now.branch == "slim" and len(now.layers) == 3 and not now.queued, "it was asked for where the race began"
+
+
+def test_a_session_that_is_closed_ends_its_race_at_home(relay: Relay) -> None:
+    with Session(relay, BATCHES, probe=False) as session:
+        session.fork("slim").result(HANG_S)
+        with held(relay):
+            race = session.race("main", "slim", steps=1000)
+            enter(relay)
+            assert relay.branch == "main"
+            session.close(wait=False)
+    assert race.result(HANG_S).ended == "the session was closed" and relay.branch == "slim"
+
+
+def test_a_source_that_fails_ends_the_race_at_home(relay: Relay) -> None:
+    def fail() -> Any:
+        raise OSError("no file")
+
+    with Session(relay, fail, probe=False) as session:
+        session.fork("slim").result(HANG_S)
+        with pytest.raises(OSError, match="no file"):
+            raced(session, "main", "slim", steps=2)
+        now = session.wait(HANG_S)
+        assert now.failure is not None and now.failure.during == "batch" and now.branch == "slim"
+        assert now.race is not None and now.race.is_over
+        session.fork("third").result(HANG_S)
+
+
+@pytest.mark.parametrize(
+    ("names", "steps", "said"),
+    [
+        (("main",), 2, "two branches or more"),
+        (("main", "main"), 2, "'main' is named twice"),
+        (("main", "slim"), 0, "steps=0: must be a positive integer"),
+        (("main", ["slim"]), 2, "is no name of a branch"),
+    ],
+)
+def test_what_is_no_race_is_refused_at_once(relay: Relay, names: Any, steps: int, said: str) -> None:
+    with Session(relay, BATCHES) as session:
+        with pytest.raises(ValueError, match=said):
+            session.race(*names, steps=steps)
+        assert session.snapshot().race is None and not session.snapshot().queued
+
+
+def test_an_unknown_branch_is_refused_and_nothing_starts(relay: Relay) -> None:
+    with Session(relay, BATCHES) as session:
+        race = session.race("main", "nobody", steps=2)
+        with pytest.raises(ValueError, match="no branch 'nobody' to race: there are main"):
+            race.result(HANG_S)
+        now = session.wait(HANG_S)
+        assert now.step == 0 and now.refusal is not None and now.race is None
+        train(session, 1)
+
+
+def test_a_session_with_a_scheduler_has_no_races(relay: Relay) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(relay.optimizer, 1)
+    with Session(relay, BATCHES, scheduler=scheduler) as session, pytest.raises(ValueError, match="a scheduler of"):
+        session.race("main", "slim")
+
+
+def test_a_race_that_waits_can_be_taken_out_of_the_queue() -> None:
+    with make_relay() as relay, Session(relay, BATCHES) as session:
+        with held(relay):
+            session.step()
+            enter(relay)
+            race = session.race("main", "slim")
+            assert session.cancel(session.snapshot().tickets[-1])
+        session.wait(HANG_S)
+    assert race.cancelled()

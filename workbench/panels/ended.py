@@ -1,0 +1,37 @@
+"""A session that takes nothing more: its controls are grey, and one line says why and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+import ipywidgets
+
+from workbench.session import Snapshot
+
+
+class Notice:
+    """The line, above everything else; there is none as long as the session is open."""
+
+    def __init__(self) -> None:
+        self.widget = ipywidgets.HTML(layout={"display": "none"})
+
+    def draw(self, now: Snapshot) -> None:
+        """Say it as soon as it is so, also while a last step is still under way."""
+        self.widget.value = f'<div class="l2l-ended" role="status">{escape(now.ended)}</div>' if now.ended else ""
+        self.widget.layout.display = "" if now.ended else "none"
+
+
+def grey(widget: ipywidgets.Widget) -> None:
+    """Disable every control below a widget, and stop what plays."""
+    for one in _below(widget):
+        if one.has_trait("playing"):
+            one.playing = False
+        if one.has_trait("disabled"):
+            one.disabled = True
+
+
+def _below(widget: ipywidgets.Widget) -> Iterator[ipywidgets.Widget]:
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from _below(child)

@@ -1,0 +1,130 @@
+"""A race of branches: which, how long, its buttons, and the picture."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets
+
+from workbench.panels.choices import offer, sized
+from workbench.panels.fold import Fold
+from workbench.panels.panel import Panel, failure_html
+from workbench.pictures import AXES, Picture, Table, draw_race, race_table, show_race
+from workbench.session import Race, Session, Snapshot
+
+_EMPTY = '<p class="l2l-empty">Branches race on the same batches. {}</p>'
+_FORK = "Make a second branch first, in the view of layers: Fork."
+_CHOOSE = "Choose two or more, then Race."
+
+
+class RacePanel(Panel):
+    """Branches train in turn on the same batches, and are seen over steps, compute or seconds.
+
+    All controls are native ones: Tab reaches them; in the list of branches arrow keys choose, with Shift several.
+    """
+
+    looks_at = Session
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._now: Snapshot | None = None
+        self._drawn: tuple[object, ...] = ()
+        self._names = ipywidgets.SelectMultiple(options=[], description="branches", rows=4, **sized("300px"))
+        self._first = ipywidgets.Dropdown(options=[], description="compared with", **sized("240px"))
+        self._names.observe(lambda _: self._choose(), "value")
+        self._steps = ipywidgets.BoundedIntText(value=200, min=1, max=1_000_000, description="steps", **sized("130px"))
+        self._race = self._button(
+            "Start race", "flag-checkered", "Train the chosen branches on the same batches", self._ask
+        )
+        self._race.button_style = "primary"
+        self._pause = self._button("Pause race", "pause", "Wait after the step under way", self._hold)
+        self._stop = self._button("Stop race", "stop", "End the race after the step under way", self.session.stop)
+        self._axis = ipywidgets.ToggleButtons(
+            options=[(words, name) for name, words in AXES.items()],
+            description="over",
+            style={"description_width": "40px", "button_width": "auto"},
+        )
+        self._axis.observe(lambda _: self._redraw(), "value")
+        self._trouble = ipywidgets.HTML(layout={"display": "none"})
+        self._picture, self._fold = ipywidgets.HTML(), Fold("The race as a table")
+        asked = ipywidgets.HBox([self._first, self._steps, self._race, self._pause, self._stop])
+        asked.add_class("l2l-buttons")
+        axis = ipywidgets.HBox([self._axis])
+        axis.add_class("l2l-settings")
+        form = ipywidgets.HBox([self._names, ipywidgets.VBox([asked, axis])])
+        form.add_class("l2l-form")
+        return ipywidgets.VBox([self._picture, form, self._trouble, self._fold.widget])
+
+    def draw(self, now: Snapshot) -> None:
+        self._now = now
+        self._offer([branch.name for branch in now.branches])
+        race = now.race
+        runs = race is not None and not race.is_over
+        self._race.disabled = runs or len(self._names.value) < 2
+        self._pause.disabled = self._stop.disabled = not runs
+        paused = race is not None and race.is_paused
+        self._pause.description, self._pause.icon = ("Go on", "play") if paused else ("Pause race", "pause")
+        known = race if race is None or race.is_over else _length(race), self._axis.value, len(now.branches) > 1
+        if known == self._drawn:
+            return
+        self._drawn = known
+        if race is None:
+            self._picture.value = _EMPTY.format(_CHOOSE if len(now.branches) > 1 else _FORK)
+            return
+        self._picture.value = draw_race(race, self._axis.value)
+        self._fold.show(lambda: race_table(race))
+
+    def still(self, now: Snapshot) -> Sequence[Picture | Table]:
+        if now.race is not None:
+            return [show_race(now.race, self._axis.value)]
+        return [Table("Race", ("branch",), [(branch.name,) for branch in now.branches], "No race has been run.")]
+
+    def _offer(self, names: Sequence[str]) -> None:
+        """New branches are chosen, so that two of them race at once."""
+        old = self._names.options
+        if tuple(old) != tuple(names):
+            chosen = [name for name in names if name in self._names.value or name not in old]
+            with self._names.hold_sync():
+                self._names.options = names
+                self._names.value = chosen
+            self._choose()
+
+    def _choose(self) -> None:
+        offer(self._first, [(name, name) for name in self._names.value])
+        runs = self._now is not None and self._now.race is not None and not self._now.race.is_over
+        self._race.disabled = runs or len(self._names.value) < 2
+
+    def _ask(self) -> None:
+        first = self._first.value
+        self.session.race(first, *(name for name in self._names.value if name != first), steps=self._steps.value)
+
+    def _hold(self) -> None:
+        race = self.session.snapshot().race
+        if race is not None and race.is_paused:
+            self.session.run()
+        else:
+            self.session.pause()
+
+    def _redraw(self) -> None:
+        if self._now is not None:
+            self.show(self._now)
+
+    def _button(self, words: str, icon: str, tip: str, action: Callable[[], Any]) -> ipywidgets.Button:
+        button = ipywidgets.Button(description=words, icon=icon, tooltip=tip, layout={"width": "auto"})
+        button.on_click(lambda _: self._press(action))
+        return button
+
+    def _press(self, action: Callable[[], Any]) -> None:
+        with self._drawing:
+            try:
+                action()
+                self._trouble.layout.display = "none"
+            except Exception as error:
+                self._trouble.value = failure_html(str(error), traceback.format_exc())
+                self._trouble.layout.display = ""
+
+
+def _length(race: Race) -> tuple[object, ...]:
+    """What grows while it is run."""
+    return race.asked, *((one.name, len(one.steps), len(one.measured), one.left) for one in race.racers)

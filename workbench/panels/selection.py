@@ -1,0 +1,54 @@
+"""Which layer is chosen: one for all panels on a source, so that a board has one selection."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary, WeakMethod
+
+from workbench.session import LayerRow, Source
+
+
+class Selection:
+    """The key of a layer, or None.
+
+    It stays with its layer through edits, whatever its number is then, and falls to None when the layer goes. Panels ask
+    when they draw. Whoever watches is told of what a person chooses, and must hold no lock of another panel when choosing.
+
+    Attributes:
+        key: the last one chosen; `among` says whether it is still there.
+    """
+
+    def __init__(self) -> None:
+        self.key: str | None = None
+        self._watching: list[WeakMethod[Callable[[], None]]] = []
+
+    def among(self, layers: Sequence[LayerRow]) -> LayerRow | None:
+        """The chosen one of these layers; without it, nothing is chosen from now on."""
+        row = next((row for row in layers if row.key == self.key), None)
+        if row is None:
+            self.key = None
+        return row
+
+    def choose(self, key: str | None) -> None:
+        """Choose a layer, or none, and tell whoever watches if it is another one."""
+        if key == self.key:
+            return
+        self.key = key
+        for told in [method() for method in self._watching]:
+            if told is not None:
+                told()
+
+    def watch(self, told: Callable[[], None]) -> None:
+        """Call this method after every choice, as long as its object lives."""
+        self._watching = [method for method in self._watching if method() is not None] + [WeakMethod(told)]
+
+
+def selection_of(source: Source) -> Selection:
+    """The selection that all panels on a source share."""
+    with _making:
+        return _selections.setdefault(source, Selection())
+
+
+_selections: WeakKeyDictionary[Source, Selection] = WeakKeyDictionary()
+_making = threading.Lock()

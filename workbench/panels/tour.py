@@ -1,0 +1,108 @@
+"""A tour of the workbench in five stops: each points at a part of it and says what it is for. It can be left anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+import ipywidgets
+
+from workbench.panels.views import Views
+
+POINTED = "l2l-pointed"
+
+
+class Stop(NamedTuple):
+    """A part of the page: a view, or "" for the buttons at the top; and what is said of it."""
+
+    view: str
+    title: str
+    words: str
+
+
+STOPS: Sequence[Stop] = (
+    Stop(
+        "",
+        "Train",
+        "Run trains for the number of steps beside it; Step trains one. The sliders change the next step, "
+        "also while it runs. The line below says how the last step went.",
+    ),
+    Stop(
+        "relay",
+        "Watch the relay",
+        "On the left all layers, in host memory; on the right the device with its slots; between them the link. "
+        "Press the player's arrows to go through the last step event by event, beside the line of the algorithm.",
+    ),
+    Stop(
+        "time",
+        "See what waits",
+        "Four lanes work side by side. Hatched is copying that nothing hides: it makes the step longer.",
+    ),
+    Stop(
+        "memory",
+        "See what fits",
+        "Device memory over the step by what fills it, with the budget. It does not grow with the number of layers; "
+        "put the stash on the device, and it does.",
+    ),
+    Stop(
+        "edits",
+        "Change the depth",
+        "Insert, drop or move layers between two steps, undo, and make branches. "
+        "The optimizer's state stays with its layer.",
+    ),
+)
+
+
+class Tour:
+    """A button, and while the tour lasts a strip with a text and Back, Next and Leave.
+
+    Args:
+        views: are turned to.
+        top: what the first stop points at.
+    """
+
+    def __init__(self, views: Views, top: ipywidgets.DOMWidget) -> None:
+        self._views, self._top = views, top
+        self._stops = [stop for stop in STOPS if not stop.view or stop.view in views.names]
+        self._at: int | None = None
+        self.button = _button(
+            "Tour", "map-signs", f"{len(self._stops)} stops that say what is where; leave at any time"
+        )
+        self._words = ipywidgets.HTML()
+        self._back = _button("Back", "arrow-left", "The stop before")
+        self._next = _button("Next", "arrow-right", "The next stop")
+        self._leave = _button("Leave", "close", "End the tour")
+        self.button.on_click(lambda _: self._go(None if self._at is not None else 0))
+        self._back.on_click(lambda _: self._go((self._at or 0) - 1))
+        self._next.on_click(lambda _: self._go((self._at or 0) + 1))
+        self._leave.on_click(lambda _: self._go(None))
+        self.widget = ipywidgets.HBox([self._words, self._back, self._next, self._leave], layout={"display": "none"})
+        self.widget.add_class("l2l-tour")
+
+    def _go(self, at: int | None) -> None:
+        if at is not None and at >= len(self._stops):
+            at = None
+        if self._at is not None:
+            self._part(self._stops[self._at]).remove_class(POINTED)
+        self._at = at
+        self.widget.layout.display = "none" if at is None else ""
+        if at is None:
+            return
+        stop = self._stops[at]
+        if stop.view:
+            self._views.turn_to(stop.view)
+        self._part(stop).add_class(POINTED)
+        self._back.disabled = at == 0
+        self._next.description = "Next" if at + 1 < len(self._stops) else "Done"
+        self._words.value = (
+            f'<div role="status"><strong>{at + 1} of {len(self._stops)}: {escape(stop.title)}.</strong> '
+            f"{escape(stop.words)}</div>"
+        )
+
+    def _part(self, stop: Stop) -> ipywidgets.DOMWidget:
+        return self._views.box(stop.view) if stop.view else self._top
+
+
+def _button(words: str, icon: str, tip: str) -> ipywidgets.Button:
+    return ipywidgets.Button(description=words, icon=icon, tooltip=tip, layout={"width": "auto"})

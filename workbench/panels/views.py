@@ -1,0 +1,100 @@
+"""Views: panels that are seen together, and the row of buttons that turns from one view to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import ipywidgets
+
+from workbench.panels.panel import Panel
+
+Made = Mapping[str, Sequence[Panel]]
+
+
+def check_view(view: str | Sequence[str] | None, names: Collection[str]) -> None:
+    """Refuse what is no view.
+
+    Raises:
+        ValueError: names it, and those that there are.
+    """
+    asked = [] if view is None else [view] if isinstance(view, str) else list(view)
+    if unknown := [name for name in asked if name not in names]:
+        raise ValueError(f"view={view!r}: there is no view {unknown[0]!r}; there are {', '.join(map(repr, names))}")
+    if view is not None and not asked:
+        raise ValueError(f"view={view!r} shows nothing: give one or several of {', '.join(map(repr, names))}")
+
+
+class Views:
+    """One view at a time behind buttons, or several stacked.
+
+    The buttons are buttons because the bar of an `ipywidgets.Tab` cannot be reached from the keyboard.
+
+    Args:
+        made: panels by the name of their view, in order.
+        view: the one that is shown at first; or several names, which are shown below one another without buttons.
+        turned: called when another view is shown.
+
+    Raises:
+        ValueError: there is no such view.
+    """
+
+    def __init__(self, made: Made, view: str | Sequence[str] | None, turned: Callable[[], None]) -> None:
+        self._made, self._turned = made, turned
+        check_view(view, made)
+        self._stacked = () if view is None or isinstance(view, str) else tuple(view)
+        first = view if isinstance(view, str) else next(iter(made))
+        self._boxes = {name: ipywidgets.VBox([panel.widget for panel in panels]) for name, panels in made.items()}
+        self.buttons = ipywidgets.ToggleButtons(
+            options=[(name.capitalize(), name) for name in made],
+            value=first,
+            tooltips=[f"Show the view {name!r}" for name in made],
+            style={"button_width": "auto"},
+        )
+        self.buttons.add_class("l2l-tabs")
+        self.buttons.observe(lambda _: self._turn(), "value")
+        stack = [self._boxes[name] for name in self._stacked or made]
+        self.widget = ipywidgets.VBox(stack)
+        self._lay_out()
+
+    @property
+    def are_stacked(self) -> bool:
+        """Whether several are shown below one another, and nothing is turned."""
+        return bool(self._stacked)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the views that can be seen."""
+        return self._stacked or tuple(self._made)
+
+    @property
+    def seen(self) -> Iterator[Panel]:
+        """Panels that are on the page now."""
+        return (panel for name in self._stacked or (self.buttons.value,) for panel in self._made[name])
+
+    @property
+    def all(self) -> Iterator[Panel]:
+        """Panels of every view that can be seen."""
+        return (panel for name in self.names for panel in self._made[name])
+
+    def turn_to(self, name: str) -> None:
+        """Show a view; stacked ones are all seen already.
+
+        Raises:
+            ValueError: there is no such view.
+        """
+        if name not in self.names:
+            raise ValueError(f"view={name!r}: there are {', '.join(map(repr, self.names))}")
+        self.buttons.value = name
+
+    def box(self, name: str) -> ipywidgets.DOMWidget:
+        """The part of the page that a view has."""
+        return self._boxes[name]
+
+    def _turn(self) -> None:
+        self._lay_out()
+        self._turned()
+
+    def _lay_out(self) -> None:
+        for name, box in self._boxes.items():
+            seen = name in self._stacked if self._stacked else name == self.buttons.value
+            box.layout.display = "" if seen else "none"

@@ -1,0 +1,90 @@
+"""Pictures on the card of a layer: how its weights are spread, and its figures over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.pictures import svg
+from workbench.pictures.card import spread_words
+from workbench.pictures.heat_cells import KINDS
+from workbench.pictures.scale import Scale
+from workbench.pictures.shades import show_figure
+from workbench.pictures.theme import BLUE, GREEN, VERMILION
+from workbench.session import FIGURES, LayerFacts, Statistics
+
+WIDTH, HEIGHT = 960, 128
+_TOP, _BOTTOM = 26, 104  # px of what is drawn between words
+_APART = 24
+COLOURS = {"grad_norm": VERMILION, "update_ratio": BLUE, "influence": GREEN}
+
+
+def draw_histogram(facts: LayerFacts) -> str:
+    """Bars of equal width, as high as the bin has weights."""
+    words = f"weights: {spread_words(facts)}"
+    bars = "" if not facts.counts else svg.path(_bars(facts.counts), fill=BLUE)
+    ends = []
+    if facts.counts:
+        ends = [
+            svg.text(0, _BOTTOM + 15, show_figure(facts.low), style="small"),
+            svg.text(WIDTH, _BOTTOM + 15, show_figure(facts.high), style="small", anchor="end"),
+            svg.text(WIDTH, 12, f"up to {max(facts.counts):,} in a bar", style="small dim", anchor="end"),
+        ]
+        if facts.low < 0 < facts.high:
+            zero = Scale(facts.low, facts.high, 0, WIDTH)(0)
+            ends += [svg.path(f"M{zero:.1f} {_TOP}V{_BOTTOM}", style="axis", dash="3 3")]
+            ends += [svg.text(zero, _BOTTOM + 15, "0", style="small", anchor="middle")]
+    axis = svg.path(f"M0 {_BOTTOM}H{WIDTH}", style="axis")
+    return svg.document(WIDTH, HEIGHT, "Weights", words, [svg.text(0, 12, words, style="small"), bars, axis, *ends])
+
+
+def draw_figures(statistics: Statistics, key: str) -> str:
+    """Gradient norm, update over weight and influence of a layer over the steps, side by side."""
+    tracks = [track for track in statistics.stack if track.key == key]
+    known = {figure: statistics.values(figure, tracks)[0] if tracks else np.array([], np.float32) for figure in FIGURES}
+    wide = (WIDTH - _APART * (len(FIGURES) - 1)) / len(FIGURES)
+    parts = []
+    for i, figure in enumerate(FIGURES):
+        drawn = _curve(figure, statistics.first, statistics.last, known[figure], wide)
+        parts.append(svg.group(drawn, transform=f"translate({i * (wide + _APART):.1f} 0)"))
+    return svg.document(WIDTH, HEIGHT, "Figures over the steps", f"{', '.join(FIGURES)} of {key}", parts)
+
+
+def _bars(counts: tuple[int, ...]) -> str:
+    height, wide = Scale(0, max(counts), 0, _BOTTOM - _TOP), WIDTH / len(counts)
+    return "".join(
+        f"M{i * wide + 0.5:.1f} {_BOTTOM}v{-max(height(count), 1):.1f}h{wide - 1:.1f}V{_BOTTOM}z"
+        for i, count in enumerate(counts)
+        if count
+    )
+
+
+def _curve(
+    figure: str, first: NDArray[np.int64], last: NDArray[np.int64], values: NDArray[np.float32], wide: float
+) -> Iterator[str]:
+    """One figure in a box of its own, on a logarithmic scale where the heat map has one."""
+    kind, fine = KINDS[figure], np.isfinite(values)
+    logarithmic = kind.logarithmic
+    if logarithmic:
+        fine &= values > 0
+    steps = ((first + last) / 2)[fine]
+    y = np.log10(values[fine].astype(np.float64)) if logarithmic else values[fine].astype(np.float64)
+    if not len(steps):
+        yield svg.text(0, 12, f"{kind.words}: none yet", style="small dim")
+        return
+    low, high = float(y.min()), float(y.max())
+    across = Scale(float(steps[0]), float(steps[-1]), 4, wide - 4)
+    up = Scale(low, high, _BOTTOM - 4, _TOP + 4) if high > low else Scale(low - 1, low + 1, _BOTTOM - 4, _TOP + 4)
+    points = [(across(x), up(v)) for x, v in zip(steps.tolist(), y.tolist(), strict=True)]
+    newest = show_figure(float(values[fine][-1]))
+    yield svg.text(0, 12, f"{kind.words} {newest}{', log scale' if logarithmic else ''}", style="small")
+    yield svg.rect(0, _TOP, wide, _BOTTOM - _TOP, style="well")
+    yield svg.path(
+        "M" + "L".join(f"{x:.1f} {v:.1f}" for x, v in points), stroke=COLOURS[figure], fill="none", width=1.8
+    )
+    yield svg.rect(points[-1][0] - 2.5, points[-1][1] - 2.5, 5, 5, fill=COLOURS[figure], r=2.5)
+    ends = f"{show_figure(float(values[fine].min()))} to {show_figure(float(values[fine].max()))}"
+    yield svg.text(0, _BOTTOM + 15, f"steps {int(first[fine][0])}–{int(last[fine][-1])}", style="small dim")
+    yield svg.text(wide, _BOTTOM + 15, ends, style="small dim", anchor="end")

@@ -1,0 +1,93 @@
+"""The last step in one line: what binds it, how much of its copying is hidden, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from l2l_core.trace import Bound, Trace, format_bytes
+from workbench.pictures.glossary import term
+from workbench.pictures.picture import Table
+from workbench.pictures.scale import format_seconds
+from workbench.pictures.theme import LANE_NAMES
+from workbench.readings import Columns, timeline_summary
+
+COPY_LANES = ("h2d", "d2h")
+_COUNTS = 0.05  # a share of a step below which a phase binds nothing
+
+
+class Term(NamedTuple):
+    """A word of the glossary, and what stands in its place."""
+
+    word: str
+    shown: str = ""
+
+
+Said = Sequence[str | Term]
+
+
+def verdict_of(trace: Trace, found: Sequence[Bound], budget_bytes: int | None, in_core_bytes: int | None) -> Said:
+    """What binds a step, how much of its copying is hidden, and whether it fits, in one line.
+
+    Args:
+        trace: of a finished step.
+        found: what binds its phases, `trace.bound_by()`.
+        budget_bytes: the device's memory, None if it has no limit.
+        in_core_bytes: what in-core training would need, None if that is not known.
+    """
+    overlap = timeline_summary(Columns.of(trace)).overlap
+    copied = [" · ", f"{100 * overlap:.0f} % of copies ", Term("hidden"), " · "]
+    return [*_binding(trace, found), *copied, *_fit(trace.peak_bytes("device"), budget_bytes, in_core_bytes)]
+
+
+def plain(said: Said) -> str:
+    """A line without explanations."""
+    return "".join(one if isinstance(one, str) else one.shown or one.word for one in said)
+
+
+def verdict_html(whose: str, said: Said) -> str:
+    """The line for a page, of a step as the session calls it; its terms explain themselves."""
+    words = "".join(escape(one) if isinstance(one, str) else term(*one) for one in said)
+    return f'<div class="l2l-verdict"><span class="l2l-step">{escape(whose)}</span>{words}</div>'
+
+
+def bounds_table(found: Sequence[Bound], title: str) -> Table:
+    """What binds each phase, and what would help."""
+    rows = []
+    for bound in found:
+        share = f"{100 * bound.idle_s / bound.span_s:.0f} %" if bound.span_s else "–"
+        rows.append((bound.phase, format_seconds(bound.span_s), share, str(bound).partition(": ")[2]))
+    header = ("phase", "lasts", "compute waits", "what binds it, and what would help")
+    return Table(title, header, rows)
+
+
+def _binding(trace: Trace, found: Sequence[Bound]) -> Said:
+    counted = [bound for bound in found if bound.span_s >= _COUNTS * trace.span_s]
+    slowed = [bound for bound in counted if bound.lane != "compute"]
+    if not slowed:
+        return [Term("compute-bound")]
+    worst = max(slowed, key=lambda bound: bound.exposed_s)
+    share = f"{100 * worst.exposed_s / worst.span_s:.0f} % of the time"
+    if worst.lane in COPY_LANES:
+        return [Term("link-bound"), f": in {worst.phase} compute waits {share} for {LANE_NAMES[worst.lane]}"]
+    if worst.lane == "eps":
+        return ["bound by the ", Term("EPS"), f": in {worst.phase} compute waits {share} for it"]
+    return [f"bound by the host: in {worst.phase} nothing works {share}"]
+
+
+def _fit(peak_bytes: int, budget_bytes: int | None, in_core_bytes: int | None) -> Said:
+    if budget_bytes is None:
+        said: Said = [f"takes {format_bytes(peak_bytes)} of device memory"]
+    else:
+        said = [Term("budget", "fits"), f" with {format_bytes(budget_bytes - peak_bytes)} to spare"]
+    if in_core_bytes is None or in_core_bytes <= peak_bytes:
+        return said
+    return [*said, f" ({format_bytes(in_core_bytes)} ", Term("in core"), ")"]
+
+
+STYLE = """
+.l2l-verdict{font-size:13.5px;padding:2px 2px 4px;white-space:normal}
+.l2l-verdict .l2l-step{opacity:.7;margin-right:10px;font-variant-numeric:tabular-nums}
+.l2l-why td:last-child{text-align:left;white-space:normal}
+""".replace("\n", "")

@@ -1,0 +1,124 @@
+"""What an edit did to the losses of a few fixed batches: the numbers, and how they are said. Measured in `probe.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import stdev
+from typing import Any, Literal
+
+Verdict = Literal["same", "better", "worse", "unclear"]
+
+PENDING = "measuring…"  # in place of a reason: the losses after the edit are still to come
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Losses of the probe's batches at one moment.
+
+    Attributes:
+        losses: one per batch.
+        seconds: that it took to measure them.
+    """
+
+    losses: tuple[float, ...]
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        """Of the batches' losses."""
+        return _mean(self.losses)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Losses of the same batches before and after an edit.
+
+    Attributes:
+        before, after: of the same batches in the same order.
+    """
+
+    before: Measured
+    after: Measured
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Judged:
+        """Read again what `dataclasses.asdict` and JSON have made of it, with numbers that JSON does not have as text.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is nothing such.
+        """
+        before, after = (
+            Measured(tuple(map(float, plain[name]["losses"])), float(plain[name]["seconds"]))
+            for name in ("before", "after")
+        )
+        if not len(before.losses) == len(after.losses) > 0:
+            raise ValueError(f"{len(before.losses)} losses before and {len(after.losses)} after an edit")
+        return cls(before, after)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether every batch has the same loss, to the bit."""
+        return self.before.losses == self.after.losses
+
+    @cached_property
+    def change(self) -> float:
+        """The mean of the batches' changes; nan where it does not exist."""
+        return _mean(self._changes)
+
+    @cached_property
+    def spread(self) -> float | None:
+        """The standard deviation of the batches' changes; None of a single batch, nan where it does not exist."""
+        if len(self._changes) < 2:
+            return None
+        return stdev(self._changes) if all(map(math.isfinite, self._changes)) else math.nan
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the loss has gone up or down by more than the spread; "unclear" if not, or of a single batch."""
+        if self.is_same:
+            return "same"
+        finite = [all(map(math.isfinite, each.losses)) for each in (self.before, self.after)]
+        if finite[0] != finite[1]:
+            return "worse" if finite[0] else "better"
+        if self.spread is None or not abs(self.change) > self.spread:
+            return "unclear"
+        return "worse" if self.change > 0 else "better"
+
+    @property
+    def _changes(self) -> Sequence[float]:
+        return [after - before for before, after in zip(self.before.losses, self.after.losses, strict=True)]
+
+
+def judged_words(judged: Judged) -> str:
+    """As "2.431 → 2.508, ▲ +0.077 ± 0.012"; the triangle says that the change is larger than its spread."""
+    before, after = (f"{each.mean:.4g}" for each in (judged.before, judged.after))
+    return f"{before}, {change_words(judged)}" if judged.is_same else f"{before} → {after}, {change_words(judged)}"
+
+
+def change_words(judged: Judged) -> str:
+    """The change and its spread alone."""
+    if judged.is_same:
+        return "no change (0 exactly)"
+    if not math.isfinite(judged.change):
+        return f"{MARKS[judged.verdict]}not finite"
+    spread = "(one batch)" if judged.spread is None else f"± {judged.spread:.2g}"
+    sign = "−" if judged.change < 0 else "+"
+    return f"{MARKS[judged.verdict]}{sign}{abs(judged.change):.2g} {spread}"
+
+
+def verdict_words(judged: Judged | None, why_not: str) -> str:
+    """What the probe says, or why it says nothing."""
+    if judged is not None:
+        return judged_words(judged)
+    return why_not if why_not == PENDING else ": ".join(filter(None, (NOT_MEASURED, why_not)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)  # fmean refuses infinities of both signs
+
+
+MARKS: Mapping[Verdict, str] = {"same": "", "better": "▼ ", "worse": "▲ ", "unclear": ""}

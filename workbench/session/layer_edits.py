@@ -1,0 +1,42 @@
+"""Edits of one layer and nothing else, and the line of code that makes an edit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Unfreeze
+from workbench.session.values import LayerRow
+
+
+def edits_of(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
+    """What can be done with a layer, by the words for it; nothing with one that is in no stack.
+
+    Args:
+        row: one of `layers`.
+        layers: all of them, in order.
+    """
+    if row.stack is None:
+        return {}
+    keys = [other.key for other in layers if other.stack == row.stack]
+    after = keys.index(row.key) + 1
+    behind: Any = keys[after] if after < len(keys) else (row.stack, after)
+    return {
+        "Drop": Drop(row.key),
+        "Duplicate": Duplicate(row.key),
+        "Unfreeze" if row.frozen else "Freeze": Unfreeze(row.key) if row.frozen else Freeze(row.key),
+        "Insert before": Insert(row.key, like=row.key),
+        "Insert after": Insert(behind, like=row.key),
+    }
+
+
+def code_of(edit: Edit) -> str:
+    """As Python writes it, without what is as it would be anyway: ``Drop(layers='L006')``."""
+    given = [(one, getattr(edit, one.name)) for one in fields(edit)]  # type: ignore[arg-type]
+    words = [f"{one.name}={value!r}" for one, value in given if value != _default(one)]
+    return f"{type(edit).__name__}({', '.join(words)})"
+
+
+def _default(one: Field[Any]) -> Any:
+    return one.default_factory() if one.default_factory is not MISSING else one.default

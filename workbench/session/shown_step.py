@@ -1,0 +1,44 @@
+"""A finished step as it is shown: whose it is travels with what is seen of it, so that nothing is taken for another's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from l2l_core import Trace
+from l2l_core.edits import Entry
+from workbench.session.journal_state import turns_of
+from workbench.session.values import LayerRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShownStep:
+    """A finished step, with what it ran on.
+
+    Attributes:
+        branch: on which it was made.
+        number: of the step on that branch, from 1.
+        trace: what happened in it.
+        layers: the stack after it, in order.
+        journal: what had been edited by then.
+        in_core_bytes: device bytes that in-core training of its batch would need, an estimate; None if it cannot be told.
+    """
+
+    branch: str
+    number: int
+    trace: Trace
+    layers: Sequence[LayerRow]
+    journal: Sequence[Entry] = ()
+    in_core_bytes: int | None = None
+
+    def is_before_edit(self, layers: Sequence[LayerRow], journal: Sequence[Entry]) -> bool:
+        """Whether the stack has been changed since, and not back; `layers` and `journal` are those of now."""
+        if [_make_up(row) for row in self.layers] != [_make_up(row) for row in layers]:
+            return True
+        return self.journal != journal and turns_of(self.journal).in_force != turns_of(journal).in_force
+
+
+def _make_up(row: LayerRow) -> tuple[Any, ...]:
+    """What of a layer a step does not change."""
+    return row.key, row.num_params, row.num_trained, row.frozen

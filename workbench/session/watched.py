@@ -1,0 +1,79 @@
+"""What can be seen of a session, and waited for: it never waits for a step by looking."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from threading import Condition
+
+from l2l_core import Relay
+from workbench.session.progress import advance, steps_bar
+from workbench.session.races import Races
+from workbench.session.run import Run
+from workbench.session.snapshot import Snapshot
+from workbench.session.standing import Standing
+from workbench.session.worker import Worker
+
+
+class Watched:
+    """The part of a session that looks; commands are in `Session`.
+
+    Invariant: everything here is read under the session's lock.
+    """
+
+    relay: Relay
+    _worker: Worker
+    _changed: Condition
+    _standing: Standing
+    _run: Run
+    _races: Races
+
+    def pause(self) -> None:
+        """Pause when the step under way is over."""
+        raise NotImplementedError
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The session as it is now, in the middle of a step too; never waits for the step."""
+        return self._standing.snapshot()
+
+    def wait_for_change(self, number: int, timeout_s: float) -> None:
+        """Wait until a snapshot would have another number than this one, at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._worker.number != number, timeout_s)
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
+        """Wait until nothing runs and nothing is queued; an interrupt pauses the run.
+
+        Args:
+            timeout_s: give up after so many seconds.
+            progress: show a progress bar.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        with steps_bar(progress) as bar:
+            try:
+                while not self._has_settled(until_s):
+                    advance(bar, self.snapshot())
+            except KeyboardInterrupt:
+                with suppress(RuntimeError):  # closed meanwhile
+                    self.pause()
+                raise
+            advance(bar, now := self.snapshot())
+            return now
+
+    def _has_settled(self, until_s: float) -> bool:
+        with self._changed:
+            is_busy = (self._worker.is_busy or self._standing.owed is not None) and not self._races.is_paused
+            runs = self._run.state == "running" and not self._races.is_paused
+            if self._run.state == "closed" or not (runs or is_busy or self._races.runs):
+                return True
+            if time.monotonic() >= until_s:
+                raise TimeoutError(
+                    f"the session is still {self._run.state} after step {self.relay.steps}: wait longer, or pause()"
+                )
+            self._changed.wait(min(until_s - time.monotonic(), 0.2))
+            return False
