@@ -41,7 +41,7 @@ def main() -> None:
     part = Columns.of(running, events, samples)
     now_s = part.end_s
     step = Moments.of(last, keys)
-    sweep: dict[str, Any] = {"before": whole, "now_s": now_s, "span_s": whole.end_s}
+    sweep: dict[str, Any] = {"before": whole, "now_s": now_s, "span_s": whole.end_s, "keys": keys}
     settings = last.settings
 
     def live() -> str:
@@ -49,8 +49,8 @@ def main() -> None:
         return draw_relay(moments.when(now_s), keys)
 
     frames: dict[str, Callable[[], str]] = {
-        "timeline, whole": lambda: draw_timeline(whole),
-        "memory, whole": lambda: draw_memory(whole, in_core_bytes=10**11),
+        "timeline, whole": lambda: draw_timeline(whole, keys=keys),
+        "memory, whole": lambda: draw_memory(whole, keys=keys, in_core_bytes=10**11),
         "relay, one event": lambda: draw_relay(step.at(step.count // 2), keys),
         "timeline, under way": lambda: draw_timeline(part, **sweep),
         "memory, under way": lambda: draw_memory(part, **sweep, in_core_bytes=10**11),
