@@ -32,7 +32,7 @@ class VerdictPanel(Panel):
         shown = now.shown
         if shown is None:
             words = "No step yet: press Run, or Step." if not now.steps else f"{now.shown_words.capitalize()}."
-            self._told, self._line.value = None, f'<div class="l2l-verdict">{words}</div>'
+            self._told, self._line.value = None, verdict_html("", [words])
             return
         # nobody reads what changes all the time
         in_a_hurry = now.state == "running" and time.monotonic() < self._next_s
