@@ -15,7 +15,7 @@ from workbench.panels.panel import Panel
 from workbench.panels.present import Present
 from workbench.panels.style import STYLE
 from workbench.panels.tour import Tour
-from workbench.panels.views import Views
+from workbench.panels.views import Views, check_view
 from workbench.pictures import bundle_of, glossary_table
 from workbench.session import Snapshot, Source
 
@@ -45,15 +45,18 @@ class Board:
         above: Sequence[ipywidgets.DOMWidget] = (),
     ) -> None:
         self._source = source
+        check_view(view, views)
+        stacked = [] if view is None or isinstance(view, str) else list(view)
         self._top = tuple(kind(source) for kind in top)
-        made = {name: tuple(kind(source) for kind in kinds) for name, kinds in views.items()}
-        self.views = Views(made, view, lambda: self._show(self._source.snapshot()))
+        made = {name: tuple(kind(source) for kind in views[name]) for name in stacked or views}
+        first = None if stacked else view or next(iter(views))
+        self.views = Views(made, first, lambda: self._show(self._source.snapshot()))
         self.panels = (*self._top, *self.views.all)
         head = ipywidgets.VBox([*above, *(panel.widget for panel in self._top)])
         tour, words = Tour(self.views, head), Fold("The words of a relay")
         words.show(glossary_table)
         words.widget.add_class("l2l-glossary")
-        bar = ipywidgets.HBox([*(() if self.views.are_stacked else (self.views.buttons,)), tour.button, Present()])
+        bar = ipywidgets.HBox([self.views.buttons, tour.button, Present()])
         bar.add_class("l2l-viewbar")
         style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
         self._notice = Notice()

@@ -31,18 +31,15 @@ class Views:
 
     Args:
         made: panels by the name of their view, in order.
-        view: the one that is shown at first; or several names, which are shown below one another without buttons.
+        first: the view that is shown at first; None stacks all of them, without buttons to turn.
         turned: called when another view is shown.
 
-    Raises:
-        ValueError: there is no such view.
+    Attributes:
+        are_stacked: whether all are shown below one another, and nothing is turned.
     """
 
-    def __init__(self, made: Made, view: str | Sequence[str] | None, turned: Callable[[], None]) -> None:
-        self._made, self._turned = made, turned
-        check_view(view, made)
-        self._stacked = () if view is None or isinstance(view, str) else tuple(view)
-        first = view if isinstance(view, str) else next(iter(made))
+    def __init__(self, made: Made, first: str | None, turned: Callable[[], None]) -> None:
+        self._made, self._turned, self.are_stacked = made, turned, first is None
         self._boxes = {name: ipywidgets.VBox([panel.widget for panel in panels]) for name, panels in made.items()}
         self.buttons = ipywidgets.ToggleButtons(
             options=[(name.capitalize(), name) for name in made],
@@ -52,29 +49,23 @@ class Views:
         )
         self.buttons.add_class("l2l-tabs")
         self.buttons.observe(lambda _: self._turn(), "value")
-        stack = [self._boxes[name] for name in self._stacked or made]
-        self.widget = ipywidgets.VBox(stack)
+        self.widget = ipywidgets.VBox(list(self._boxes.values()))
         self._lay_out()
-
-    @property
-    def are_stacked(self) -> bool:
-        """Whether several are shown below one another, and nothing is turned."""
-        return bool(self._stacked)
 
     @property
     def names(self) -> Sequence[str]:
         """Of the views that can be seen."""
-        return self._stacked or tuple(self._made)
+        return tuple(self._made)
 
     @property
     def seen(self) -> Iterator[Panel]:
         """Panels that are on the page now."""
-        return (panel for name in self._stacked or (self.buttons.value,) for panel in self._made[name])
+        return (panel for name in self._made if self._is_seen(name) for panel in self._made[name])
 
     @property
     def all(self) -> Iterator[Panel]:
         """Panels of every view that can be seen."""
-        return (panel for name in self.names for panel in self._made[name])
+        return (panel for panels in self._made.values() for panel in panels)
 
     def turn_to(self, name: str) -> None:
         """Show a view; stacked ones are all seen already.
@@ -94,7 +85,10 @@ class Views:
         self._lay_out()
         self._turned()
 
+    def _is_seen(self, name: str) -> bool:
+        return self.are_stacked or name == self.buttons.value
+
     def _lay_out(self) -> None:
+        self.buttons.layout.display = "none" if self.are_stacked else ""
         for name, box in self._boxes.items():
-            seen = name in self._stacked if self._stacked else name == self.buttons.value
-            box.layout.display = "" if seen else "none"
+            box.layout.display = "" if self._is_seen(name) else "none"

@@ -7,6 +7,7 @@ from html import unescape
 
 import ipywidgets
 import pytest
+from ipywidgets.widgets import widget as registry
 from panel_reading import find, html_of
 from patience import HANG_S
 from sessions import make_batches, make_relay, train
@@ -21,7 +22,7 @@ from workbench.session.session import Session
 
 
 def visible(bench: Workbench) -> list[str]:
-    return [name for name in VIEWS if bench.views.box(name).layout.display != "none"]
+    return [name for name in bench.views.names if bench.views.box(name).layout.display != "none"]
 
 
 def test_one_view_is_seen_and_only_that_is_drawn(relay: Relay) -> None:
@@ -49,6 +50,20 @@ def test_views_can_be_stacked(relay: Relay) -> None:
     with pytest.raises(ValueError, match="view='time': there are 'memory', 'relay'"):
         bench.views.turn_to("time")
     bench.close()
+
+
+@pytest.mark.parametrize("view", ["time", ["memory", "relay"]])
+def test_a_closed_workbench_leaves_no_widgets(relay: Relay, view: str | Sequence[str]) -> None:
+    def alive() -> set[str]:
+        return set(registry._instances)
+
+    before = alive()
+    bench = Workbench(relay, make_batches(), view=view)
+    bench._ipython_display_()
+    made = alive() - before
+    bench.close()
+    left = {type(registry._instances[key]).__name__ for key in alive() - before}
+    assert len(made) > 50 and not left
 
 
 @pytest.mark.parametrize(
