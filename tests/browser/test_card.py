@@ -26,7 +26,8 @@ def test_a_layer_is_chosen_in_the_table_while_training_runs(open_notebook: Calla
     card = bench.root.locator(".l2l-card-panel")
 
     def marked() -> list[str]:
-        return bench.root.locator("tr.l2l-selected").evaluate_all("rows => rows.map(row => row.dataset.key)")
+        marks = "rows => rows.filter(r => getComputedStyle(r.cells[0]).boxShadow !== 'none').map(r => r.dataset.key)"
+        return bench.root.locator("tr[data-key]").evaluate_all(marks)
 
     bench.root.locator('tr[data-key="L001"]').click()
     until(lambda: "1 · L001" in card.locator(".l2l-card-facts").inner_text(), page, "the card of the row")

@@ -7,6 +7,7 @@ from typing import Any
 
 import ipywidgets
 
+from workbench.panels.card import CardPanel
 from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
 from workbench.panels.ended import Notice
@@ -14,6 +15,7 @@ from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
 from workbench.panels.present import Present
 from workbench.panels.style import STYLE
+from workbench.panels.touch import Touch
 from workbench.panels.tour import Tour
 from workbench.panels.views import Views, check_view
 from workbench.pictures import bundle_of, glossary_table
@@ -59,9 +61,9 @@ class Board:
         bar = ipywidgets.HBox([self.views.buttons, tour.button, Present()])
         bar.add_class("l2l-viewbar")
         style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
-        self._notice = Notice()
+        self._notice, self._touch = Notice(), Touch(source, self._open_card)
         self.widget = ipywidgets.VBox(
-            [style, self._notice.widget, head, bar, tour.widget, self.views.widget, words.widget]
+            [style, self._notice.widget, head, bar, tour.widget, self.views.widget, words.widget, self._touch]
         )
         self.widget.add_class("l2l-workbench")
         belongs_to_cell(self)
@@ -75,8 +77,15 @@ class Board:
         """Leave a still picture in the notebook."""
         self._display.close()
 
+    def _open_card(self) -> None:
+        """Turn to the view that has the card of the chosen layer, where there is one."""
+        card = self.views.of(CardPanel)
+        if card is not None:
+            self.views.turn_to(card)
+
     def _show(self, now: Snapshot) -> None:
         self._notice.draw(now)
+        self._touch.draw(now)
         # what nobody sees is not drawn, but for the last time: its controls turn grey too
         for panel in self.panels if now.ended else (*self._top, *self.views.seen):
             panel.show(now)

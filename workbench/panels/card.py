@@ -15,6 +15,7 @@ from workbench.panels.fold import Fold
 from workbench.panels.keys import KeepsKeys
 from workbench.panels.panel import Panel, failure_html
 from workbench.panels.selection import selection_of
+from workbench.panels.touch import touched
 from workbench.panels.trials import Trials
 from workbench.pictures import (
     TRIAL_WORDS,
@@ -40,6 +41,8 @@ _EDITS = {
     "Freeze": "snowflake-o",
     "Insert before": "plus",
     "Insert after": "plus",
+    "Move earlier": "arrow-up",
+    "Move later": "arrow-down",
 }
 
 
@@ -62,7 +65,7 @@ class CardPanel(Panel):
         self._edits = {}
         self._selection.watch(self._redraw)
         self._facts_html, self._trouble = ipywidgets.HTML(), ipywidgets.HTML()
-        self._weights, self._figures, self._chart = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._weights, self._figures, self._chart = ipywidgets.HTML(), ipywidgets.HTML(), touched(ipywidgets.HTML())
         self._fold = Fold("Measurements as a table")
         self._fold.widget.layout.display = "none"
         self._line = ipywidgets.HTML()

@@ -9,6 +9,7 @@ import ipywidgets
 
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
+from workbench.panels.touch import touched
 from workbench.pictures import KINDS, Picture, draw_heat, heat_table, show_heat
 from workbench.session import Snapshot
 
@@ -19,7 +20,7 @@ class HeatPanel(Panel):
     def build(self) -> ipywidgets.DOMWidget:
         self._now: Snapshot | None = None
         self._drawn: tuple[Any, ...] = ()
-        self._picture, self._fold = ipywidgets.HTML(), Fold("Figures of the layers as a table")
+        self._picture, self._fold = touched(ipywidgets.HTML()), Fold("Figures of the layers as a table")
         self._choice = ipywidgets.ToggleButtons(
             options=[(kind.words, figure) for figure, kind in KINDS.items()],
             description="layers by",

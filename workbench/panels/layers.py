@@ -7,22 +7,22 @@ from collections.abc import Sequence
 import ipywidgets
 
 from workbench.panels.panel import Panel
-from workbench.panels.rows import PicksRows
 from workbench.panels.selection import selection_of
+from workbench.panels.touch import touched
 from workbench.pictures import Table, draw_layers, layers_table
 from workbench.session import LayerRow, Snapshot
 
 
 class LayersPanel(Panel):
-    """Sizes, versions and statistics of the layers, as of the last step; a click or an arrow key chooses one."""
+    """Sizes, versions and statistics of the layers, as of the last step; a press or an arrow key chooses one."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn: tuple[Sequence[LayerRow] | None, str | None] = None, None
         self._selection = selection_of(self.session)
         self._selection.watch(self._redraw)
-        self._table = ipywidgets.HTML()
+        self._table = touched(ipywidgets.HTML())
         self._table.add_class("l2l-layers-box")  # scrolls, so that new rows leave it where it is
-        return ipywidgets.VBox([self._table, PicksRows(self._selection.choose)])
+        return ipywidgets.VBox([self._table])
 
     def draw(self, now: Snapshot) -> None:
         row = self._selection.among(now.layers)

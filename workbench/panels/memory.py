@@ -10,6 +10,7 @@ import ipywidgets
 from l2l_core import Trace
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
+from workbench.panels.touch import touched
 from workbench.pictures import (
     Picture,
     Sweep,
@@ -34,7 +35,7 @@ class MemoryPanel(Panel):
         self._span_s = 0.0
         self._tabled: ref[Trace] | None = None
         self._sweep: Sweep | None = None
-        self._picture, self._fold = ipywidgets.HTML(), Fold("The last step's peaks as a table")
+        self._picture, self._fold = touched(ipywidgets.HTML()), Fold("The last step's peaks as a table")
         return ipywidgets.VBox([self._picture, self._fold.widget])
 
     def draw(self, now: Snapshot) -> None:

@@ -15,6 +15,7 @@ from workbench.panels.cells import belongs_to_cell
 from workbench.panels.display import Bundle, Display
 from workbench.panels.ended import Notice, grey
 from workbench.panels.style import STYLE
+from workbench.panels.touch import Touch
 from workbench.pictures import Picture, Table, belonging, bundle_of
 from workbench.session import Session, Snapshot, Source
 
@@ -79,6 +80,10 @@ class Panel(ABC):
             if now.ended:
                 grey(self.widget)
 
+    def _show_alone(self, now: Snapshot) -> None:
+        self._touch.draw(now)
+        self.show(now)
+
     def fail(self, error: Exception) -> None:
         """Say in the panel that drawing it has failed."""
         self.widget.children[0].value = failure_html(self._blame(error), traceback.format_exc())
@@ -110,8 +115,9 @@ class Panel(ABC):
         if self._display is None:
             style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
             self._notice = Notice()
-            alone = ipywidgets.VBox([style, self._notice.widget, self.widget])
-            self._display = Display(self.session, alone, self.show, self._bundle)
+            self._touch = Touch(self.session)
+            alone = ipywidgets.VBox([style, self._notice.widget, self.widget, self._touch])
+            self._display = Display(self.session, alone, self._show_alone, self._bundle)
             belongs_to_cell(self)
         return self._display
 

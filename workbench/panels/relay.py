@@ -10,6 +10,7 @@ import ipywidgets
 
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
+from workbench.panels.touch import touched
 from workbench.pictures import Picture, Scene, relay_html, relay_table, show_relay
 from workbench.readings import Columns, Moment, Moments
 from workbench.session import LayerRow, ShownStep, Snapshot
@@ -33,7 +34,7 @@ class RelayPanel(Panel):
         self._visits: Sequence[int] = ()  # events with which a visit begins
         self._placing = False
         self._live_since_s = -LATE_S
-        self._picture = ipywidgets.HTML()
+        self._picture = touched(ipywidgets.HTML())
         self._live = ipywidgets.ToggleButton(
             value=True, description="Live", icon="circle", tooltip="Follow the session", layout={"width": "auto"}
         )

@@ -71,6 +71,14 @@ padding:0 14px;margin:0;color:inherit;border:0;border-bottom:3px solid transpare
 background:color-mix(in srgb,var(--jp-brand-color1,#1976d2) 12%,transparent)}
 .l2l-tour>.widget-html{flex:1 1 0!important;min-width:0}
 .l2l-tour>button{flex:0 0 auto}
+.l2l-workbench,.l2l-touched{position:relative}
+.l2l-workbench [data-key]{cursor:pointer;outline:0}
+.l2l-workbench [data-cell]{touch-action:none}
+.l2l-picks:focus-visible{outline:2px solid var(--jp-brand-color1,#1976d2);outline-offset:1px}
+.l2l-plus{position:absolute;width:20px;height:20px;margin:-10px 0 0 -10px;padding:0;border:0;border-radius:50%;cursor:pointer;
+font:600 16px/18px system-ui,sans-serif;color:#fff;background:var(--jp-brand-color1,#1976d2)}
+.l2l-dragged{position:absolute;pointer-events:none;padding:2px 8px;border-radius:4px;font:12px monospace;white-space:nowrap;
+color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color2,Canvas);border:1px solid}
 .l2l-pointed{outline:2px solid var(--jp-brand-color1,#1976d2);outline-offset:-2px;border-radius:4px}
 .l2l-workbench:fullscreen{max-width:none;padding:14px 22px;overflow:auto!important;border:0;border-radius:0;
 background:var(--jp-layout-color1,Canvas)}

@@ -8,6 +8,7 @@ import ipywidgets
 
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
+from workbench.panels.touch import touched
 from workbench.pictures import Picture, Sweep, draw_timeline, show_timeline, sweep_of, timeline_table, words_of_sweep
 from workbench.session import ShownStep, Snapshot
 
@@ -19,7 +20,7 @@ class TimelinePanel(Panel):
         self._span_s = self._next_s = 0.0
         self._tabled: ShownStep | None = None
         self._sweep: Sweep | None = None
-        self._picture, self._fold = ipywidgets.HTML(), Fold("The last step's lanes as a table")
+        self._picture, self._fold = touched(ipywidgets.HTML()), Fold("The last step's lanes as a table")
         return ipywidgets.VBox([self._picture, self._fold.widget])
 
     def draw(self, now: Snapshot) -> None:

@@ -77,6 +77,10 @@ class Views:
             raise ValueError(f"view={name!r}: there are {', '.join(map(repr, self.names))}")
         self.buttons.value = name
 
+    def of(self, kind: type[Panel]) -> str | None:
+        """The view in which there is a panel of this kind, if there is one."""
+        return next((name for name, made in self._made.items() if any(isinstance(one, kind) for one in made)), None)
+
     def box(self, name: str) -> ipywidgets.DOMWidget:
         """The part of the page that a view has."""
         return self._boxes[name]

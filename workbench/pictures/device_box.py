@@ -109,10 +109,11 @@ def _draw_slot(
         parts.append(say(x + 102, middle - 11, words, size=12.5, strong=busy))
         if slot.layer in numbers:
             parts.append(say(x + 102, middle + 21, f"key {shorten(slot.layer, 18)}", size=10, style="dim"))
+    touched = svg.rect(x, y, width, height, fill="transparent", r=4, key=slot.layer)
     if computes:
-        return [*parts, *_draw_turns(*bar, moment, colour)]
+        return [*parts, *_draw_turns(*bar, moment, colour), touched]
     filled = [svg.rect(bar[0], bar[1], bar[2] * share, 9, fill=colour)] if share > 0 else []
-    return [*parts, svg.rect(*bar, 9, style="well"), *filled]
+    return [*parts, svg.rect(*bar, 9, style="well"), *filled, touched]
 
 
 def _draw_turns(x: float, y: float, width: float, moment: Moment, colour: str) -> list[str]:

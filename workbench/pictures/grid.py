@@ -127,9 +127,10 @@ class Grid:
         up = 0.36 if self.pitch_y > 40 else 0.5
         return x + (self.pitch_x - self.gap) / 2, y + (self.pitch_y - self.gap) * up
 
-    def tip(self, i: int, words: str) -> str:
-        """Words under the pointer, over a whole cell."""
-        return f'<path d="{self.boxes([i])}" fill-opacity="0"><title>{escape(words)}</title></path>'
+    def tip(self, i: int, key: str, words: str) -> str:
+        """Words under the pointer, over a whole cell, which can be touched."""
+        cell = f'<path d="{self.boxes([i])}" fill-opacity="0"{svg.of_layer(key)} data-cell="">'
+        return f"{cell}<title>{escape(words)}</title></path>"
 
 
 def _brief(value: float) -> str:

@@ -216,8 +216,10 @@ def _tips(statistics: Statistics, rows: Rows, kind: Kind, x: Scale, pitch: float
         first, last = row * rows.per_row, min((row + 1) * rows.per_row, len(statistics.stack)) - 1
         track = statistics.stack[first]
         name = f"layer {call_track(statistics, first)}, {track.name}" if first == last else f"layers {first} to {last}"
-        tip = f"{name}, {_newest(statistics, line, kind)}"
-        yield rect(LEFT, TOP + pitch * row, x(_span(statistics)[1] + 0.5) - LEFT, pitch, fill="transparent", tip=tip)
+        tip, key = f"{name}, {_newest(statistics, line, kind)}", track.key if first == last else None
+        yield rect(
+            LEFT, TOP + pitch * row, x(_span(statistics)[1] + 0.5) - LEFT, pitch, fill="transparent", tip=tip, key=key
+        )
 
 
 def _gone_tips(

@@ -105,8 +105,17 @@ def draw_tips(
         for unit in units:
             low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
             tip = _tell(unit, numbers)
-            tips.append(svg.rect(low, y, max(0.0, high - low), height, fill="transparent", tip=tip))
+            key = unit.layer if unit.layer in numbers else None
+            tips.append(svg.rect(low, y, max(0.0, high - low), height, fill="transparent", tip=tip, key=key))
     return tips if sum(len(tip.encode()) for tip in tips) <= room else []
+
+
+def draw_touched(units: Sequence[Unit], y: float, height: float, axis: Scale, numbers: Numbers) -> Iterator[str]:
+    """Invisible boxes over the units of a lane that are a layer's, by which it can be chosen; what tips do, without words."""
+    for unit in units:
+        if unit.layer in numbers:
+            low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
+            yield svg.rect(low, y, max(0.0, high - low), height, fill="transparent", key=unit.layer)
 
 
 def _tell(unit: Unit, numbers: Numbers) -> str:

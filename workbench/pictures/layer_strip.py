@@ -48,7 +48,7 @@ class _Visits:
         backward: (visits,), bool.
         layer: (visits,), index into `names`.
         number: (visits,), what decides whether a visit is labelled: the layer's number, or its place if it has none.
-        names: of layers, short: their numbers, if they have some.
+        keys, names: of layers; the names are short, their numbers, if they have some.
     """
 
     left: NDArray[np.float64]
@@ -56,6 +56,7 @@ class _Visits:
     backward: NDArray[np.bool_]
     layer: NDArray[np.int64]
     number: NDArray[np.int64]
+    keys: Sequence[str]
     names: Sequence[str]
 
     @staticmethod
@@ -70,7 +71,7 @@ class _Visits:
         edges = time.first + (np.append(starts_s, end_s) - time.low) * (time.last - time.first) / (time.high - time.low)
         layer, names = columns.layer[compute[first]], [short_name(key, numbers) for key in columns.layers]
         number = np.array([numbers.get(key, i) for i, key in enumerate(columns.layers)], np.int64)[layer]
-        return _Visits(edges[:-1], edges[1:], backward[first], layer, number, names)
+        return _Visits(edges[:-1], edges[1:], backward[first], layer, number, columns.layers, names)
 
     def goes_on(self) -> NDArray[np.bool_]:
         """(visits,): whether the layer is the one before, as it is where forward turns into backward."""
@@ -100,6 +101,10 @@ class _Visits:
         borders = starts[1:][(self.left[1:] > left) & (self.left[1:] < right)]
         if len(borders) and np.median(self.right - self.left) >= 3:
             yield path("".join(f"M{x:.1f} {top:g}v4" for x in borders), style="hatch")
+        if len(starts) and np.median(self.right - self.left) >= 3:
+            for i in np.flatnonzero(ends > starts).tolist():
+                key = self.keys[self.layer[i]]
+                yield rect(starts[i], top, ends[i] - starts[i], HEIGHT, fill="transparent", key=key)
         centres = self.centres()
         for i in self.labelled(every):
             if left <= centres[i] <= right:

@@ -39,8 +39,6 @@ border-bottom:1px solid var(--jp-border-color1,#888a)}}
 .l2l-layers .l2l-changed td.l2l-name::after{{content:" ✱ changed";font-weight:600}}
 .l2l-layers .l2l-frozen{{opacity:.62}}
 .l2l-layers tr[data-key]{{cursor:pointer}}
-.l2l-layers .l2l-selected td,.l2l-layers .l2l-selected th{{background:color-mix(in srgb,{BLUE} 20%,transparent)}}
-.l2l-layers .l2l-selected td:first-child{{box-shadow:inset 4px 0 {BLUE};font-weight:600}}
 .l2l-layers .l2l-more td{{text-align:left;opacity:.62;font-style:italic}}
 .l2l-odd{{display:inline-block;width:.8em;font-weight:600;text-align:center}}
 .l2l-bar{{display:inline-block;position:relative;width:72px;height:9px;margin-left:6px;vertical-align:-1px;
@@ -66,7 +64,7 @@ def draw_layers(
         layers: the stack, in order.
         computing: key of the layer that computes now.
         changed: keys of layers to mark, as after an edit.
-        selected: key of the layer that is chosen.
+        selected: key of the layer that is chosen; of many layers, it is always among those that are shown.
     """
     head = "".join(
         f'<th scope="col" style="{f"width:{width}em" if width else ""}"{_ABOUT.get(name, "")}>{name}</th>'
@@ -83,7 +81,6 @@ def draw_layers(
             "l2l-computing": layer.key == computing,
             "l2l-changed": layer.key in changed,
             "l2l-frozen": layer.frozen,
-            "l2l-selected": layer.key == selected,
         }
         rows.append(
             _row(short_name(layer.key, numbers), layer, ends, [name for name, holds in states.items() if holds])

@@ -100,7 +100,7 @@ def _draw_cells(
     parts += grid.numbers(keys, inks, moment.layer)
     parts += grid.versions(keys, low_inks, versions)
     if len(keys) <= 64:
-        parts += [grid.tip(i, _tip(key, place, names, versions, key in frozen)) for i, key in enumerate(keys)]
+        parts += [grid.tip(i, key, _tip(key, place, names, versions, key in frozen)) for i, key in enumerate(keys)]
     return parts
 
 

@@ -34,14 +34,28 @@ def text(x: float, y: float, words: str, *, style: str = "", anchor: str = "star
 
 
 def rect(
-    x: float, y: float, width: float, height: float, *, fill: str = "", style: str = "", r: float = 0, tip: str = ""
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    *,
+    fill: str = "",
+    style: str = "",
+    r: float = 0,
+    tip: str = "",
+    key: str | None = None,
 ) -> str:
-    """A rectangle; `tip` is shown under the pointer."""
+    """A rectangle; `tip` is shown under the pointer, `key` says of which layer it is."""
     named = f' class="{style}"' if style else ""
     filled = f' fill="{fill}"' if fill else ""
     rounded = f' rx="{r:g}"' if r else ""
-    start = f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{rounded}{named}{filled}'
+    start = f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"{rounded}{named}{filled}{of_layer(key)}'
     return f"{start}><title>{escape(tip)}</title></rect>" if tip else f"{start}/>"
+
+
+def of_layer(key: str | None) -> str:
+    """The attribute by which a page knows of which layer an element is."""
+    return f' data-key="{escape(key)}"' if key is not None else ""
 
 
 def image(x: float, y: float, width: float, height: float, png: bytes) -> str:

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from l2l_core.trace import LANES, PHASES, Trace, format_bytes
 from workbench.pictures import svg
-from workbench.pictures.labels import NARROWEST, NARROWEST_TIP, draw_labels, draw_separators, draw_tips, find_units
+from workbench.pictures.labels import (
+    NARROWEST,
+    NARROWEST_TIP,
+    draw_labels,
+    draw_separators,
+    draw_tips,
+    draw_touched,
+    find_units,
+)
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour
@@ -89,6 +97,8 @@ def draw_timeline(
     if now_s is None:
         room = MOST_BYTES - sum(len(part.encode()) for part in parts)
         parts += draw_tips([(units[lane], y) for lane, y in _lanes()], LANE, axis, numbers, room)
+    else:
+        parts += draw_touched(units["compute"], TOP, LANE, axis, numbers)
     return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, said), parts)
 
 

@@ -101,7 +101,7 @@ def _bar(one: Trial, left: float, slot: float, up: Scale, name: str) -> Iterator
     x = left + slot / 2 - (wide if one.how == "without" else 0)
     top, bottom = sorted((up(one.judged.change), up(0)))
     tip = f"{name}, {TRIAL_WORDS[one.how]}: {one.words}"
-    yield svg.rect(x, top, wide, max(bottom - top, 1), fill=COLOURS[one.how], tip=tip)
+    yield svg.rect(x, top, wide, max(bottom - top, 1), fill=COLOURS[one.how], tip=tip, key=one.key)
     if bounds[0] != bounds[-1]:
         yield svg.path(
             f"M{x + wide / 2:.1f} {up(bounds[0]):.1f}V{up(bounds[-1]):.1f}", stroke="currentColor", width=1.4

@@ -50,7 +50,7 @@ def verdict_html(whose: str, said: Said) -> str:
     """The line for a page, of a step as the session calls it (or of none); its terms explain themselves."""
     words = "".join(escape(one) if isinstance(one, str) else term(*one) for one in said)
     step = f'<span class="l2l-step">{escape(whose)}</span>' if whose else ""
-    return f'<div class="l2l-verdict-width"><div class="l2l-verdict">{step}{words}</div></div>'
+    return f'<div class="l2l-verdict">{step}{words}</div>'
 
 
 def bounds_table(found: Sequence[Bound], title: str) -> Table:
@@ -89,8 +89,7 @@ def _fit(peak_bytes: int, budget_bytes: int | None, in_core_bytes: int | None) -
 
 # Where one line may become two from step to step, two are kept free: nothing below moves under the pointer.
 STYLE = """
-.l2l-verdict-width{container-type:inline-size;width:100%}
-@container (max-width:1050px){.l2l-verdict{min-height:2.7em}}
+@container l2l (max-width:1050px){.l2l-verdict{min-height:2.7em}}
 .l2l-verdict{font-size:13.5px;padding:2px 2px 4px;white-space:normal}
 .l2l-verdict .l2l-step{opacity:.7;margin-right:10px;font-variant-numeric:tabular-nums}
 .l2l-why td:last-child{text-align:left;white-space:normal}

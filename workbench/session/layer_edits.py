@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Unfreeze
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Move, Unfreeze
 from workbench.session.values import LayerRow
 
 
@@ -22,12 +22,14 @@ def edits_of(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
     keys = [other.key for other in layers if other.stack == row.stack]
     after = keys.index(row.key) + 1
     behind: Any = keys[after] if after < len(keys) else (row.stack, after)
+    moves = {"Move earlier": keys[after - 2 : after - 1], "Move later": keys[after : after + 1]}
     return {
         "Drop": Drop(row.key),
         "Duplicate": Duplicate(row.key),
         "Unfreeze" if row.frozen else "Freeze": Unfreeze(row.key) if row.frozen else Freeze(row.key),
         "Insert before": Insert(row.key, like=row.key),
         "Insert after": Insert(behind, like=row.key),
+        **{words: Move(row.key, to[0]) for words, to in moves.items() if to},
     }
 
 

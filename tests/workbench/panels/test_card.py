@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 
@@ -15,7 +14,6 @@ from l2l_core import Drop, Insert, Relay
 from workbench.app import VIEWS
 from workbench.panels.card import CardPanel
 from workbench.panels.layers import LayersPanel
-from workbench.panels.rows import PicksRows
 from workbench.panels.selection import selection_of
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
@@ -103,23 +101,6 @@ def test_the_selection_is_shared_stays_through_edits_and_goes_with_its_layer(pan
     assert find(panel, "card of").value is None and "No layer is chosen" in html_of(panel)
 
 
-def test_a_row_of_the_table_is_picked_and_marked(panel: CardPanel) -> None:
-    table = LayersPanel(panel.session)
-    shown(table)
-    (picks,) = [one for one in widgets_of(table) if isinstance(one, PicksRows)]
-    for _ in range(2):  # the same row can be picked again
-        picks._handle_custom_msg({"picked": "L002"}, [])
-        assert find(panel, "card of").value == "L002"
-        assert re.findall(r'data-key="(L\d+)" class="l2l-selected"', html_of(table)) == ["L002"]
-        find(panel, "card of").value = None
-        assert "l2l-selected" not in html_of(table)
-    picks._handle_custom_msg({"picked": "L003"}, [])
-    panel.session.edit(Drop("L003"))
-    rested(panel)
-    shown(table)
-    assert "l2l-selected" not in html_of(table)
-
-
 def test_weights_are_looked_at_after_edits_and_on_demand_but_not_at_every_step(panel: CardPanel) -> None:
     choose(panel, "L001")
     first = panel._facts
@@ -143,6 +124,8 @@ def test_weights_are_looked_at_after_edits_and_on_demand_but_not_at_every_step(p
         ("Duplicate", "Duplicate(layers=&#x27;L001&#x27;)", "L000 L001 L004 L002 L003"),
         ("Insert before", "Insert(at=&#x27;L001&#x27;, like=&#x27;L001&#x27;)", "L000 L004 L001 L002 L003"),
         ("Insert after", "Insert(at=&#x27;L002&#x27;, like=&#x27;L001&#x27;)", "L000 L001 L004 L002 L003"),
+        ("Move earlier", "Move(layer=&#x27;L001&#x27;, to=&#x27;L000&#x27;)", "L001 L000 L002 L003"),
+        ("Move later", "Move(layer=&#x27;L001&#x27;, to=&#x27;L002&#x27;)", "L000 L002 L001 L003"),
     ],
 )
 def test_a_button_does_what_its_line_of_code_says(panel: CardPanel, words: str, code: str, after: str) -> None:

@@ -13,7 +13,7 @@ from patience import HANG_S
 from sessions import make_batches, make_relay, train
 
 from l2l_core import Relay
-from workbench.app import VIEWS, Workbench
+from workbench.app import Workbench
 from workbench.panels.tour import POINTED, STOPS
 from workbench.panels.verdict import VerdictPanel, WhyPanel
 from workbench.pictures.glossary import GLOSSARY, glossary_table, term

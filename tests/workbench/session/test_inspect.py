@@ -101,7 +101,8 @@ def test_code_is_what_python_would_make_the_same_edit_of(relay: Relay) -> None:
     assert code_of(Drop("L006")) == "Drop(layers='L006')" and code_of(Duplicate()) == "Duplicate()"
     for row in rows:
         edits = edits_of(row, rows)
-        assert [*edits] == ["Drop", "Duplicate", "Freeze", "Insert before", "Insert after"]
+        moves = ["Move earlier"] * (row is not rows[0]) + ["Move later"] * (row is not rows[-1])
+        assert [*edits] == ["Drop", "Duplicate", "Freeze", "Insert before", "Insert after", *moves]
         for edit in edits.values():
             assert eval(code_of(edit), vars(__import__("l2l_core"))) == edit
 

@@ -1,0 +1,153 @@
+// Whatever carries data-key is a picture of that layer: a press chooses it, a second one opens its card. What carries
+// data-cell too can be dragged to another one's place. Pictures are drawn again many times a second, so nothing is kept of
+// their elements: a press counts where the pointer comes up over the same layer, and what is chosen is marked by a style rule.
+const FAR = 6; // px that a pointer moves before it drags
+const EDGE = 0.28; // of a cell's width, where a layer can be inserted
+const WAITS_MS = 2000;
+const MARK = "var(--jp-brand-color1,#1976d2)";
+
+const quoted = (key) => CSS.escape(key);
+const at = (event, what) => document.elementFromPoint(event.clientX, event.clientY)?.closest(what);
+
+export default {
+  render({ model, el }) {
+    const name = Math.random().toString(36).slice(2);
+    const style = document.createElement("style");
+    const plus = document.createElement("button");
+    const label = document.createElement("div");
+    let root = null, down = null, over = null, lastUp = { key: null, when: 0 };
+    plus.className = "l2l-plus";
+    plus.textContent = "+";
+    plus.tabIndex = -1; // from the keyboard, the card inserts
+    label.className = "l2l-dragged";
+    plus.hidden = label.hidden = true;
+
+    const draw = () => {
+      const here = `[data-touch="${name}"]`, key = quoted(model.get("chosen"));
+      const one = `[data-key="${key}"]`;
+      style.textContent =
+        `${here} :is(rect,path)${one}{stroke:${MARK};stroke-width:3px;stroke-opacity:1}` +
+        `${here} tr${one}>*{background:color-mix(in srgb,${MARK} 20%,transparent)}` +
+        `${here} tr${one}>:first-child{box-shadow:inset 4px 0 ${MARK};font-weight:600}` +
+        (over ? `${here} [data-cell][data-key="${quoted(over)}"]{stroke:${MARK};stroke-width:4px;stroke-dasharray:6 3}` : "");
+    };
+    const choose = (key) => {
+      model.set("chosen", key);
+      model.save_changes();
+    };
+    const steers = () => model.get("steers") && !model.get("disabled");
+    const place = (part, x, y) => {
+      const box = root.getBoundingClientRect();
+      part.style.left = `${x - box.left}px`;
+      part.style.top = `${y - box.top}px`;
+      part.hidden = false;
+    };
+    const openCard = () => {
+      model.send({ open: true });
+      const until = performance.now() + WAITS_MS;
+      const look = () => {
+        const list = root.querySelector(".l2l-card-panel select");
+        if (list?.offsetParent) list.focus();
+        else if (list && performance.now() < until) requestAnimationFrame(look);
+      };
+      look();
+    };
+    const endDrag = () => {
+      down = over = null;
+      label.hidden = true;
+      draw();
+    };
+
+    const offerInsert = (event) => {
+      if (event.target === plus) return;
+      const cell = steers() && at(event, "[data-cell]");
+      plus.hidden = true;
+      if (!cell || !root.contains(cell)) return;
+      const box = cell.getBoundingClientRect(), share = (event.clientX - box.left) / box.width;
+      if (share > EDGE && share < 1 - EDGE) return;
+      const behind = share > 0.5;
+      plus.dataset.next = cell.dataset.key;
+      plus.dataset.behind = behind ? "1" : "";
+      plus.title = `Insert a layer ${behind ? "behind" : "before"} ${cell.dataset.key}`;
+      place(plus, behind ? box.right : box.left, box.top + box.height / 2);
+    };
+
+    const pressed = (event) => {
+      if (event.button !== 0 || event.target === plus) return;
+      const touched = event.target.closest?.("[data-key]");
+      down = touched && { key: touched.dataset.key, drags: "cell" in touched.dataset, x: event.clientX, y: event.clientY };
+    };
+    const moved = (event) => {
+      if (!down) return offerInsert(event);
+      const far = Math.hypot(event.clientX - down.x, event.clientY - down.y) > FAR;
+      if (!(down.drags && steers() && (over || far))) return;
+      plus.hidden = true;
+      over = at(event, "[data-cell]")?.dataset.key ?? down.key;
+      label.textContent = `relay.apply(Move(layer='${down.key}', to='${over}'))`;
+      place(label, event.clientX + 12, event.clientY + 14);
+      draw();
+    };
+    const lifted = (event) => {
+      if (!down) return;
+      const { key } = down, target = at(event, "[data-key]"), to = over;
+      endDrag();
+      if (to) {
+        if (to !== key) model.send({ move: [key, to] });
+      } else if (target?.dataset.key === key && root.contains(target)) {
+        if (lastUp.key === key && event.timeStamp - lastUp.when < 400) openCard();
+        lastUp = { key, when: event.timeStamp };
+        choose(key);
+      }
+    };
+
+    const keyed = (event) => {
+      if (event.key === "Escape" && down) return endDrag();
+      const box = event.target.closest?.(".l2l-picks");
+      if (box !== event.target || event.ctrlKey || event.metaKey || event.altKey) return;
+      const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Enter: 0 }[event.key];
+      if (by === undefined) return;
+      event.preventDefault();
+      event.stopPropagation(); // JupyterLab would go to another cell
+      const parts = [...box.querySelectorAll("[data-key]")];
+      const keys = [...new Set(parts.map((part) => part.dataset.key))], chosen = model.get("chosen");
+      if (by === 0) return chosen ? openCard() : undefined;
+      const found = keys.indexOf(chosen);
+      const next = keys[found < 0 ? (by > 0 ? 0 : keys.length - 1) : Math.min(Math.max(found + by, 0), keys.length - 1)];
+      if (!next || next === chosen) return;
+      choose(next);
+      parts.find((part) => part.dataset.key === next && part.tagName === "TR")?.scrollIntoView({ block: "nearest" });
+    };
+    const focused = (event) => {
+      if (event.target.matches?.(".l2l-picks")) event.target.ariaLabel = "Arrow keys choose a layer, Enter opens its card";
+    };
+    const inserted = () => {
+      model.send({ insert: plus.dataset.next, behind: plus.dataset.behind === "1" });
+      plus.hidden = true;
+    };
+
+    const listening = [
+      ["pointerdown", pressed],
+      ["pointermove", moved],
+      ["pointerleave", () => (plus.hidden = true)],
+      ["keydown", keyed],
+      ["focusin", focused],
+    ];
+    const attach = requestAnimationFrame(() => {
+      root = el.closest(".l2l-workbench") ?? el.parentElement;
+      root.dataset.touch = name;
+      root.append(style, plus, label);
+      plus.addEventListener("click", inserted);
+      for (const [what, told] of listening) root.addEventListener(what, told);
+      document.addEventListener("pointerup", lifted);
+      model.on("change:chosen", draw);
+      draw();
+    });
+    return () => {
+      cancelAnimationFrame(attach);
+      for (const [what, told] of listening) root?.removeEventListener(what, told);
+      document.removeEventListener("pointerup", lifted);
+      model.off("change:chosen", draw);
+      for (const part of [style, plus, label]) part.remove();
+    };
+  },
+};

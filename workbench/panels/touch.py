@@ -1,0 +1,74 @@
+"""Layers that can be touched wherever they are drawn: chosen, opened, dragged to another place, inserted between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import ipywidgets
+import traitlets
+
+from l2l_core import Move
+from workbench.panels.selection import selection_of
+from workbench.session import Session, Snapshot, Source, edits_of
+
+
+class Touch(anywidget.AnyWidget):
+    """Invisible; makes every part of a board that carries a layer's key a way to choose that layer.
+
+    Which one is chosen is marked in the page itself, so no picture is drawn again for it. Where the source is a session,
+    a cell of the relay picture can be dragged to another one's place, and between two cells a layer can be inserted.
+
+    Args:
+        source: whose layers they are.
+        open_card: turns to where the card of the chosen layer is.
+
+    Attributes:
+        chosen: key of the chosen layer, or "".
+        steers: whether the layers can be edited.
+        disabled: whether they can no longer.
+    """
+
+    _esm = Path(__file__).with_name("touch.js").read_text()
+    chosen = traitlets.Unicode("").tag(sync=True)
+    steers = traitlets.Bool(False).tag(sync=True)
+    disabled = traitlets.Bool(False).tag(sync=True)
+
+    def __init__(self, source: Source, open_card: Callable[[], None] = lambda: None) -> None:
+        super().__init__(steers=isinstance(source, Session), layout={"display": "none"})
+        self._source, self._open_card, self._selection = source, open_card, selection_of(source)
+        self._selection.watch(self._follow)
+        self._follow()
+        self.observe(lambda change: self._selection.choose(change["new"] or None), "chosen")
+        self.on_msg(self._take)
+
+    def draw(self, now: Snapshot) -> None:
+        """Choose nothing any more if the chosen layer has gone, and edit nothing any more if the session has ended."""
+        self.disabled = bool(now.ended)
+        self._selection.among(now.layers)
+        self._follow()
+
+    def _follow(self) -> None:
+        self.chosen = self._selection.key or ""
+
+    def _take(self, _: object, content: Mapping[str, Any], __: object) -> None:
+        if "open" in content:
+            self._open_card()
+        elif not isinstance(self._source, Session) or self.disabled:
+            return
+        elif "move" in content:
+            self._source.edit(Move(*content["move"]))
+        else:
+            layers = self._source.snapshot().layers
+            row = next((row for row in layers if row.key == content["insert"]), None)
+            if row is not None:  # else it has gone while the pointer was over it
+                self._source.edit(edits_of(row, layers)["Insert after" if content["behind"] else "Insert before"])
+
+
+def touched(picture: ipywidgets.HTML) -> ipywidgets.HTML:
+    """A picture in which layers can be chosen with the keyboard too."""
+    picture.tabbable = True
+    picture.add_class("l2l-picks")
+    return picture
