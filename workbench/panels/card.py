@@ -81,7 +81,9 @@ class CardPanel(Panel):
         self._all = self._button("All layers", "bar-chart", "Measure both for every layer in turn", self._press_all)
         self._stop = self._button("Stop measuring", "stop", "End after the measurement under way", self._trials.stop)
         self._progress = ipywidgets.HTML()
-        parts = [self._facts_html, self._weights, self._figures, *acts, *tries]
+        side_by_side = ipywidgets.VBox(acts)
+        side_by_side.add_class("l2l-card-acts")
+        parts = [self._facts_html, self._weights, self._figures, side_by_side, *tries]
         self._of_one = ipywidgets.VBox(parts)
         everyone = [_row(self._all, self._stop, self._progress), self._chart, self._fold.widget]
         keys = KeepsKeys(layout={"display": "none"})
