@@ -31,6 +31,7 @@ from workbench.session.race_values import Race as Race
 from workbench.session.race_values import Racer as Racer
 from workbench.session.rows import snapshot_of as snapshot_of
 from workbench.session.rows import step_row as step_row
+from workbench.session.script import apply_code as apply_code
 from workbench.session.session import Session as Session
 from workbench.session.shown_step import ShownStep as ShownStep
 from workbench.session.snapshot import Snapshot as Snapshot

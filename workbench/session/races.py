@@ -103,6 +103,7 @@ class Races:
             with self._worker.changed:
                 self._running, self._worker.is_held, self._standing.race = running, True, running.value
                 self._standing.refusal = None
+                self._trainer.script.race(running.value)
 
     def _turn(self) -> None:
         assert self._running is not None

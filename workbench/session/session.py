@@ -122,7 +122,7 @@ class Session(Watched):
 
         A batch that no step has failed on, as one that was taken for a forecast, stays the next one.
         """
-        self._worker.submit(Command("skip the batch", self._batches.give_up))
+        self._worker.submit(Command("skip the batch", self._trainer.skip))
 
     def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "", trust: bool = False) -> Future[Any]:
         """Edit the stack of layers, or do something else with the relay, between two steps.
@@ -144,21 +144,20 @@ class Session(Watched):
         """
         edits = [change for change in changes if isinstance(change, Edit)]
         if edits and len(edits) == len(changes):
-            action = partial(self.relay.apply, *edits, trust=trust)
             words = partial(group_words, edits, what)  # of layers whose numbers may be others when the turn comes
             said = lambda: words(self._standing.mirror.layers)  # noqa: E731 - short enough
-            return self._whole(said, self._trainer.amend, action, lambda _, before: words(before))
+            return self._whole(said, self._trainer.apply, edits, trust, words)
         if len(changes) != 1 or not callable(call := changes[0]):
             raise TypeError(f"{changes!r}: give edits, as Insert(at=2), or a function of the relay")
         return self._worker.submit(Command(what or "a call between steps", lambda: self._trainer.edit(call, what)))
 
     def undo(self) -> Future[Entry]:
         """Undo the last edit between two steps; what cannot be undone is refused, as in `edit`."""
-        return self._whole("undo", self._trainer.amend, self.relay.undo, self._trainer.words_of)
+        return self._whole("undo", self._trainer.turn_back, "undo")
 
     def redo(self) -> Future[Entry]:
         """Do again what was undone last."""
-        return self._whole("redo", self._trainer.amend, self.relay.redo, self._trainer.words_of)
+        return self._whole("redo", self._trainer.turn_back, "redo")
 
     def fork(self, name: str) -> Future[Branch]:
         """Make a branch of the present state and go on there; what cannot be is refused, as in `edit`."""
@@ -197,6 +196,14 @@ class Session(Watched):
     def inspect(self, key: str) -> Future[LayerFacts | None]:
         """Shapes and weights of a layer, looked at between two steps; changes nothing. None if it is gone by then."""
         return self._whole("look at a layer", self._trainer.inspect, key)
+
+    def script(self) -> str:
+        """All that was done so far as a Python program, which asks for the relay and the batches and does it again.
+
+        Steps, edits, undo and redo, settings, branches and races are in it, and lead to the same losses and weights to the
+        bit. What was done by code or with a module is a call of its function `by_hand`, which raises until it is written.
+        """
+        return self._trainer.script.text()
 
     @property
     def probe_on(self) -> bool:
@@ -262,6 +269,7 @@ class Session(Watched):
             with self._changed:
                 self._standing.look()
                 self._plan.note_use()
+                self._trainer.script.begin()
                 self._worker.touch()
 
     def _last(self) -> None:
