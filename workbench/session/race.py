@@ -178,6 +178,7 @@ class Running:
         with self._changed:
             self._ended, self._kept, self.is_over, self.is_paused = ended, [], True, False
             self._last = self.value()
+        self._standing.tell_race(self._last)
         self._future.set_result(self._last)
 
     def abort(self, error: BaseException) -> None:
@@ -185,10 +186,11 @@ class Running:
         during = self._standing.during
         with suppress(Exception):
             self._trainer.turn_to(self._home)
-        self._standing.during = during  # the error is explained with it
         with self._changed:
             self._ended, self._kept, self.is_over, self.is_paused = f"{type(error).__name__}: {error}", [], True, False
             self._last = self.value()
+        self._standing.tell_race(self._last)
+        self._standing.during = during  # the error is explained with it
         if not self._future.done():
             self._future.set_exception(error)
 

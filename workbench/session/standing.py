@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from l2l_core import Relay, Trace
 from workbench.session.judgement import PENDING, Judged, Measured
-from workbench.session.loggers import Logger, Watcher
+from workbench.session.loggers import Logger, RaceLogger, Watcher
 from workbench.session.mirror import Mirror
 from workbench.session.probe import Probe
 from workbench.session.race_values import Race
@@ -215,6 +215,10 @@ class Standing:
                     logger.watch(self.snapshot())
             except Exception as error:
                 self.fail(error)
+
+    def tell_race(self, race: Race) -> None:
+        """A race is over: tell the loggers that take races, and show the others where the session is again."""
+        self.tell(lambda logger: logger.log_race(race) if isinstance(logger, RaceLogger) else None)
 
     def close(self) -> None:
         """Close the loggers; what goes wrong with one is shown."""
