@@ -67,9 +67,18 @@ class Races:
         """Let the race wait after the step under way; False if none is run."""
         return self._steer(is_paused=True)
 
-    def go_on(self) -> bool:
-        """Go on with a race that was paused; False if there is none."""
+    def goes_on(self) -> bool:
+        """Go on with a race that was paused; False if there is none.
+
+        Raises:
+            ValueError: it is being run, and not paused.
+        """
         with self._worker.changed:
+            if self.runs:
+                raise ValueError(
+                    "a race is being run, and goes on by itself: Pause holds it and Stop ends it; run(100) trains so many steps "
+                    "when it is over"
+                )
             return self.is_paused and self._steer(is_paused=False)
 
     def stop(self) -> bool:

@@ -92,12 +92,12 @@ class Session(Watched):
         While a run is under way, the steps are added to it. A run also ends where the batches do.
 
         Raises:
-            ValueError: not a positive number.
+            ValueError: not a positive number; or none during a race, which goes on by itself.
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ValueError(f"steps={steps!r}: must be a positive integer, or None to go on")
         with self._changed:  # what the call means depends on what is under way and waits now
-            if steps is None and self._races.go_on():
+            if steps is None and self._races.goes_on():
                 return
             stops = "stop" in [command.what for command in self._worker.queue]
             goes_on = steps is None and self._run.state == "running" and not stops
@@ -186,16 +186,21 @@ class Session(Watched):
         """
         return self._races.ask(names, steps)
 
-    def measure(self, *edits: Edit) -> Future[Judged]:
+    def measure(self, *edits: Edit, what: str = "") -> Future[Judged]:
         """What edits would do to the losses of the probe, as one group; they are taken back again, and nothing has changed.
 
         The future gets a ValueError where nothing could be measured: the probe is off, or fails, or an edit cannot be done.
+
+        Args:
+            edits: in order.
+            what: a few words for the queue; default the edits.
         """
-        return self._whole("measure", self._trainer.measure, edits)
+        words = partial(group_words, edits, what)
+        return self._question(lambda: f"measure {words(self._standing.mirror.layers)}", self._trainer.measure, edits)
 
     def inspect(self, key: str) -> Future[LayerFacts | None]:
         """Shapes and weights of a layer, looked at between two steps; changes nothing. None if it is gone by then."""
-        return self._whole("look at a layer", self._trainer.inspect, key)
+        return self._question("look at a layer", self._trainer.inspect, key)
 
     def script(self) -> str:
         """All that was done so far as a Python program, which asks for the relay and the batches and does it again.
@@ -218,7 +223,7 @@ class Session(Watched):
 
     def forecast(self) -> Future[Forecast]:
         """What the next step will need; trains nothing. Before the first of a kind a few micro-batches are rehearsed, twice."""
-        return self._whole("forecast", self._trainer.forecast)
+        return self._question("forecast", self._trainer.forecast)
 
     def cancel(self, ticket: int) -> bool:
         """Take a command out of the queue by its ticket, see `Snapshot.tickets`; False if its turn has come already."""
@@ -259,6 +264,10 @@ class Session(Watched):
         """Queue something that is done as a whole or not at all."""
         return self._worker.submit(Command(what, lambda: action(*args), is_whole=True))
 
+    def _question(self, what: str | Callable[[], str], action: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Queue something that changes nothing."""
+        return self._worker.submit(Command(what, lambda: action(*args), is_question=True))
+
     def _end(self, why: str, wait: bool) -> None:
         self._standing.end(why)
         self._worker.close(wait)
@@ -279,7 +288,7 @@ class Session(Watched):
     def _due(self) -> Command | None:
         """The judgement of an edit that is done, or else a step of the run, if it is its turn."""
         if self._standing.owed is not None:
-            return Command("measure", self._trainer.judge)
+            return Command("measure what the last edit did", self._trainer.judge)
         if (turn := self._races.due()) is not None or self._worker.is_held:
             return turn
         return Command(TRAIN, self._trainer.train) if self._run.is_due(bool(self._worker.queue)) else None

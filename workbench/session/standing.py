@@ -151,9 +151,13 @@ class Standing:
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
     def show_error(self, command: Command, error: BaseException) -> None:
-        """Show why a command failed. It stops the run, unless it says that everything is as it was before."""
-        if command.is_whole and isinstance(error, ValueError | TypeError):
-            self.refuse(error)
+        """Show why a command failed. It stops the run, unless it says that everything is as it was before.
+
+        Why a question has no answer is known to whoever asked, and is no refusal of an edit.
+        """
+        if (command.is_whole or command.is_question) and isinstance(error, ValueError | TypeError):
+            if not command.is_question:
+                self.refuse(error)
         else:
             self.fail(error)
 
