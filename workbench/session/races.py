@@ -57,10 +57,10 @@ class Races:
             raise ValueError(f"{twice[0]!r} is named twice: a branch races once")
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps={steps!r}: must be a positive integer, which every branch makes")
-        if self._trainer.has_scheduler:
+        if why := self._trainer.rates.why_no_turns:
             raise ValueError(
-                "this session has a scheduler of the learning rate, which counts the steps of all branches together, so "
-                "that none would have its own rate: race in a session without one, Session(relay, batches)"
+                f"this session cannot race: {why}, so that branches could not have a state of it each; give it these methods, "
+                "as those of torch have them, or race in a session without one, Session(relay, batches)"
             )
 
     def pause(self) -> bool:

@@ -46,7 +46,7 @@ def frame(of: Frame) -> str:
         _BY_HAND,
         f"def reproduce(relay, batches{given}):\n" + indent(_begin(of), "    "),
         indent(_TRAIN.format(step=step, turn=f"\n    {of.turn}" if of.turn else ""), "    "),
-        *([indent(_RACE, "    ")] if of.has_race else []),
+        *([indent(_RACE_WITH_RATES if of.turn else _RACE, "    ")] if of.has_race else []),
         indent("\n".join([*of.lines, "return losses"]), "    "),
         _run(of, more),
     ]
@@ -96,6 +96,22 @@ def race(steps):
         for batch in kept[:count]:
             train_on(batch)
     relay.switch(home)
+'''
+
+_RACE_WITH_RATES = '''
+def race(steps):
+    """Train branches on the same batches, each for so many steps and with a scheduler of its own, and go back."""
+    home, kept = relay.branch, [copy.deepcopy(next(batches)) for _ in range(max(steps.values()))]
+    begun = copy.deepcopy(scheduler.state_dict())
+    rates = {home: begun}
+    for name, count in steps.items():
+        relay.switch(name)
+        scheduler.load_state_dict(copy.deepcopy(begun))
+        for batch in kept[:count]:
+            train_on(batch)
+        rates[name] = copy.deepcopy(scheduler.state_dict())
+    relay.switch(home)
+    scheduler.load_state_dict(rates[home])
 '''
 
 

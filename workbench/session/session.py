@@ -26,10 +26,11 @@ from workbench.session.loggers import Logger
 from workbench.session.probe import Given, Probe
 from workbench.session.race_values import Race
 from workbench.session.races import Races
+from workbench.session.rates import Scheduler
 from workbench.session.rows import settings_words
 from workbench.session.settings import check_names, check_settings
 from workbench.session.standing import CLOSED, TAKEN_OVER, TRAIN, Standing
-from workbench.session.trainer import Scheduler, Trainer
+from workbench.session.trainer import Trainer
 from workbench.session.watched import Watched
 from workbench.session.worker import Command, Worker
 
@@ -175,14 +176,15 @@ class Session(Watched):
         """Let branches train in turn on the same batches, each on its own clock; then go on where the session was.
 
         What is asked for meanwhile waits, but for `pause`, `run` and `stop`. A branch that fails leaves the race, and the
-        others go on. The future gets a ValueError of a branch that there is not when the race's turn comes.
+        others go on. The future gets a ValueError of a branch that there is not when the race's turn comes. A scheduler of the
+        learning rate is as it is now for all of them at first; then each has a state of it of its own.
 
         Args:
             names: of two branches or more; the first is the one that the others are compared with.
             steps: of each.
 
         Raises:
-            ValueError: fewer than two names, one of them twice, steps below 1, or a session with a scheduler.
+            ValueError: fewer than two names, one of them twice, steps below 1, or a scheduler without `state_dict`.
         """
         return self._races.ask(names, steps)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
-
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from typing import Any, Literal
 
 from l2l_core import Edit, Forecast, Relay, Schedule, StepResult, TornStep
 from l2l_core.edits import Branch, Entry
@@ -16,6 +14,7 @@ from workbench.session.facts import LayerFacts, facts_of
 from workbench.session.in_core import InCore
 from workbench.session.judgement import Judged, Measured
 from workbench.session.probe import Judging, Probe
+from workbench.session.rates import Rates, Scheduler
 from workbench.session.rows import layer_rows, settings_words, step_row
 from workbench.session.script import Script
 from workbench.session.settings import apply_settings, settings_of
@@ -23,12 +22,6 @@ from workbench.session.standing import Standing
 from workbench.session.values import Change, LayerRow, StepRow
 
 Layers = Sequence[LayerRow]
-
-
-class Scheduler(Protocol):
-    """What a session asks of a learning rate scheduler, as those of `torch.optim.lr_scheduler` have it."""
-
-    def step(self) -> None: ...
 
 
 class Trainer:
@@ -44,7 +37,7 @@ class Trainer:
         standing: of the session.
 
     Attributes:
-        has_scheduler: whether a learning rate scheduler counts the steps.
+        rates: the scheduler of the learning rate.
         script: what was done, as a program.
     """
 
@@ -58,8 +51,7 @@ class Trainer:
         schedule: Schedule,
     ) -> None:
         self.relay, self._batches, self._probe, self._standing = relay, batches, probe, standing
-        self._scheduler, self._schedule = scheduler, schedule
-        self.has_scheduler = scheduler is not None
+        self.rates, self._schedule = Rates(scheduler), schedule
         self._changed = standing.changed
         self.script = Script(relay, batches, scheduler, schedule, self._changed)
         self._in_core = InCore(relay)
@@ -87,10 +79,7 @@ class Trainer:
             self._probe.keep(batch, row.step)
             self.script.step(row.loss)
         self._standing.during = "scheduler"
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(result.loss)
-        elif self._scheduler is not None:
-            self._scheduler.step()
+        self.rates.step(result.loss)
         self._standing.tell(lambda logger: logger.log_step(row))
 
     # -- a step of a race ----------------------------------------------------------------------------------------------
