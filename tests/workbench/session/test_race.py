@@ -286,7 +286,7 @@ def test_an_unknown_branch_is_refused_and_nothing_starts(relay: Relay) -> None:
 RATES: dict[str, Callable[[Any], Any]] = {
     "steps": lambda optimizer: StepLR(optimizer, 3, gamma=0.5),
     "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=100),
-    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=3, threshold=10.0),
 }
 
 
