@@ -98,6 +98,7 @@ class Workbench(Board):
     fork = _steer(Session.fork)
     switch = _steer(Session.switch)
     discard = _steer(Session.discard)
+    script = _steer(Session.script)
 
     @wraps(Session.wait)
     def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:

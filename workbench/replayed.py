@@ -16,7 +16,7 @@ from workbench.panels.heat import HeatPanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
-from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
+from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel, RacedPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.panels.verdict import VerdictPanel, WhyPanel
 from workbench.pictures import Picture, Table, bundle_of
@@ -42,6 +42,7 @@ class Replay(Board):
             "edits": (JournalPanel,),
             "loss": (LossPanel,),
             "figures": (HeatPanel,),
+            **({"race": (RacedPanel,)} if run.races else {}),
         }
         about = ipywidgets.HTML("".join(_describe(run)))
         self.slider = ipywidgets.SelectionSlider(

@@ -143,6 +143,7 @@ class History:
         _check(edits)
         before, what = self._sizes(), "; ".join(map(repr, edits))
         places = self._places_in(what)
+        put_back = self._editor.lineup.keep_keys(), self._editor.new_layers.keep_plans()
         try:
             with all_or_nothing(self._editor) as group:
                 for edit in edits:
@@ -151,6 +152,8 @@ class History:
         except BaseException:
             self._editor.new_layers.untried.clear()
             self.forget()  # layers that were made in vain; the group has put everything back by now
+            for way_back in put_back:  # the next new layer has the key, and the first weights, that it would have had
+                way_back()
             raise
         for change in group.changes:  # only now: a group that fails brings its layers back
             change.settle(self._editor)

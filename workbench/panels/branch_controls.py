@@ -23,11 +23,15 @@ class BranchControls:
         self._session = session
         self.table = ipywidgets.HTML()
         self.name = ipywidgets.Text(description="new branch", placeholder="name", **sized("240px"))
-        fork = button("Fork", "code-fork", "Leave this state as it is, and go on in a new branch", self._fork)
+        fork = button(
+            "Fork", "code-fork", "Leave this state as it is, and go on in a new branch: relay.fork(name)", self._fork
+        )
         self.other = make_dropdown("branch", [], "240px")
         self._on_other = (
-            button("Switch", "exchange", "Go on with the chosen branch as it was left", self._switch),
-            button("Discard", "trash", "Free the chosen branch", self._discard),
+            button(
+                "Switch", "exchange", "Go on with the chosen branch as it was left: relay.switch(name)", self._switch
+            ),
+            button("Discard", "trash", "Free the chosen branch: relay.discard(name)", self._discard),
         )
         rows = [ipywidgets.HBox([self.name, fork]), ipywidgets.HBox([self.other, *self._on_other])]
         for row in rows:

@@ -11,7 +11,7 @@ from l2l_core import Edit
 from workbench.panels.choices import make_dropdown, offer, sized
 from workbench.pictures import outlook_html
 from workbench.readings import Numbers, full_name, number_layers
-from workbench.session import END, NEEDS_CODE, PREVIOUS, QUESTIONS, LayerRow, foresee, make_edit
+from workbench.session import END, NEEDS_CODE, PREVIOUS, QUESTIONS, LayerRow, apply_code, foresee, make_edit
 
 
 class EditQuestions:
@@ -152,8 +152,9 @@ class EditQuestions:
         elif kind == "Replace":
             self.outlook.value = outlook_html(NEEDS_CODE.format(key=rows[0].key), ())
         else:
-            outlook = foresee(self.edit(), rows, self.numbers)
-            self.outlook.value = outlook_html(outlook.does, outlook.facts(self._layers))
+            edit = self.edit()
+            outlook = foresee(edit, rows, self.numbers)
+            self.outlook.value = outlook_html(outlook.does, outlook.facts(self._layers), apply_code([edit]) or "")
 
 
 def _build() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import ipywidgets
 from l2l_core import Edit
 from workbench.panels.branch_controls import BranchControls
 from workbench.panels.choices import make_list
+from workbench.panels.copy_script import CopyScript
 from workbench.panels.edit_questions import EditQuestions
 from workbench.panels.keys import KeepsKeys
 from workbench.panels.panel import Panel, failure_html
@@ -57,12 +58,12 @@ class EditsPanel(Panel):
         self._trouble = ipywidgets.HTML(layout={"display": "none"})
         self._branches = BranchControls(self.session, self._button)
         self._probe, self._queue = ProbeControls(self.session), QueueControls(self.session, self._button)
-        self._journal = ipywidgets.HTML()
+        self._journal, self._script = ipywidgets.HTML(), CopyScript(self.session.script)
         form = _box(ipywidgets.HBox, "l2l-form", self._questions.widget, self._build_group(), self._build_queue())
         buttons = _box(ipywidgets.HBox, "l2l-buttons", self._apply, self._add, self._trust, self._undo, self._redo)
         outlook, branches, probe = self._questions.outlook, self._branches.widget, self._probe.widget
         parts = [self._title, form, outlook, buttons, self._queue.line, self._trouble, branches, probe, self._journal]
-        return _box(ipywidgets.VBox, "l2l-edits", *parts, KeepsKeys(layout={"display": "none"}))
+        return _box(ipywidgets.VBox, "l2l-edits", *parts, self._script, KeepsKeys(layout={"display": "none"}))
 
     def _build_group(self) -> ipywidgets.DOMWidget:
         self._members = make_list(5)
@@ -112,7 +113,7 @@ class EditsPanel(Panel):
         ):
             words = entry_words(last[-1], now.journal) if able and last else ""
             button.description = f"{word} {shorten(words, 22)}".strip()
-            button.tooltip = f"{word} {words}" if words else f"Nothing to {word.lower()}"
+            button.tooltip = f"{word} {words}: relay.{word.lower()}()" if words else f"Nothing to {word.lower()}"
             button.disabled = not able
 
     # -- buttons -------------------------------------------------------------------------------------------------------

@@ -175,6 +175,9 @@ class HeaderPanel(Panel):
 
     def _press_run(self) -> None:
         now = self.session.snapshot()
+        if now.race is not None and not now.race.is_over:
+            self.session.run()  # goes on with it, or says that it does so by itself
+            return
         if (now.state == "running" and not now.pausing) or {"run", "step"} & set(now.queued):
             return  # pressing twice must not train twice as long
         if now.pausing and "stop" not in now.queued:

@@ -40,11 +40,7 @@ class RacePanel(Panel):
         self._race.button_style = "primary"
         self._pause = self._button("Pause race", "pause", "Wait after the step under way", self._hold)
         self._stop = self._button("Stop race", "stop", "End the race after the step under way", self.session.stop)
-        self._axis = ipywidgets.ToggleButtons(
-            options=[(words, name) for name, words in AXES.items()],
-            description="over",
-            style={"description_width": "40px", "button_width": "auto"},
-        )
+        self._axis = race_axis()
         self._axis.observe(lambda _: self._redraw(), "value")
         self._trouble = ipywidgets.HTML(layout={"display": "none"})
         self._picture, self._fold = ipywidgets.HTML(), Fold("The race as a table")
@@ -123,6 +119,15 @@ class RacePanel(Panel):
             except Exception as error:
                 self._trouble.value = failure_html(str(error), traceback.format_exc())
                 self._trouble.layout.display = ""
+
+
+def race_axis() -> ipywidgets.ToggleButtons:
+    """Over what a race is drawn."""
+    return ipywidgets.ToggleButtons(
+        options=[(words, name) for name, words in AXES.items()],
+        description="over",
+        style={"description_width": "40px", "button_width": "auto"},
+    )
 
 
 def _length(race: Race) -> tuple[object, ...]:

@@ -7,9 +7,22 @@ from dataclasses import replace
 
 import ipywidgets
 
+from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
+from workbench.panels.race import race_axis
 from workbench.panels.relay import RelayPanel
-from workbench.pictures import Picture, Table, draw_journal, header_html, header_picture, journal_table, settings_table
+from workbench.pictures import (
+    Picture,
+    Table,
+    draw_journal,
+    draw_race,
+    header_html,
+    header_picture,
+    journal_table,
+    race_table,
+    settings_table,
+    show_race,
+)
 from workbench.runs import Recording
 from workbench.session import Snapshot
 
@@ -56,6 +69,32 @@ class MomentsPanel(RelayPanel):
         self._at.value = step.telling()
         assert now.shown is not None, "there are moments"
         self._put(step.at(step.telling()), now.shown.layers)
+
+
+class RacedPanel(Panel):
+    """The last race that was over by then."""
+
+    looks_at = Recording
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._axis, self._picture, self._fold = race_axis(), ipywidgets.HTML(), Fold("The race as a table")
+        self._axis.observe(lambda _: self.show(self.session.snapshot()), "value")
+        axis = ipywidgets.HBox([self._axis])
+        axis.add_class("l2l-settings")
+        return ipywidgets.VBox([self._picture, axis, self._fold.widget])
+
+    def draw(self, now: Snapshot) -> None:
+        race = now.race
+        self._axis.disabled = race is None
+        if race is None:
+            self._picture.value = '<p class="l2l-empty">No race was over by this moment.</p>'
+            self._fold.show(lambda: Table("Race", ("branch",), ()))
+            return
+        self._picture.value = draw_race(race, self._axis.value)
+        self._fold.show(lambda: race_table(race))
+
+    def still(self, now: Snapshot) -> Sequence[Picture]:
+        return [show_race(now.race, self._axis.value)] if now.race is not None else []
 
 
 class JournalPanel(Panel):

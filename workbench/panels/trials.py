@@ -8,9 +8,12 @@ from concurrent.futures import Future
 from functools import partial
 
 from workbench.panels.latest import Latest
+from workbench.readings import full_name, number_layers
 from workbench.session import TRIED, How, Judged, Moment, Session, Trial
 
 Which = tuple[str, How]  # key of a layer, and what is tried
+
+_WORDS: Mapping[How, str] = {"without": "without {}", "twice": "with {} twice"}
 
 
 class Trials:
@@ -38,13 +41,15 @@ class Trials:
         self.left = 0
         self.stopped = ""
 
-    def ask(self, key: str, how: How) -> Future[Judged]:
-        """Measure one layer when its turn comes.
+    def ask(self, key: str, how: How, more: int = 0) -> Future[Judged]:
+        """Measure one layer when its turn comes; the queue says which, and that so many `more` come after it.
 
         Raises:
             RuntimeError: the session is closed.
         """
-        future = self._session.measure(TRIED[how](key))
+        numbers = number_layers(row.key for row in self._session.snapshot().layers)
+        words = _WORDS[how].format(full_name(key, numbers)) + (f", and {more} more after it" if more else "")
+        future = self._session.measure(TRIED[how](key), what=words)
         self.waiting |= {(key, how)}
         future.add_done_callback(partial(self._take, (key, how)))
         return future
@@ -90,7 +95,7 @@ class Trials:
             if key not in [row.key for row in self._session.snapshot().layers]:
                 continue  # an edit has taken it out
             over = threading.Event()
-            future = self.ask(key, how)
+            future = self.ask(key, how, self.left - 1)
             future.add_done_callback(lambda _, over=over: over.set())  # behind the one that takes what was found
             over.wait()
             if future.cancelled():

@@ -12,7 +12,9 @@ from typing import Any
 import ipywidgets
 
 from l2l_core import EmulatedDevice, Forecast, Profile, Trace
+from l2l_core.forecast import WhatFits
 from workbench.panels.display import WIDGET, Bundle
+from workbench.panels.fit_offer import FitOffer
 from workbench.panels.latest import Latest
 from workbench.panels.panel import Panel, failure_html
 from workbench.panels.style import STYLE
@@ -20,10 +22,22 @@ from workbench.panels.what_if_offer import DepthOffer
 from workbench.panels.what_if_view import View, box
 from workbench.pictures import Picture, Table, bundle_of
 from workbench.session import Snapshot
-from workbench.what_if import Answer, Guess, KnownSteps, MeasuredStep, Question, answer, forecast_error, guess, measured
+from workbench.what_if import (
+    Answer,
+    Guess,
+    KnownSteps,
+    MeasuredStep,
+    Question,
+    answer,
+    fitting,
+    forecast_error,
+    guess,
+    measured,
+)
 
 PACE_S = 1.0  # between two answers that nobody asked for, while steps come fast
 SHARE = 0.1  # of the time, for those
+SEARCH_S = 0.5  # for settings that fit, where the next step would not
 
 
 class WhatIf:
@@ -87,13 +101,13 @@ class WhatIfPanel(Panel):
         self._rehearse.on_click(lambda _: self._press_rehearse())
         self._rehearsed: tuple[MeasuredStep, str] | None = None  # and on which branch
         self._view: View | None = None  # made when it is first wanted
-        self._place = ipywidgets.VBox()
+        self._place, self._fit = ipywidgets.VBox(), FitOffer(self.session)
         self._forecasts = Latest("what-if")
         self._open.observe(lambda _: self._turn(), "value")
         self._turn()
         self._open.add_class("l2l-opens")
         row = box(ipywidgets.HBox, "l2l-buttons", self._open, self._rehearse)
-        return ipywidgets.VBox([self._line, row, self._place])
+        return ipywidgets.VBox([self._line, self._fit.widget, row, self._place])
 
     def _build_view(self) -> View:
         apply = ipywidgets.Button(
@@ -181,9 +195,16 @@ class WhatIfPanel(Panel):
             words = f"<strong>next step, forecast</strong> {escape(str(foreseen))}"
             said = f"<br>{escape(self._error or foreseen.basis)}"
             self._said = f'<div class="l2l-forecast">{words}<span class="l2l-caption">{said}</span></div>'
+            self._fit.show(self._what_fits(now, foreseen))
         except Exception as error:
             self._said = failure_html(f"The next step cannot be forecast: {error}", traceback.format_exc())
         self._line.value, self._cost_s = self._said, time.thread_time() - began_s
+
+    def _what_fits(self, now: Snapshot, foreseen: Answer) -> WhatFits | None:
+        """What helps if the next step would not fit; not on a guess, nor before a step has told how many rows a batch has."""
+        if foreseen.fits or foreseen.guessed or not now.steps:
+            return None
+        return fitting(lambda asked: self._ask(asked)[1], foreseen.question, now.steps[-1].samples, SEARCH_S)
 
     def _press_rehearse(self) -> None:
         self._rehearse.disabled = True

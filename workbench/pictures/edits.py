@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from workbench.pictures.card import code_line
+
 STYLE = """
 .l2l-outlook p{margin:0;font-size:13px;line-height:1.5;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 .l2l-outlook p+p{font-size:12px;opacity:.75;font-variant-numeric:tabular-nums}
@@ -12,6 +14,8 @@ STYLE = """
 """.replace("\n", "")
 
 
-def outlook_html(does: str, facts: Sequence[str]) -> str:
-    """Two lines, the second of which may be empty: what an edit would do, and what that means in figures."""
-    return f'<p title="{escape(does)}">{escape(does)}</p><p>{" · ".join(map(escape, facts)) or "&nbsp;"}</p>'
+def outlook_html(does: str, facts: Sequence[str], code: str = "") -> str:
+    """Three lines, of which the last two may be empty: what an edit would do, what that means in figures, and its code."""
+    lines = [" · ".join(map(escape, facts)), code_line(code) if code else ""]
+    more = "".join(f"<p>{line or '&nbsp;'}</p>" for line in lines)
+    return f'<p title="{escape(does)}">{escape(does)}</p>{more}'

@@ -102,7 +102,7 @@ def _row(race: Race, racer: Racer) -> Sequence[str]:
         format_seconds(racer.spent_s[-1]),
         format_bytes(racer.peak_bytes) if racer.peak_bytes is not None else "–",
         "compared with" if is_first else change_words(judged) if judged is not None else "–",
-        "" if is_first else f"{trained:+.2g}" if trained is not None else "–",
+        "" if is_first else f"{trained:+.2g}".replace("-", "−") if trained is not None else "–",
     )
 
 

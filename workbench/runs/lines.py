@@ -5,6 +5,7 @@ Every line is one JSON object with a `type`:
     run       schema, version, when, on what machine
     moment    after a step or a change: what a snapshot shows now, as far as the line before did not say it already
     trace     every event and memory sample of a step; `of` is the number of its moment
+    race      branches that trained on the same batches, with all that was measured; it was over after the moment before
     held_out  a loss on held-out data; level: a named loss to compare with; fact: something else that was found out
     end       the run was closed; without it, its process has ended before
 
@@ -25,10 +26,13 @@ from typing import Any, TypeVar
 from l2l_core import Event, RelayConfig, Trace
 from l2l_core.edits import Branch, Entry
 from l2l_core.trace import LANES, PLACES, MemorySample, with_all_said
-from workbench.session import FIGURES, Change, Judged, LayerRow, Pasts, ShownStep, Snapshot, StepRow
+from workbench.session import FIGURES, Change, Judged, LayerRow, Pasts, Race, ShownStep, Snapshot, StepRow
 
-SCHEMA, VERSION = "l2l-run", 3  # in runs of version 1 and 2 events say less, and no edit is judged
-READ = (1, 2, VERSION)
+SCHEMA, VERSION = (
+    "l2l-run",
+    4,
+)  # in runs of version 1 and 2 events say less, and no edit is judged; before 4 no race is told
+READ = (1, 2, 3, VERSION)
 PLAIN = (
     "model",
     "num_params",
@@ -137,13 +141,14 @@ class Told:
         journal, nbytes = tuple(self._lists["journal"]), self._plain["in_core_bytes"]
         return partial(ShownStep, row.branch, row.step, layers=self.layers(), journal=journal, in_core_bytes=nbytes)
 
-    def show(self, number: int, pasts: Pasts, shown: ShownStep | None) -> Snapshot:
+    def show(self, number: int, pasts: Pasts, shown: ShownStep | None, race: Race | None = None) -> Snapshot:
         """The session as it was then: closed, because nothing can be asked of it.
 
         Args:
             number: of the moment.
             pasts: steps and statistics by branch.
             shown: the last step that led there and is known whole.
+            race: the last one that was over by then.
         """
         names = [name for name in PLAIN if name not in OF_STEP and (name not in NEW or name in self._plain)]
         plain = {name: self._plain[name] for name in names}
@@ -165,6 +170,7 @@ class Told:
             failure=None,
             elsewhere=pasts.elsewhere(),
             touched=frozenset(self._plain["touched"]),
+            race=race,
         )
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from l2l_core import Trace
 from workbench.runs.lines import READ, SCHEMA, VERSION, Row, Told, trace_of
-from workbench.session import Pasts, ShownStep, Snapshot
+from workbench.runs.race_lines import race_of
+from workbench.session import Pasts, Race, ShownStep, Snapshot
 
 IN_FOLDER = ("run.jsonl.gz", "run.jsonl")
 _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
@@ -34,6 +35,7 @@ class RecordedRun:
         held_out: steps and losses on held-out data.
         levels: names and losses to compare with.
         facts: by name, what was found out about the run.
+        races: each with the number of the moment after which it was over.
         complete: whether it was closed, and not cut short by the end of its process.
     """
 
@@ -46,6 +48,7 @@ class RecordedRun:
     held_out: Sequence[tuple[float, float]]
     levels: Sequence[tuple[str, float]]
     facts: Mapping[str, str]
+    races: Sequence[tuple[int, Race]]
     complete: bool
     _traces: Mapping[int, tuple[int, Row]]  # by moment, the line and its row
 
@@ -131,10 +134,11 @@ def _show(run: RecordedRun, number: int) -> tuple[Snapshot, int | None]:
             pasts.here.statistics.append(told.last_step.step, told.layers())
         else:
             pasts.here.statistics.arrange(told.layers())
+    race = next((race for at, race in reversed(run.races) if at <= number), None)
     whole = wholes[branch]
     if whole is None:
-        return told.show(number, pasts, None), None
-    return told.show(number, pasts, whole[1](run.trace(whole[0]))), whole[0]
+        return told.show(number, pasts, None, race), None
+    return told.show(number, pasts, whole[1](run.trace(whole[0])), race), whole[0]
 
 
 @lru_cache(maxsize=16)
@@ -183,6 +187,7 @@ class _Reader:
         self._held_out: list[tuple[float, float]] = []
         self._levels: list[tuple[str, float]] = []
         self._facts: dict[str, str] = {}
+        self._races: list[tuple[int, Race]] = []
         self._complete = False
         self._told = Told()
 
@@ -204,6 +209,8 @@ class _Reader:
             if not 0 <= (of := row.pop("of")) < len(self._moments):
                 raise ValueError(f"a trace of moment {of}, of {len(self._moments)}")
             self._traces[of] = number, row
+        elif kind == "race":
+            self._races.append((max(0, len(self._moments) - 1), race_of(row)))
         elif kind == "held_out":
             self._held_out.append((int(row["step"]), float(row["loss"])))
         elif kind == "level":
@@ -228,6 +235,7 @@ class _Reader:
             held_out=tuple(self._held_out),
             levels=tuple(self._levels),
             facts=self._facts,
+            races=tuple(self._races),
             complete=self._complete,
             _traces=self._traces,
         )

@@ -20,7 +20,8 @@ import torch
 
 from l2l_core import Trace
 from workbench.runs.lines import SCHEMA, VERSION, Told, to_json, trace_row
-from workbench.session import Change, Snapshot, StepRow
+from workbench.runs.race_lines import race_row
+from workbench.session import Change, Race, Snapshot, StepRow
 
 MOST_TRACES = 40
 
@@ -96,6 +97,10 @@ class Recorder:
             self._keep(self._pending)
             self._pending = None
         self._changed = False
+
+    def log_race(self, race: Race) -> None:
+        """Record a race that is over, with what each branch did in it."""
+        self._write("race", race_row(race))
 
     def _is_new(self, now: Snapshot) -> bool:
         """Whether it shows a step of its branch that was not told yet."""

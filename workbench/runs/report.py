@@ -21,12 +21,14 @@ from jinja2 import Environment, StrictUndefined
 from l2l_core import Trace
 from l2l_core.trace import format_bytes
 from workbench.pictures import (
+    AXES,
     KINDS,
     Picture,
     Table,
     count_words,
     draw_loss,
     draw_memory,
+    draw_race,
     format_seconds,
     journal_table,
     layers_table,
@@ -35,12 +37,13 @@ from workbench.pictures import (
     relay_frames,
     settings_table,
     show_heat,
+    show_race,
     show_timeline,
 )
 from workbench.readings import Columns
 from workbench.runs.comparison import Named, compare_runs
 from workbench.runs.recorded import RecordedRun, load_run, name_runs
-from workbench.session import Snapshot
+from workbench.session import Race, Snapshot
 
 Context = dict[str, Any]
 
@@ -132,6 +135,7 @@ def _describe_run(one: Named) -> Context:
         "layers": replace(layers_table(now.layers), title=f"Layers {now.state_words}"),
         "journal": journal_table(now.journal, now.changes) if now.journal else None,
         "changes": _changes(now),
+        "races": [_race(race) for _, race in run.races],
         "settings": replace(settings_table(now), title="Settings of the last step"),
         "machine": _machine(run),
         "kept": _kept(run),
@@ -229,6 +233,17 @@ def _changes(now: Snapshot) -> Table:
     """Edits and settings in the order in which they were made; only edits are measured."""
     rows = [(str(change.step), change.what, change.verdict) for change in now.changes]
     return Table("Changes", ("after step", "what", "probe"), rows)
+
+
+def _race(race: Race) -> Context:
+    """Over compute, at which the table compares; over steps and seconds to be folded away."""
+    names, others = ", ".join(racer.name for racer in race.racers), [axis for axis in AXES if axis != "flop"]
+    return {
+        "names": names,
+        "over": AXES["flop"],
+        "picture": show_race(race, "flop"),
+        "others": [{"over": AXES[axis], "svg": draw_race(race, axis)} for axis in others],
+    }
 
 
 def _machine(run: RecordedRun) -> Table:

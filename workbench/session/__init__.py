@@ -29,8 +29,10 @@ from workbench.session.loggers import Logger as Logger
 from workbench.session.probe import Given as Given
 from workbench.session.race_values import Race as Race
 from workbench.session.race_values import Racer as Racer
+from workbench.session.rates import Scheduler as Scheduler
 from workbench.session.rows import snapshot_of as snapshot_of
 from workbench.session.rows import step_row as step_row
+from workbench.session.script import apply_code as apply_code
 from workbench.session.session import Session as Session
 from workbench.session.shown_step import ShownStep as ShownStep
 from workbench.session.snapshot import Snapshot as Snapshot
@@ -38,7 +40,6 @@ from workbench.session.source import Source as Source
 from workbench.session.statistics import FIGURES as FIGURES
 from workbench.session.statistics import Statistics as Statistics
 from workbench.session.statistics import Track as Track
-from workbench.session.trainer import Scheduler as Scheduler
 from workbench.session.trial import TRIED as TRIED
 from workbench.session.trial import How as How
 from workbench.session.trial import Moment as Moment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -12,6 +12,7 @@ import torch
 from l2l_core.batches import Batch, mapped
 
 BatchSource = Iterable[Batch] | Callable[[], Batch]
+Kind = Literal["iterable", "iterator", "function"]
 
 
 class Batches:
@@ -60,10 +61,18 @@ class Batches:
         """A step begins on the batch that was taken; unless it is used, the step has failed."""
         self._tried = True
 
-    def give_up(self) -> None:
-        """Be done with a batch that a step has failed on; one that was only looked at is still to come."""
-        if self._tried:
+    def give_up(self) -> bool:
+        """Be done with a batch that a step has failed on, if there is one; one that was only looked at is still to come."""
+        if tried := self._tried:
             self.used()
+        return tried
+
+    @property
+    def kind(self) -> Kind:
+        """What the source is: it begins again when it ends, or ends, or is called for each batch."""
+        if callable(self._source):
+            return "function"
+        return "iterator" if isinstance(self._source, Iterator) else "iterable"
 
     def _next(self) -> Any:
         if callable(self._source):

@@ -27,6 +27,15 @@ class Measured:
     losses: tuple[float, ...]
     seconds: float
 
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Measured:
+        """Read again what `dataclasses.asdict` and JSON have made of it, with numbers that JSON does not have as text.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is nothing such.
+        """
+        return cls(tuple(map(float, plain["losses"])), float(plain["seconds"]))
+
     @property
     def mean(self) -> float:
         """Of the batches' losses."""
@@ -51,10 +60,7 @@ class Judged:
         Raises:
             KeyError, TypeError, ValueError: it is nothing such.
         """
-        before, after = (
-            Measured(tuple(map(float, plain[name]["losses"])), float(plain[name]["seconds"]))
-            for name in ("before", "after")
-        )
+        before, after = (Measured.of_plain(plain[name]) for name in ("before", "after"))
         if not len(before.losses) == len(after.losses) > 0:
             raise ValueError(f"{len(before.losses)} losses before and {len(after.losses)} after an edit")
         return cls(before, after)

@@ -33,9 +33,9 @@ def edits_of(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
     }
 
 
-def code_of(edit: Edit) -> str:
-    """As Python writes it, without what is as it would be anyway: ``Drop(layers='L006')``."""
-    given = [(one, getattr(edit, one.name)) for one in fields(edit)]  # type: ignore[arg-type]
+def code_of(edit: Any) -> str:
+    """An edit, or another dataclass, as Python writes it without what is as it would be anyway: ``Drop(layers='L006')``."""
+    given = [(one, getattr(edit, one.name)) for one in fields(edit)]
     words = [f"{one.name}={value!r}" for one, value in given if value != _default(one)]
     return f"{type(edit).__name__}({', '.join(words)})"
 

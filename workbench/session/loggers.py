@@ -25,6 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from workbench.session.race_values import Race
 from workbench.session.snapshot import Snapshot
 from workbench.session.values import Change, StepRow
 
@@ -51,6 +52,14 @@ class Watcher(Protocol):
 
     def watch(self, now: Snapshot) -> None:
         """What was told before this shows in the session now."""
+
+
+@runtime_checkable
+class RaceLogger(Protocol):
+    """A logger that also takes races; the steps of the branches come to `log_step`, one by one, as all do."""
+
+    def log_race(self, race: Race) -> None:
+        """A race is over."""
 
 
 class JsonLines:

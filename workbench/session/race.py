@@ -38,6 +38,7 @@ class Lane:
     measured: list[tuple[int, Measured]] = field(default_factory=list)
     not_measured: str = ""
     left: str = ""
+    rates: Any = None  # state of the scheduler of the learning rate
 
 
 class Running:
@@ -62,7 +63,8 @@ class Running:
         rows = {branch.name: branch for branch in standing.mirror.branches}
         if unknown := [name for name in names if name not in rows]:
             raise ValueError(f"there is no branch {unknown[0]!r} to race: there are {', '.join(sorted(rows))}")
-        self._lanes = [Lane(name, rows[name].steps, rows[name].layers) for name in names]
+        self._rates = trainer.rates.keep()  # of home, if that does not race
+        self._lanes = [Lane(name, rows[name].steps, rows[name].layers, rates=self._rates) for name in names]
         self._asked, self._trainer, self._standing, self._future = asked, trainer, standing, future
         self._changed = standing.changed
         self._home = standing.mirror.branch
@@ -119,6 +121,7 @@ class Running:
     def _move(self, lane: Lane) -> None:
         try:
             self._trainer.turn_to(lane.name)
+            self._trainer.rates.put(lane.rates)
             if not lane.steps:
                 self._measure(lane)
         except Exception as error:
@@ -136,6 +139,9 @@ class Running:
                 lane.steps.append(row)
                 lane.flop.append(flop)
                 lane.layers = len(self._trainer.relay.stack)  # a schedule may have edited it
+            self._standing.during = "scheduler"
+            self._trainer.rates.step(row.loss)
+            lane.rates = self._trainer.rates.keep()
             if len(lane.steps) in self._marks or len(lane.steps) == self._end:
                 self._measure(lane)
         except Exception as error:
@@ -173,22 +179,28 @@ class Running:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, ended: str) -> None:
+    def _go_home(self) -> None:
         self._trainer.turn_to(self._home)
+        self._trainer.rates.put(next((lane.rates for lane in self._lanes if lane.name == self._home), self._rates))
+
+    def _finish(self, ended: str) -> None:
+        self._go_home()
         with self._changed:
             self._ended, self._kept, self.is_over, self.is_paused = ended, [], True, False
             self._last = self.value()
+        self._standing.tell_race(self._last)
         self._future.set_result(self._last)
 
     def abort(self, error: BaseException) -> None:
         """End it for an error, at home if that can be."""
         during = self._standing.during
         with suppress(Exception):
-            self._trainer.turn_to(self._home)
-        self._standing.during = during  # the error is explained with it
+            self._go_home()
         with self._changed:
             self._ended, self._kept, self.is_over, self.is_paused = f"{type(error).__name__}: {error}", [], True, False
             self._last = self.value()
+        self._standing.tell_race(self._last)
+        self._standing.during = during  # the error is explained with it
         if not self._future.done():
             self._future.set_exception(error)
 

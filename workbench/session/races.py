@@ -57,19 +57,28 @@ class Races:
             raise ValueError(f"{twice[0]!r} is named twice: a branch races once")
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps={steps!r}: must be a positive integer, which every branch makes")
-        if self._trainer.has_scheduler:
+        if why := self._trainer.rates.why_no_turns:
             raise ValueError(
-                "this session has a scheduler of the learning rate, which counts the steps of all branches together, so "
-                "that none would have its own rate: race in a session without one, Session(relay, batches)"
+                f"this session cannot race: {why}, so that branches could not have a state of it each; give it these methods, "
+                "as those of torch have them, or race in a session without one, Session(relay, batches)"
             )
 
     def pause(self) -> bool:
         """Let the race wait after the step under way; False if none is run."""
         return self._steer(is_paused=True)
 
-    def go_on(self) -> bool:
-        """Go on with a race that was paused; False if there is none."""
+    def goes_on(self) -> bool:
+        """Go on with a race that was paused; False if there is none.
+
+        Raises:
+            ValueError: it is being run, and not paused.
+        """
         with self._worker.changed:
+            if self.runs:
+                raise ValueError(
+                    "a race is being run, and goes on by itself: Pause holds it and Stop ends it; run(100) trains so many steps "
+                    "when it is over"
+                )
             return self.is_paused and self._steer(is_paused=False)
 
     def stop(self) -> bool:
@@ -103,6 +112,7 @@ class Races:
             with self._worker.changed:
                 self._running, self._worker.is_held, self._standing.race = running, True, running.value
                 self._standing.refusal = None
+                self._trainer.script.race(running.value)
 
     def _turn(self) -> None:
         assert self._running is not None

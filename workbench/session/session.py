@@ -26,10 +26,11 @@ from workbench.session.loggers import Logger
 from workbench.session.probe import Given, Probe
 from workbench.session.race_values import Race
 from workbench.session.races import Races
+from workbench.session.rates import Scheduler
 from workbench.session.rows import settings_words
 from workbench.session.settings import check_names, check_settings
 from workbench.session.standing import CLOSED, TAKEN_OVER, TRAIN, Standing
-from workbench.session.trainer import Scheduler, Trainer
+from workbench.session.trainer import Trainer
 from workbench.session.watched import Watched
 from workbench.session.worker import Command, Worker
 
@@ -92,12 +93,12 @@ class Session(Watched):
         While a run is under way, the steps are added to it. A run also ends where the batches do.
 
         Raises:
-            ValueError: not a positive number.
+            ValueError: not a positive number; or none during a race, which goes on by itself.
         """
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ValueError(f"steps={steps!r}: must be a positive integer, or None to go on")
         with self._changed:  # what the call means depends on what is under way and waits now
-            if steps is None and self._races.go_on():
+            if steps is None and self._races.goes_on():
                 return
             stops = "stop" in [command.what for command in self._worker.queue]
             goes_on = steps is None and self._run.state == "running" and not stops
@@ -122,7 +123,7 @@ class Session(Watched):
 
         A batch that no step has failed on, as one that was taken for a forecast, stays the next one.
         """
-        self._worker.submit(Command("skip the batch", self._batches.give_up))
+        self._worker.submit(Command("skip the batch", self._trainer.skip))
 
     def edit(self, *changes: Edit | Callable[[Relay], Any], what: str = "", trust: bool = False) -> Future[Any]:
         """Edit the stack of layers, or do something else with the relay, between two steps.
@@ -144,21 +145,20 @@ class Session(Watched):
         """
         edits = [change for change in changes if isinstance(change, Edit)]
         if edits and len(edits) == len(changes):
-            action = partial(self.relay.apply, *edits, trust=trust)
             words = partial(group_words, edits, what)  # of layers whose numbers may be others when the turn comes
             said = lambda: words(self._standing.mirror.layers)  # noqa: E731 - short enough
-            return self._whole(said, self._trainer.amend, action, lambda _, before: words(before))
+            return self._whole(said, self._trainer.apply, edits, trust, words)
         if len(changes) != 1 or not callable(call := changes[0]):
             raise TypeError(f"{changes!r}: give edits, as Insert(at=2), or a function of the relay")
         return self._worker.submit(Command(what or "a call between steps", lambda: self._trainer.edit(call, what)))
 
     def undo(self) -> Future[Entry]:
         """Undo the last edit between two steps; what cannot be undone is refused, as in `edit`."""
-        return self._whole("undo", self._trainer.amend, self.relay.undo, self._trainer.words_of)
+        return self._whole("undo", self._trainer.turn_back, "undo")
 
     def redo(self) -> Future[Entry]:
         """Do again what was undone last."""
-        return self._whole("redo", self._trainer.amend, self.relay.redo, self._trainer.words_of)
+        return self._whole("redo", self._trainer.turn_back, "redo")
 
     def fork(self, name: str) -> Future[Branch]:
         """Make a branch of the present state and go on there; what cannot be is refused, as in `edit`."""
@@ -176,27 +176,41 @@ class Session(Watched):
         """Let branches train in turn on the same batches, each on its own clock; then go on where the session was.
 
         What is asked for meanwhile waits, but for `pause`, `run` and `stop`. A branch that fails leaves the race, and the
-        others go on. The future gets a ValueError of a branch that there is not when the race's turn comes.
+        others go on. The future gets a ValueError of a branch that there is not when the race's turn comes. A scheduler of the
+        learning rate is as it is now for all of them at first; then each has a state of it of its own.
 
         Args:
             names: of two branches or more; the first is the one that the others are compared with.
             steps: of each.
 
         Raises:
-            ValueError: fewer than two names, one of them twice, steps below 1, or a session with a scheduler.
+            ValueError: fewer than two names, one of them twice, steps below 1, or a scheduler without `state_dict`.
         """
         return self._races.ask(names, steps)
 
-    def measure(self, *edits: Edit) -> Future[Judged]:
+    def measure(self, *edits: Edit, what: str = "") -> Future[Judged]:
         """What edits would do to the losses of the probe, as one group; they are taken back again, and nothing has changed.
 
         The future gets a ValueError where nothing could be measured: the probe is off, or fails, or an edit cannot be done.
+
+        Args:
+            edits: in order.
+            what: a few words for the queue; default the edits.
         """
-        return self._whole("measure", self._trainer.measure, edits)
+        words = partial(group_words, edits, what)
+        return self._question(lambda: f"measure {words(self._standing.mirror.layers)}", self._trainer.measure, edits)
 
     def inspect(self, key: str) -> Future[LayerFacts | None]:
         """Shapes and weights of a layer, looked at between two steps; changes nothing. None if it is gone by then."""
-        return self._whole("look at a layer", self._trainer.inspect, key)
+        return self._question("look at a layer", self._trainer.inspect, key)
+
+    def script(self) -> str:
+        """All that was done so far as a Python program, which asks for the relay and the batches and does it again.
+
+        Steps, edits, undo and redo, settings, branches and races are in it, and lead to the same losses and weights to the
+        bit. What was done by code or with a module is a call of its function `by_hand`, which raises until it is written.
+        """
+        return self._trainer.script.text()
 
     @property
     def probe_on(self) -> bool:
@@ -211,7 +225,7 @@ class Session(Watched):
 
     def forecast(self) -> Future[Forecast]:
         """What the next step will need; trains nothing. Before the first of a kind a few micro-batches are rehearsed, twice."""
-        return self._whole("forecast", self._trainer.forecast)
+        return self._question("forecast", self._trainer.forecast)
 
     def cancel(self, ticket: int) -> bool:
         """Take a command out of the queue by its ticket, see `Snapshot.tickets`; False if its turn has come already."""
@@ -252,6 +266,10 @@ class Session(Watched):
         """Queue something that is done as a whole or not at all."""
         return self._worker.submit(Command(what, lambda: action(*args), is_whole=True))
 
+    def _question(self, what: str | Callable[[], str], action: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Queue something that changes nothing."""
+        return self._worker.submit(Command(what, lambda: action(*args), is_question=True))
+
     def _end(self, why: str, wait: bool) -> None:
         self._standing.end(why)
         self._worker.close(wait)
@@ -262,6 +280,7 @@ class Session(Watched):
             with self._changed:
                 self._standing.look()
                 self._plan.note_use()
+                self._trainer.script.begin()
                 self._worker.touch()
 
     def _last(self) -> None:
@@ -271,7 +290,7 @@ class Session(Watched):
     def _due(self) -> Command | None:
         """The judgement of an edit that is done, or else a step of the run, if it is its turn."""
         if self._standing.owed is not None:
-            return Command("measure", self._trainer.judge)
+            return Command("measure what the last edit did", self._trainer.judge)
         if (turn := self._races.due()) is not None or self._worker.is_held:
             return turn
         return Command(TRAIN, self._trainer.train) if self._run.is_due(bool(self._worker.queue)) else None

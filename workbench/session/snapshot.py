@@ -55,7 +55,7 @@ class Snapshot:
         elsewhere: by other branch, the steps that it has not in common with this one, after the last common one.
         touched: keys of the layers that the last edit has made, moved, frozen or thawed.
         probe: what edits are judged on; None of a recorded run.
-        race: the last one, while it is run too; None before the first, and of a recorded run.
+        race: the last one, while it is run too (of a recorded run, the last that was over by then); None before the first.
     """
 
     number: int

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from l2l_core import Relay, Trace
 from workbench.session.judgement import PENDING, Judged, Measured
-from workbench.session.loggers import Logger, Watcher
+from workbench.session.loggers import Logger, RaceLogger, Watcher
 from workbench.session.mirror import Mirror
 from workbench.session.probe import Probe
 from workbench.session.race_values import Race
@@ -151,9 +151,13 @@ class Standing:
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
     def show_error(self, command: Command, error: BaseException) -> None:
-        """Show why a command failed. It stops the run, unless it says that everything is as it was before."""
-        if command.is_whole and isinstance(error, ValueError | TypeError):
-            self.refuse(error)
+        """Show why a command failed. It stops the run, unless it says that everything is as it was before.
+
+        Why a question has no answer is known to whoever asked, and is no refusal of an edit.
+        """
+        if (command.is_whole or command.is_question) and isinstance(error, ValueError | TypeError):
+            if not command.is_question:
+                self.refuse(error)
         else:
             self.fail(error)
 
@@ -215,6 +219,10 @@ class Standing:
                     logger.watch(self.snapshot())
             except Exception as error:
                 self.fail(error)
+
+    def tell_race(self, race: Race) -> None:
+        """A race is over: tell the loggers that take races, and show the others where the session is again."""
+        self.tell(lambda logger: logger.log_race(race) if isinstance(logger, RaceLogger) else None)
 
     def close(self) -> None:
         """Close the loggers; what goes wrong with one is shown."""

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from functools import partial
+from typing import Any, Literal
 
 from l2l_core import Edit, Forecast, Relay, Schedule, StepResult, TornStep
 from l2l_core.edits import Branch, Entry
-from workbench.readings import batch_bytes, in_core_bytes
 from workbench.session.batches import Batches, copied
 from workbench.session.edit_words import entry_words
 from workbench.session.facts import LayerFacts, facts_of
+from workbench.session.in_core import InCore
 from workbench.session.judgement import Judged, Measured
 from workbench.session.probe import Judging, Probe
+from workbench.session.rates import Rates, Scheduler
 from workbench.session.rows import layer_rows, settings_words, step_row
+from workbench.session.script import Script
 from workbench.session.settings import apply_settings, settings_of
 from workbench.session.standing import Standing
 from workbench.session.values import Change, LayerRow, StepRow
 
 Layers = Sequence[LayerRow]
-
-_log = logging.getLogger(__name__)
-
-
-class Scheduler(Protocol):
-    """What a session asks of a learning rate scheduler, as those of `torch.optim.lr_scheduler` have it."""
-
-    def step(self) -> None: ...
 
 
 class Trainer:
@@ -45,7 +37,8 @@ class Trainer:
         standing: of the session.
 
     Attributes:
-        has_scheduler: whether a learning rate scheduler counts the steps.
+        rates: the scheduler of the learning rate.
+        script: what was done, as a program.
     """
 
     def __init__(
@@ -58,11 +51,10 @@ class Trainer:
         schedule: Schedule,
     ) -> None:
         self.relay, self._batches, self._probe, self._standing = relay, batches, probe, standing
-        self._scheduler, self._schedule = scheduler, schedule
-        self.has_scheduler = scheduler is not None
+        self.rates, self._schedule = Rates(scheduler), schedule
         self._changed = standing.changed
-        self._in_core_for: object = None  # what the need in core was last told for
-        self._in_core_bytes: int | None = None  # and what it was
+        self.script = Script(relay, batches, scheduler, schedule, self._changed)
+        self._in_core = InCore(relay)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -85,11 +77,9 @@ class Trainer:
         row = self._note_step(result, self._standing.run.count)
         with self._changed:
             self._probe.keep(batch, row.step)
+            self.script.step(row.loss)
         self._standing.during = "scheduler"
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(result.loss)
-        elif self._scheduler is not None:
-            self._scheduler.step()
+        self.rates.step(result.loss)
         self._standing.tell(lambda logger: logger.log_step(row))
 
     # -- a step of a race ----------------------------------------------------------------------------------------------
@@ -115,8 +105,9 @@ class Trainer:
         try:
             with self._standing.watch_step():
                 result = self.relay.step(batch, skip=self._schedule.skip(self.relay), trust=self._schedule.trust)
-        except TornStep:
+        except TornStep as error:
             used()
+            self._note_torn(error)
             raise
         used()
         row = self._note_step(result)
@@ -156,32 +147,23 @@ class Trainer:
     def _step(self, batch: Any) -> StepResult:
         try:
             return self.relay.step(batch, skip=self._schedule.skip(self.relay), trust=self._schedule.trust)
-        except TornStep:
+        except TornStep as error:
             self._batches.used()  # a part of the layers has learned from it
+            self._note_torn(error)
             raise
+
+    def _note_torn(self, error: TornStep) -> None:
+        self.script.by_hand(f"step {self.relay.steps + 1}, which failed when some layers were updated: {error}")
 
     def _note_step(self, result: StepResult, count: Callable[[], None] = lambda: None) -> StepRow:
         """A step has succeeded: show it, and let `count` see whether the run goes on."""
         row, layers = step_row(self.relay.steps, result, self.relay.branch), layer_rows(self.relay)
-        needed = self._need_in_core(result, layers)
+        needed = self._in_core.need(result, layers)
         with self._changed:  # all at once: no snapshot counts a step that it has no row of
             self._standing.mirror.note_step(row, layers, result.trace, needed)
             self._standing.plan.note_use()
             count()
         return row
-
-    def _need_in_core(self, result: StepResult, layers: Layers) -> int | None:
-        """Device bytes that in-core training would need, told anew when what it depends on is different."""
-        trained = self.relay.shell.num_trained, *((layer.key, layer.num_trained) for layer in layers)
-        like = self.relay.config, result.samples, batch_bytes(result.trace), trained
-        if like == self._in_core_for:
-            return self._in_core_bytes
-        self._in_core_for, self._in_core_bytes = like, None
-        try:
-            self._in_core_bytes = in_core_bytes(self.relay, result.trace)
-        except Exception:  # the step is done whatever is thought of it
-            _log.exception("what in-core training would need cannot be told")
-        return self._in_core_bytes
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
@@ -197,7 +179,10 @@ class Trainer:
     def edit(self, change: Callable[[Relay], Any], what: str = "") -> Any:
         """Let a function change the relay; without words it is not recorded."""
         self._probe.forget()
-        value = self._let(lambda: change(self.relay))
+        try:
+            value = self._let(lambda: change(self.relay))
+        finally:  # what it did before an error stays
+            self.script.by_hand(what or f"a function of the relay that was called after step {self.relay.steps}")
         if what:
             self._standing.record(what)
         return value
@@ -205,12 +190,14 @@ class Trainer:
     def fork(self, name: str) -> Branch:
         """Go on in a branch of its own."""
         branch = self._to_branch(self.relay.fork, name)
+        self.script.call("fork", name)
         self._standing.record(f"⑂ {name}")
         return branch
 
     def switch(self, name: str) -> Branch:
         """To the branch itself nothing happens, but loggers see other figures from now on."""
         branch = self._to_branch(self.relay.switch, name)
+        self.script.call("switch", name)
         change = Change(branch.steps, f"switch to {branch.name}", branch.name)
         self._standing.tell(lambda logger: logger.log_change(change))
         return branch
@@ -218,6 +205,12 @@ class Trainer:
     def discard(self, name: str) -> None:
         """Free another branch."""
         self._to_branch(self.relay.discard, name)
+        self.script.call("discard", name)
+
+    def skip(self) -> None:
+        """Leave out the batch that a step has failed on, if there is one."""
+        if self._batches.give_up():
+            self.script.leave_out()
 
     def _to_branch(self, action: Callable[[str], Any], name: str) -> Any:
         self._probe.forget()  # a branch of the same name, after as many steps, may be another one
@@ -226,10 +219,20 @@ class Trainer:
             self._standing.refusal = None
         return value
 
-    def amend(self, action: Callable[[], Any], words: Callable[[Any, Layers], str]) -> Any:
+    def apply(self, edits: Sequence[Edit], trust: bool, words: Callable[[Layers], str]) -> Any:
+        """Edit the stack, and record it in words of the layers before; the inverse edit."""
+        action, note = partial(self.relay.apply, *edits, trust=trust), partial(self.script.apply, edits, trust)
+        return self._amend(action, note, lambda _, before: words(before))
+
+    def turn_back(self, verb: Literal["undo", "redo"]) -> Entry:
+        """Undo the last edit, or do it again."""
+        return self._amend(getattr(self.relay, verb), partial(self.script.call, verb), self.words_of)
+
+    def _amend(self, action: Callable[[], Any], note: Callable[[], None], words: Callable[[Any, Layers], str]) -> Any:
         """Edit the stack, or undo or redo that: record it, and show which layers it has changed; `judge` is due next."""
         losses, before = self._probe.before(), self._standing.mirror.layers
         value = self._let(action)
+        note()
         with self._changed:
             self._standing.refusal = None
             self._standing.mirror.compare(before)
@@ -271,6 +274,7 @@ class Trainer:
         plan, planned = self._standing.plan, {**settings_of(self.relay), **settings}
         try:
             apply_settings(self.relay, planned)
+            self.script.set(settings)
         finally:
             self._standing.look()
         with self._changed:

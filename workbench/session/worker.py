@@ -23,6 +23,7 @@ class Command:
         action: does it; its value becomes that of `future`.
         settings: that it will make.
         is_whole: it does all of what it should, or nothing and says so by a ValueError or TypeError.
+        is_question: it changes nothing, so that the same errors concern nobody but whoever asked, who gets them by the future.
         ticket: its number, by which it can be taken out of the queue.
     """
 
@@ -30,6 +31,7 @@ class Command:
     action: Callable[[], Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_whole: bool = False
+    is_question: bool = False
     future: Future[Any] = field(default_factory=Future)
     ticket: int = field(default_factory=count().__next__)
 

@@ -11,6 +11,7 @@ from workbench.what_if.differences import differences as differences
 from workbench.what_if.differences import forecast_error as forecast_error
 from workbench.what_if.differences import show as show
 from workbench.what_if.differences import what_if_table as what_if_table
+from workbench.what_if.fitting import fitting as fitting
 from workbench.what_if.guess import Guess as Guess
 from workbench.what_if.guess import guess as guess
 from workbench.what_if.known_steps import KnownSteps as KnownSteps

@@ -143,6 +143,19 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed(relay: Relay, edit: E
     assert relay.journal == () and relay.verify(make_batch()).equal
 
 
+def test_a_group_that_is_refused_takes_no_key_and_no_random_number() -> None:
+    ends = []
+    for tried in (False, True):
+        with make_relay(make_gpt()) as relay:
+            if tried:
+                with pytest.raises(ValueError, match="there are L000"):
+                    relay.apply(Insert(at=1, init="copy"), Drop("L009"))
+            relay.apply(Insert(at=1, init="fresh"))
+            ends.append((keys(relay), state_of(relay)))
+    assert ends[0][0] == ends[1][0] == ["L000", "L004", "L001", "L002", "L003"]
+    assert_same(ends[0][1], ends[1][1])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

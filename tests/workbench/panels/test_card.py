@@ -194,6 +194,8 @@ def test_a_sweep_can_be_stopped_and_ends_with_the_probe(panel: CardPanel, relay:
         enter(relay)
         find(panel, "All layers").click()
         wait_until(lambda: bool(panel._trials.waiting))
+        (queued,) = panel.session.snapshot().queued
+        assert queued == "measure without 0 · L000, and 7 more after it"
         find(panel, "Stop measuring").click()
     assert panel._trials.settle(HANG_S)
     rested(panel)

@@ -7,6 +7,7 @@ from patience import HANG_S
 from sessions import enter, held, train, wait_until
 
 from l2l_core import Drop, Relay
+from workbench.panels.header import HeaderPanel
 from workbench.panels.race import RacePanel
 from workbench.pictures import Picture
 from workbench.session.session import Session
@@ -74,6 +75,26 @@ def test_while_it_is_run_it_can_be_paused_and_stopped(session: Session, relay: R
     shown(panel)
     assert now.race is not None and now.race.ended == "it was stopped" and find(panel, "Stop race").disabled
     assert not find(panel, "Start race").disabled
+
+
+def test_run_during_a_race_says_that_it_is_on_and_goes_on_with_one_that_waits(session: Session, relay: Relay) -> None:
+    branched(session)
+    header = HeaderPanel(session)
+    with held(relay):
+        race = session.race("main", "slim", steps=3)
+        enter(relay)
+        find(header, "Run").click()
+        assert "a race is being run, and goes on by itself: Pause holds it" in html_of(header)
+        assert not session.snapshot().queued
+        session.pause()
+    assert session.wait(HANG_S).race is not None and not race.done()
+    find(header, "Run").click()
+    assert [len(one.steps) for one in race.result(HANG_S).racers] == [3, 3]
+    now = session.wait(HANG_S)
+    assert (now.state, now.step, now.target) == ("idle", 4, 1), "no run has begun behind the race"
+    find(header, "steps").value = 2
+    find(header, "Run").click()
+    assert session.wait(HANG_S).step == 6
 
 
 def test_what_the_session_refuses_is_said_in_the_panel(session: Session) -> None:

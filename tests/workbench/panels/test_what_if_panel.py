@@ -8,9 +8,9 @@ import ipywidgets
 import pytest
 from panel_reading import find, html_of, shown, widgets_of
 from patience import HANG_S
-from sessions import enter, held, train, wait_until
+from sessions import enter, held, make_batches, make_relay, train, wait_until
 
-from l2l_core import Drop, Relay, RelayConfig
+from l2l_core import Drop, EmulatedDevice, Relay, RelayConfig
 from workbench.panels.display import WIDGET
 from workbench.panels.what_if import WhatIf, WhatIfPanel
 from workbench.session.session import Session
@@ -106,6 +106,31 @@ def test_apply_hands_over_what_can_be_set_and_says_how_the_rest_is(what_if: What
     now = shown(what_if)
     assert what_if.settle() and now.last is not None and now.last.settings["precision"] == "bf16"
     assert "<strong>layers 4 → 6; width × 1 → × 2</strong>" in html_of(what_if), "what could not be set is still asked"
+
+
+def test_a_next_step_that_would_not_fit_has_a_button_for_what_does(threads_end: None) -> None:
+    with make_relay(RelayConfig(micro_batches=6, ahead=0, stash="host")) as relay:
+        needed = relay.step(make_batches()[0]).peak_device_bytes
+    device = EmulatedDevice(memory_bytes=int(1.2 * needed))
+    with make_relay(RelayConfig(micro_batches=6, ahead=0, stash="host"), device) as relay:
+        with Session(relay, make_batches(), probe=False) as session:
+            panel = WhatIfPanel(session)
+            train(session, 1)
+            shown(panel)
+            assert panel.settle() and panel._fit.widget.layout.display == "none", "this one fits"
+            session.reconfigure(micro_batches=1, ahead=3, stash="device")
+            session.wait(HANG_S)
+            shown(panel)
+            assert panel.settle() and "which is too much" in html_of(panel)
+            assert panel._fit.widget.layout.display == "" and "on the device, by the forecast" in html_of(panel)
+            find(panel, "Let the next step have these settings, with which it fits by the forecast").click()
+            session.wait(HANG_S)
+            shown(panel)
+            assert panel.settle() and "which is too much" not in html_of(panel)
+            assert panel._fit.widget.layout.display == "none"
+            train(session, 1)
+            now = session.snapshot()
+            assert now.failure is None and now.step == 2 and now.config != RelayConfig(micro_batches=1, ahead=3)
 
 
 def test_reset_goes_back_to_the_next_step_which_controls_follow(what_if: WhatIfPanel) -> None:

@@ -250,7 +250,7 @@ def change(lines: list[str], number: int, **fields: Any) -> list[str]:
         (lambda lines: [*lines[:2], lines[2][:30], *lines[3:]], "line 3: this is not what Recorder writes"),
         (lambda lines: [lines[0], "[]", *lines[1:]], "line 2: "),
         (lambda lines: lines[1:], "line 1: .* of the type 'moment' cannot be here"),
-        (lambda lines: change(lines, 1, version=99), "line 1: .* version 99; this program reads 'l2l-run' version 3"),
+        (lambda lines: change(lines, 1, version=99), "line 1: .* version 99; this program reads 'l2l-run' version 4"),
         (lambda lines: change(lines, 1, schema="other"), "line 1: .*'other'"),
         (lambda lines: change(lines, 2, lists={"steps": [3, []]}), "line 2: .*3 of 0 steps are to stay"),
         (lambda lines: change(lines, 2, lists={"steps": [0, [{"loss": 1.0}]]}), "line 2: .*missing"),

@@ -141,8 +141,11 @@ def test_what_edits_would_do_is_measured_without_a_trace(relay: Relay) -> None:
         with Session(twin, make_batches(), probe=False) as alone:
             train(session, 2), train(alone, 2)
             asked = session.measure(Drop(1), Insert(0, init="copy")).result(HANG_S)
+            number = session.snapshot().number
             assert isinstance(session.measure(Drop(slice(None))).exception(HANG_S), ValueError)
-            now = session.snapshot()
+            now = session.wait(HANG_S)
+            assert now.refusal is None and now.failure is None, "it is told to whoever asked, and no edit was refused"
+            assert now.number > number and not now.busy
             assert not now.journal and not now.changes and len(now.layers) == 4 and not now.can_redo
             session.edit(Drop(1), Insert(0, init="copy"))
             assert judged(session.wait(HANG_S))[0].after.losses == asked.after.losses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from patience import HANG_S
 from sessions import WIDTH, assert_equal, enter, held, make_batches, make_relay, mse, train, wait_until, weights_of
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from l2l_core import Drop, EmulatedDevice, Freeze, Relay, RelayConfig
 from workbench.session.flop import count_flop, tokens_of
@@ -281,10 +283,48 @@ def test_an_unknown_branch_is_refused_and_nothing_starts(relay: Relay) -> None:
         train(session, 1)
 
 
-def test_a_session_with_a_scheduler_has_no_races(relay: Relay) -> None:
-    scheduler = torch.optim.lr_scheduler.StepLR(relay.optimizer, 1)
-    with Session(relay, BATCHES, scheduler=scheduler) as session, pytest.raises(ValueError, match="a scheduler of"):
-        session.race("main", "slim")
+RATES: dict[str, Callable[[Any], Any]] = {
+    "steps": lambda optimizer: StepLR(optimizer, 3, gamma=0.5),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=100),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=3, threshold=10.0),
+}
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_every_branch_has_a_scheduler_of_its_own(kind: str) -> None:
+    """As if each had trained alone from here, and at home the scheduler goes on."""
+    steps, ends = ROUND + 2, {}
+    with noisy_relay() as relay:
+        with Session(relay, BATCHES, scheduler=RATES[kind](relay.optimizer), probe=False) as session:
+            prepare(session)
+            race = raced(session, "slim", "main", steps=steps)
+            ends["slim"] = [row.loss for row in race["slim"].steps]
+            train(session, 3)
+            ends["main"] = [row.loss for row in session.snapshot().steps[-steps - 3 :]]
+            script = session.script()
+        rate = relay.optimizer.param_groups[0]["lr"]
+    for name, more in (("slim", 0), ("main", 3)):
+        with noisy_relay() as alone:
+            with Session(alone, BATCHES, scheduler=RATES[kind](alone.optimizer), probe=False) as session:
+                prepare(session)
+                session.switch(name).result(HANG_S)
+                train(session, steps + more)
+                assert [row.loss for row in session.snapshot().steps[-steps - more :]] == ends[name]
+            assert name == "slim" or alone.optimizer.param_groups[0]["lr"] == rate != 1e-2
+    with noisy_relay() as relay:
+        names: dict[str, Any] = {"__name__": "script"}
+        exec(script, names)
+        losses = names["reproduce"](relay, itertools.cycle(BATCHES), RATES[kind](relay.optimizer))
+    assert losses[3:][:steps] == ends["slim"] and losses[3 + steps :] == ends["main"]
+
+
+def test_a_scheduler_that_cannot_be_kept_has_no_races(relay: Relay) -> None:
+    class Counter:
+        def step(self) -> None: ...
+
+    with Session(relay, BATCHES, scheduler=Counter()) as session:
+        with pytest.raises(ValueError, match="a Counter, has no state_dict and no load_state_dict, so .* without one"):
+            session.race("main", "slim")
 
 
 def test_a_race_that_waits_can_be_taken_out_of_the_queue() -> None:

@@ -1,0 +1,333 @@
+"""A session copied as a script: run on the same model and batches, without a session, it gives the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patience import HANG_S
+from sessions import WIDTH, assert_equal, make_batches, make_relay, mse, train
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from l2l_core import Drop, Duplicate, EmulatedDevice, Freeze, Insert, Relay, RelayConfig, Replace, Schedule, Swap
+from workbench.session.script import apply_code
+from workbench.session.session import Session
+
+BATCHES = make_batches(7)
+
+
+class Noisy(nn.Module):
+    """A residual block with dropout, that has a buffer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += float(self.training)
+        return x + torch.tanh(self.dropout(self.linear(x)))
+
+
+def noisy_relay() -> Relay:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, WIDTH), *(Noisy() for _ in range(4)), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
+    config = RelayConfig(micro_batches=3, seed=5)
+    return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), list(model)[1:5], mse, config=config)
+
+
+def state_of(relay: Relay) -> list[torch.Tensor]:
+    """Which branch is the present one; by branch, weights, buffers, what the optimizer keeps, and the random state."""
+    found = [torch.tensor([branch.active for branch in relay.branches])]
+    for name in sorted(branch.name for branch in relay.branches):
+        relay.switch(name)
+        known = relay.optimizer.state
+        kept = [known[p][name] for group in relay.optimizer.param_groups for p in group["params"] for name in known[p]]
+        tensors = [
+            *relay.model.parameters(),
+            *relay.model.buffers(),
+            *map(torch.as_tensor, kept),
+            torch.get_rng_state(),
+        ]
+        found += [tensor.detach().clone() for tensor in tensors]
+    return found
+
+
+def read(script: str) -> dict[str, Any]:
+    """The names of the script, as an import of it gives them."""
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(compile(script, "script", "exec"), names)
+    return names
+
+
+def again(script: str, relay: Relay, *more: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and states when it is run, with no session; the check of losses in it must be content."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = read(script)["reproduce"](relay, itertools.cycle(BATCHES), *more)
+    return losses, state_of(relay)
+
+
+def work(session: Session) -> list[float]:
+    """A session of everything: edits tried, refused, done, undone and redone, settings, branches, races."""
+
+    def losses() -> list[float]:
+        return [row.loss for row in session.snapshot().steps]
+
+    train(session, 3)
+    session.measure(Insert(1, init="fresh")).result(HANG_S)  # nothing of it stays: no key, no random number
+    with pytest.raises(ValueError, match="out of range"):
+        session.edit(Insert(0), Drop(99)).result(HANG_S)
+    session.edit(Insert(2, init="fresh", optimizer=0.5, warmup=3)).result(HANG_S)
+    train(session, 2)
+    session.undo().result(HANG_S)
+    train(session, 1)
+    session.redo().result(HANG_S)
+    session.edit(Drop("L000"), Swap(0, 1)).result(HANG_S)
+    session.reconfigure(micro_batches=2)
+    session.reconfigure(micro_batches=6, h2d_bytes_per_s=1e9)
+    session.forecast().result(HANG_S)
+    train(session, 2)
+    session.fork("wide").result(HANG_S)
+    session.edit(Duplicate(slice(0, 2), mode="interleaved"), trust=True).result(HANG_S)
+    session.edit(Freeze(0)).result(HANG_S)
+    train(session, 2)
+    wide = losses()
+    session.switch("main").result(HANG_S)
+    train(session, 1)
+    main = losses()[-1:]
+    race = session.race("main", "wide", steps=10).result(HANG_S)
+    session.fork("gone").result(HANG_S)
+    session.switch("wide").result(HANG_S)
+    session.discard("gone").result(HANG_S)
+    train(session, 1)
+    raced = [row.loss for racer in race.racers for row in racer.steps]
+    return [*wide, *main, *raced, *losses()[-1:]]
+
+
+def test_the_script_of_a_session_gives_its_bits() -> None:
+    with noisy_relay() as relay, Session(relay, BATCHES) as session:
+        losses = work(session)
+        script = session.script()
+        session.close()
+        ends = state_of(relay)
+    with noisy_relay() as relay:
+        found, states = again(script, relay)
+    assert found == losses and len(found) == 3 + 2 + 1 + 2 + 2 + 1 + 20 + 1
+    assert len(states) == len(ends)
+    assert_equal(states, ends)
+
+
+def test_the_script_reads_as_what_was_done() -> None:
+    with noisy_relay() as relay, Session(relay, BATCHES) as session:
+        work(session)
+        script = session.script()
+    lines = [line.strip() for line in script.splitlines()]
+    begin = next(i for i, line in enumerate(lines) if line.startswith("train(3, loss="))
+    assert lines[begin + 1] == "relay.apply(Insert(at=2, init='fresh', optimizer=0.5, warmup=3))"
+    wanted = [
+        "relay.undo()",
+        "relay.redo()",
+        "relay.apply(Drop(layers='L000'), Swap(a=0, b=1))",
+        "relay.config = replace(relay.config, micro_batches=6)",
+        "relay.fork('wide')",
+        "relay.apply(Duplicate(layers=slice(0, 2, None), mode='interleaved'), trust=True)",
+        "race({'main': 10, 'wide': 10})",
+        "relay.discard('gone')",
+    ]
+    assert [line for line in lines if line in wanted] == wanted
+    assert "from l2l_core import Drop, Duplicate, Freeze, Insert, RelayConfig, Swap" in lines
+    assert sum("throttle" in line for line in lines) == 1 and "Drop(layers=99)" not in script
+
+
+@pytest.mark.parametrize("kind", ["list", "iterator", "function"])
+def test_the_script_is_a_program_once_its_functions_are_written(kind: str, tmp_path: Path) -> None:
+    """Run by another Python, with the support of these tests as the model, and batches of each kind."""
+    sources: dict[str, Callable[[], Any]] = {
+        "list": lambda: BATCHES,
+        "iterator": lambda: itertools.cycle(BATCHES),
+        "function": lambda: itertools.cycle(BATCHES).__next__,
+    }
+    with make_relay() as relay, Session(relay, sources[kind](), probe=False) as session:
+        train(session, 9)
+        script = session.script()
+        last = session.snapshot().steps[-1].loss
+    (tmp_path / "bare.py").write_text(script)
+    refused = run(tmp_path / "bare.py")
+    assert refused.returncode != 0 and "make_relay() is not written yet: build the model" in refused.stderr
+    body = {"list": "made", "iterator": "itertools.cycle(made)", "function": "next(endless)"}[kind]
+    written = script.replace('\nif __name__ == "__main__":', WRITTEN.format(body=body) + '\nif __name__ == "__main__":')
+    (tmp_path / "written.py").write_text(written)
+    done = run(tmp_path / "written.py")
+    assert done.stdout == f"9 steps are made again; the last loss is {last!r}\n", done.stderr
+
+
+WRITTEN = """
+import itertools
+from sessions import make_batches, make_relay
+made = make_batches(7)
+endless = itertools.cycle(made)
+def batches():
+    return {body}
+"""
+
+
+def run(path: Path) -> subprocess.CompletedProcess[str]:
+    support = Path(__file__).parents[2] / "support"
+    code = f"import sys, runpy; sys.path[:0] = [{str(support)!r}]; runpy.run_path({str(path)!r}, run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+
+
+# What else trains -----------------------------------------------------------------------------------------------------
+
+
+class Growing(Schedule):
+    """Another layer before the third step, and the first layer left out of every second one."""
+
+    def edits(self, relay: Any) -> Sequence[Any]:
+        return [Insert(1, init="copy")] if relay.steps == 2 and len(relay.stack) == 4 else []
+
+    def skip(self, relay: Any) -> Sequence[str]:
+        return [relay.stack[0].key] if relay.steps % 2 else []
+
+
+@pytest.mark.parametrize(
+    "make", [lambda o: StepLR(o, 2, gamma=0.5), lambda o: ReduceLROnPlateau(o, patience=0, threshold=10.0)]
+)
+def test_a_schedule_and_a_scheduler_of_the_learning_rate_are_asked_for(make: Callable[[Any], Any]) -> None:
+    with noisy_relay() as relay:
+        options: dict[str, Any] = {"scheduler": make(relay.optimizer), "schedule": Growing(), "probe": False}
+        with Session(relay, BATCHES, **options) as session:
+            train(session, 6)
+            script = session.script()
+            losses = [row.loss for row in session.snapshot().steps]
+        rate = relay.optimizer.param_groups[0]["lr"]
+        ends = state_of(relay)
+    assert "def make_schedule():" in script and "def make_scheduler(relay):" in script and "Insert" not in script
+    with noisy_relay() as relay:
+        found, states = again(script, relay, Growing(), make(relay.optimizer))
+        assert relay.optimizer.param_groups[0]["lr"] == rate != 1e-2
+    assert found == losses
+    assert_equal(states, ends)
+
+
+def test_a_batch_that_was_left_out_is_left_out() -> None:
+    bad: Any = (torch.ones(6, 5), torch.ones(6, 1))
+    source = [BATCHES[0], bad, BATCHES[1]]
+    with make_relay() as relay, Session(relay, source, probe=False) as session:
+        session.run(2)
+        assert session.wait(HANG_S).state == "failed"
+        session.skip()
+        session.run()
+        session.wait(HANG_S)
+        losses, script = [row.loss for row in session.snapshot().steps], session.script()
+    with make_relay() as relay:
+        assert read(script)["reproduce"](relay, iter(source)) == losses and len(losses) == 2
+
+
+# What cannot be reproduced --------------------------------------------------------------------------------------------
+
+
+def halve(relay: Relay) -> None:
+    with torch.no_grad():
+        relay.stack[0].params[0].mul_(0.5)
+
+
+@pytest.fixture
+def by_hand() -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """The script of a session with a function and a module in it, and how that ended."""
+    with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
+        train(session, 1)
+        session.edit(halve, what="halved").result(HANG_S)
+        session.edit(Replace(1, nn.Identity())).result(HANG_S)
+        train(session, 1)
+        script = session.script()
+        session.close()
+        yield script, state_of(relay)
+
+
+def test_what_the_script_cannot_know_is_an_error_and_not_left_out(by_hand: tuple[str, list[torch.Tensor]]) -> None:
+    script, _ = by_hand
+    assert "by_hand('halved', relay)" in script and "Replace(layer=1, module=Identity()" in script
+    with make_relay() as relay, pytest.raises(NotImplementedError, match="write it there: halved"):
+        again(script, relay)
+
+
+def test_what_it_cannot_know_can_be_written(by_hand: tuple[str, list[torch.Tensor]]) -> None:
+    script, ends = by_hand
+    names = read(script)
+    do = {"halved": halve}
+    names["by_hand"] = lambda what, relay: do.get(what, lambda r: r.apply(Replace(1, nn.Identity())))(relay)
+    with make_relay() as relay:
+        names["reproduce"](relay, itertools.cycle(BATCHES))
+        assert_equal(state_of(relay), ends)
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_written"),
+    [
+        (Insert("L001", like=("blocks", 2)), True),
+        (Drop(range(2)), True),
+        (Insert(0, optimizer=0.25), True),
+        (Insert(0, nn.Identity()), False),
+        (Replace(0, nn.Identity()), False),
+    ],
+)
+def test_only_edits_without_modules_are_written(edit: Any, is_written: bool) -> None:
+    code = apply_code([edit])
+    assert (code is not None) == is_written
+    if code is not None:
+        told: list[Any] = []
+        names = {
+            "relay": type("R", (), {"apply": lambda _, *edits: told.extend(edits)})(),
+            "Insert": Insert,
+            "Drop": Drop,
+        }
+        exec(code, names)
+        assert told == [edit]
+
+
+def test_an_edit_of_ones_own_is_done_by_hand() -> None:
+    class Insert(Drop):  # a name that the engine has too
+        pass
+
+    assert apply_code([Insert(0)]) is None
+
+
+def test_another_relay_is_refused_and_another_seed_is_noticed() -> None:
+    with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
+        train(session, 2)
+        script = session.script()
+    with make_relay(RelayConfig(micro_batches=3)) as relay, pytest.raises(ValueError, match="return such a relay from"):
+        again(script, relay)
+    with make_relay() as relay:
+        halve(relay)
+        with pytest.warns(UserWarning, match="the loss of step 2 of main is .* in the session it was"):
+            read(script)["reproduce"](relay, itertools.cycle(BATCHES))
+
+
+def test_a_session_that_takes_over_begins_where_it_did() -> None:
+    with make_relay() as relay:
+        with Session(relay, BATCHES, probe=False) as session:
+            train(session, 2)
+            session.edit(Insert(0)).result(HANG_S)
+            with Session(relay, BATCHES, probe=False) as second:
+                train(second, 1)
+                script = second.script()
+        ends = state_of(relay)
+    assert "begun = 2, 'main', 1, RelayConfig(micro_batches=2), [" in script and "train(1, loss=" in script
+    with make_relay() as relay:
+        with Session(relay, BATCHES, probe=False) as session:
+            train(session, 2)
+            session.edit(Insert(0)).result(HANG_S)
+        _, states = again(script, relay)
+    assert_equal(states, ends)

@@ -1,0 +1,41 @@
+"""Settings that fit by the forecast do fit when the step is run; where none do, the least is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sessions import make_batches, make_relay
+
+from l2l_core import EmulatedDevice, RelayConfig
+from workbench.what_if import MeasuredStep, Question, answer, fitting
+
+BATCH = make_batches(1)[0]  # of six rows
+
+
+@pytest.fixture(scope="module")
+def base() -> MeasuredStep:
+    """A step with everything on the device at once, as far as a relay goes."""
+    with make_relay(RelayConfig(micro_batches=1, ahead=3, meter="always")) as relay:
+        relay.step(BATCH)
+        return MeasuredStep.of(relay.step(BATCH).trace)
+
+
+def test_what_fits_by_the_forecast_fits_on_a_device_of_that_size(base: MeasuredStep) -> None:
+    needed = answer(base, Question.of(base)).peak_device_bytes
+    asked = replace(Question.of(base), memory_bytes=0.8 * needed)
+    found = fitting(lambda question: answer(base, question), asked, rows=6)
+    assert found.settings and found.fastest is not None and found.fastest.device_bytes <= 0.8 * needed
+    config = replace(RelayConfig(micro_batches=1, ahead=3), **found.settings)
+    with make_relay(config, EmulatedDevice(memory_bytes=int(0.8 * needed))) as relay:
+        assert relay.step(BATCH).peak_device_bytes <= 0.8 * needed
+
+
+def test_where_nothing_fits_the_least_is_told(base: MeasuredStep) -> None:
+    found = fitting(lambda question: answer(base, question), replace(Question.of(base), memory_bytes=100), rows=6)
+    assert found.fastest is None and not found.settings and found.smallest.budget_bytes > 100
+
+
+def test_a_device_without_a_budget_is_refused(base: MeasuredStep) -> None:
+    with pytest.raises(ValueError, match="memory_bytes=None: a device without a limit has room"):
+        fitting(lambda question: answer(base, question), Question.of(base), rows=6)

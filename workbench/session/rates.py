@@ -1,0 +1,51 @@
+"""The scheduler of the learning rate: told of every step, and kept and put back where branches take turns."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, Protocol
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+
+class Scheduler(Protocol):
+    """What a session asks of a learning rate scheduler, as those of `torch.optim.lr_scheduler` have it."""
+
+    def step(self) -> None: ...
+
+
+class Rates:
+    """What a session does with its scheduler, if it has one. The rates themselves are the optimizer's, by branch.
+
+    Args:
+        scheduler: of the session.
+    """
+
+    def __init__(self, scheduler: Scheduler | None) -> None:
+        self._scheduler: Any = scheduler
+
+    @property
+    def why_no_turns(self) -> str:
+        """Why branches cannot each have a state of it; "" if they can."""
+        lacks = [name for name in ("state_dict", "load_state_dict") if not hasattr(self._scheduler, name)]
+        if self._scheduler is None or not lacks:
+            return ""
+        return (
+            f"its scheduler of the learning rate, a {type(self._scheduler).__name__}, has no {' and no '.join(lacks)}"
+        )
+
+    def step(self, loss: float) -> None:
+        """A step is done, with this loss."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(loss)
+        elif self._scheduler is not None:
+            self._scheduler.step()
+
+    def keep(self) -> Any:
+        """Its state as it is now, for `put`."""
+        return None if self._scheduler is None else deepcopy(self._scheduler.state_dict())
+
+    def put(self, kept: Any) -> None:
+        """Put it to a state that it was in."""
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(deepcopy(kept))

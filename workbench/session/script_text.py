@@ -1,0 +1,205 @@
+"""The frame of a script: what it asks for, how it trains, and the check that it begins and goes as the session did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import indent, wrap
+
+from workbench.session.batches import Kind
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What differs from script to script.
+
+    Attributes:
+        lines: that do what the session did, in order.
+        names: imported from the engine.
+        config: of the relay at the beginning, as code.
+        begun: steps, branch, keys of layers and lines of the journal then.
+        kind: of the source of batches.
+        turn: tells a scheduler of the learning rate of a step; "" without one.
+        has_schedule: whether a schedule edits layers or lets some sit out.
+        has_race: whether branches raced.
+    """
+
+    lines: Sequence[str]
+    names: Sequence[str]
+    config: str
+    begun: tuple[int, str, Sequence[str], int]
+    kind: Kind
+    turn: str
+    has_schedule: bool
+    has_race: bool
+
+
+def frame(of: Frame) -> str:
+    """The whole program."""
+    more = ["schedule"] * of.has_schedule + ["scheduler"] * bool(of.turn)
+    given = "".join(f", {name}" for name in more)
+    step = "schedule.step(relay, batch)" if of.has_schedule else "relay.step(batch)"
+    parts = [
+        _HEAD.format(names=", ".join(of.names), imports="\n".join(_imports(of))),
+        _asks(of),
+        _BY_HAND,
+        f"def reproduce(relay, batches{given}):\n" + indent(_begin(of), "    "),
+        indent(_TRAIN.format(step=step, turn=f"\n    {of.turn}" if of.turn else ""), "    "),
+        *([indent(_RACE_WITH_RATES if of.turn else _RACE, "    ")] if of.has_race else []),
+        indent("\n".join([*of.lines, "return losses"]), "    "),
+        _run(of, more),
+    ]
+    return re.sub(r"\n{3,}(?=    )", "\n\n", re.sub(r"\n{4,}", "\n\n\n", "\n".join(parts)))
+
+
+_HEAD = '''"""What a session of the workbench did with a relay, as a program that does it again.
+
+Write make_relay() and batches() (and what else raises NotImplementedError), then run it. Losses and weights are the same to
+the bit where the model, its seed, the batches and the machine are the same.
+"""
+
+{imports}
+
+from l2l_core import {names}
+
+'''
+
+_BY_HAND = '''
+def by_hand(what, relay):
+    """The session did this with code or a module that it cannot write down. Do it here; where it changed nothing, return."""
+    raise NotImplementedError(f"by_hand(): the session did something that this script cannot know; write it there: {what}")
+
+'''
+
+_TRAIN = '''
+def train_on(batch):
+    losses.append({step}.loss){turn}
+
+def train(steps, loss=None):
+    """Make steps on the next batches; `loss` is what the last of them had in the session."""
+    for _ in range(steps):
+        train_on(next(batches))
+    if loss is not None and losses[-1] != loss:
+        warnings.warn(
+            f"the loss of step {{relay.steps}} of {{relay.branch}} is {{losses[-1]!r}}, and in the session it was {{loss!r}}: "
+            "the model, its seed, the batches or the machine are others"
+        )
+'''
+
+_RACE = '''
+def race(steps):
+    """Train branches on the same batches, each for so many steps, and go back. A session takes turns, to the same bits."""
+    home, kept = relay.branch, [copy.deepcopy(next(batches)) for _ in range(max(steps.values()))]
+    for name, count in steps.items():
+        relay.switch(name)
+        for batch in kept[:count]:
+            train_on(batch)
+    relay.switch(home)
+'''
+
+_RACE_WITH_RATES = '''
+def race(steps):
+    """Train branches on the same batches, each for so many steps and with a scheduler of its own, and go back."""
+    home, kept = relay.branch, [copy.deepcopy(next(batches)) for _ in range(max(steps.values()))]
+    begun = copy.deepcopy(scheduler.state_dict())
+    rates = {home: begun}
+    for name, count in steps.items():
+        relay.switch(name)
+        scheduler.load_state_dict(copy.deepcopy(begun))
+        for batch in kept[:count]:
+            train_on(batch)
+        rates[name] = copy.deepcopy(scheduler.state_dict())
+    relay.switch(home)
+    scheduler.load_state_dict(rates[home])
+'''
+
+
+def _imports(of: Frame) -> Iterator[str]:
+    if of.has_race:
+        yield "import copy"
+    if of.kind == "iterable":
+        yield "import itertools"
+    yield "import warnings"
+    if any("replace(" in line for line in of.lines):
+        yield "from dataclasses import replace"
+
+
+def _asks(of: Frame) -> str:
+    """The functions that somebody has to write."""
+    steps, branch, keys, edits = of.begun
+    layers = f"{len(keys)} layers, {keys[0]} to {keys[-1]}" if len(keys) > 1 else f"{len(keys)} layer"
+    past = f", {edits} lines of its journal" if edits else ""
+    asked = [
+        _ask(
+            "make_relay",
+            f"The relay as the session found it: {layers}, after step {steps} of {branch}{past}.",
+            f"build the model from its seed and return Relay(model, ..., config={of.config})",
+        ),
+        _ask("batches", *_BATCHES[of.kind]),
+    ]
+    if of.has_schedule:
+        asked.append(
+            _ask("make_schedule", "The schedule of the session.", "return what Session(schedule=...) was given")
+        )
+    if of.turn:
+        asked.append(
+            _ask("make_scheduler", "The scheduler of the learning rate, as it was when the session began.",
+                 "return one over relay.optimizer, as Session(scheduler=...) was given", "relay")
+        )  # fmt: skip
+    return "\n".join(asked)
+
+
+_BATCHES = {
+    "iterable": (
+        "What the session was given as batches (a list, a DataLoader with the same seed); when it ends, it begins again.",
+        "return it here",
+    ),
+    "iterator": ("The batches that the session was given, from its first one on.", "return an iterator of them"),
+    "function": ("The next batch, as the function that the session was given.", "return a batch"),
+}
+
+
+def _ask(name: str, says: str, remedy: str, args: str = "") -> str:
+    return f'''
+def {name}({args}):
+    """{says}"""
+    raise NotImplementedError(
+        {f"{name}() is not written yet: {remedy}"!r}
+    )
+'''
+
+
+def _begin(of: Frame) -> str:
+    """Check that the relay is the one with which the session began."""
+    steps, branch, keys, edits = of.begun
+    listed = "\n".join(f"    {line}" for line in wrap(", ".join(map(repr, keys)) + ",", 110))
+    return f'''"""Do all of it; the loss of every step, in the order in which they were made."""
+losses = []
+begun = {steps}, {branch!r}, {edits}, {of.config}, [
+{listed}
+]
+found = relay.steps, relay.branch, len(relay.journal), relay.config, [layer.key for layer in relay.stack]
+if found != begun:
+    raise ValueError(
+        f"steps, branch, lines of the journal, settings and layers of this relay are {{found}}, and the session began with "
+        f"{{begun}}: return such a relay from make_relay()"
+    )
+'''
+
+
+def _run(of: Frame, more: Sequence[str]) -> str:
+    source = {
+        "iterable": "itertools.chain.from_iterable(itertools.repeat(batches()))",
+        "iterator": "iter(batches())",
+        "function": "iter(batches, object())",
+    }[of.kind]
+    made = {"schedule": "make_schedule()", "scheduler": "make_scheduler(relay)"}
+    given = "".join(f", {made[name]}" for name in more)
+    return f"""
+
+if __name__ == "__main__":
+    relay = make_relay()
+    losses = reproduce(relay, {source}{given})
+    print(f"{{len(losses)}} steps are made again" + (f"; the last loss is {{losses[-1]!r}}" if losses else ""))
+"""

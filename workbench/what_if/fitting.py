@@ -1,0 +1,37 @@
+"""Settings with which a step would fit its device, found among answers: nothing is run for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from l2l_core import RelayConfig
+from l2l_core.forecast import Priced, WhatFits, what_fits
+from workbench.what_if.question import Question
+from workbench.what_if.what_if import Answer
+
+
+def fitting(ask: Callable[[Question], Answer], question: Question, rows: int, most_s: float = math.inf) -> WhatFits:
+    """Look for micro-batches, layers ahead and a place of the stash with which the step asked for fits.
+
+    Args:
+        ask: answers a question.
+        question: of a device with a budget; the rest of its settings stay.
+        rows: of the batch.
+        most_s: as of `what_fits`.
+
+    Raises:
+        ValueError: the device has no budget, or no step could be made.
+    """
+    if question.memory_bytes is None:
+        raise ValueError(
+            "memory_bytes=None: a device without a limit has room for everything; ask for one with a budget"
+        )
+
+    def price(config: RelayConfig) -> Priced | None:
+        found = ask(replace(question, micro_batches=config.micro_batches, ahead=config.ahead, stash=config.stash))
+        return Priced(config, found.peak_device_bytes, lambda: found.seconds)
+
+    asked = RelayConfig(micro_batches=question.micro_batches, ahead=question.ahead, stash=question.stash)
+    return what_fits(price, asked, rows, int(question.memory_bytes), most_s)
