@@ -68,12 +68,12 @@ def logits_in(output: Any) -> torch.Tensor | None:
     """Find the logits in what a model gives out: what it calls so, or else its first tensor of numbers.
 
     Returns:
-        (rows, positions, tokens), or (rows, classes); None if there are none of such a shape.
+        (rows, positions, tokens), or (rows, classes), of two or more; None if there are none of such a shape.
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     tensors = [leaf for leaf in leaves_in(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     found = named if isinstance(named, torch.Tensor) else next((one for one in tensors if one.ndim), None)
-    return found if found is not None and found.ndim in (2, 3) else None
+    return found if found is not None and found.ndim in (2, 3) and found.shape[-1] > 1 else None
 
 
 @contextmanager

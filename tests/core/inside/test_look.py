@@ -261,6 +261,17 @@ def test_a_classifier_has_a_lens_of_one_position() -> None:
         assert whole_model.tokens[0, 0] == logits[1].argmax() and not seen.tokens
 
 
+def test_an_output_of_one_number_is_none_of_tokens() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    with Relay(
+        model, device=EmulatedDevice(), layers=list(model)[:2], loss=lambda y, batch: y.square().mean()
+    ) as relay:
+        batch = torch.randn(4, 4), torch.zeros(4)
+        last = relay.look(batch, lens=True).depths[-1]
+        assert last.loss == relay.evaluate(batch) and last.tokens is None and "no logits of shape" in last.why_not
+
+
 def test_a_depth_that_cannot_be_run_says_why() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
