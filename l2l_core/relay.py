@@ -321,8 +321,8 @@ class Relay:
             lens: run the micro-batches once more for each chosen layer, with the layers above it left out, as if they had been
                 dropped, and keep the loss and what the model's own head says.
             generate: with so many layers each, go on writing from the row's first `positions` tokens, or fewer where there is no
-                room: as many passes of one row for each layer. The tokens take the places of those that the row has there, so
-                only what comes before a token counts in models whose attention is causal.
+                room: as many passes of one row for each layer, and three to try whether the model writes from left to right at
+                all. The tokens take the places of those that the row has there.
             top: how many tokens `lens` keeps at each position.
 
         Raises:

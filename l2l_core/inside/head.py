@@ -52,7 +52,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The task of a pass that goes on writing: the likeliest token behind a position of the first row, a scalar."""
+    """The task of a pass that goes on writing: logits at a position of the first row, (tokens,); None where there are none."""
 
     objective: Objective
     position: int = field(compare=False)  # passes that differ in it alone need the same
@@ -61,7 +61,9 @@ class Next:
         with _outputs_of(model) as seen:
             self.objective(model, micro_batch)
         logits = logits_in(seen[-1]) if seen else None
-        return logits[0, self.position].argmax() if logits is not None and logits.ndim == 3 else None
+        if logits is None or logits.ndim != 3 or self.position >= logits.shape[1]:
+            return None
+        return logits[0, self.position].float()
 
 
 def logits_in(output: Any) -> torch.Tensor | None:

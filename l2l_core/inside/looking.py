@@ -21,6 +21,8 @@ _NO_TOKENS = (
     "the model's output has no logits of shape (rows, positions, tokens) or (rows, classes), or the objective does not call "
     "the model itself"
 )
+_NOTHING_TO_WRITE = "the model's output has no logits of shape (rows, positions, tokens), or the objective does not call the model itself"
+_SAME = 1e-4, 1e-4  # relative and absolute differences of logits that are rounding
 _Found = TypeVar("_Found", Depth, Written)
 
 
@@ -80,8 +82,9 @@ def look(
     if generate:
         first = one_row(micro_batches[0], asked.row)
         prompt = _room(first, asked.positions, generate)
-        written = [_write(passes, unit, first, prompt, generate) for unit in units]
-        counted += sum(len(one.tokens) for one in written)
+        why_not = _why_not_written(passes, first, prompt)
+        written = [_write(passes, unit, first, prompt, generate, why_not) for unit in units]
+        counted += 3 + sum(len(one.tokens) for one in written)
     rows = zip(asked.micro_batches, map(tokens_of, micro_batches), strict=True)
     tokens = {k: found[asked.row].to("cpu", copy=True) for k, found in rows if found is not None}
     return Inside(
@@ -117,18 +120,44 @@ def _read_head(
     return _or_why_not(nothing, read)
 
 
-def _write(passes: Passes, unit: Unit, row: Any, prompt: int, count: int) -> Written:
-    """Go on with a row, one token after the other, each the likeliest one."""
-    nothing = Written(passes.depth(unit), unit.key, unit.name)
+def _why_not_written(passes: Passes, row: Any, prompt: int) -> str:
+    """Try whether the whole model can go on with a row: at a position it must read what stands there, and nothing behind."""
+    tokens = _tokens_in(row)
+    said = [
+        passes.infer([with_tokens(row, _with_another(tokens, at))], Next(passes.objective, prompt - 1), [])[0]
+        for at in (None, prompt - 1, prompt)
+    ]
+    if any(one is None for one in said):
+        return _NOTHING_TO_WRITE
+    plain, other_here, other_behind = said
+    what = f"what the model says at position {prompt - 1} of the row"
+    if torch.allclose(plain, other_here, *_SAME):
+        return f"{what} does not depend on the token there: these are not the tokens that the model goes on with"
+    if not torch.allclose(plain, other_behind, *_SAME):
+        return f"{what} depends on the token behind it: its attention is not causal, so it does not write from left to right"
+    return ""
+
+
+def _with_another(tokens: torch.Tensor, at: int | None) -> torch.Tensor:
+    """Exchange the token of the first row at a position, if one is named, for another one of the vocabulary."""
+    changed = tokens.clone()
+    if at is not None:
+        changed[0, at] = changed[0, at] - 1 if changed[0, at] > 0 else 1
+    return changed
+
+
+def _write(passes: Passes, unit: Unit, row: Any, prompt: int, count: int, why_not: str) -> Written:
+    """Go on with a row, one token after the other, each the likeliest one; or say why not."""
+    nothing = Written(passes.depth(unit), unit.key, unit.name, why_not=why_not)
+    if why_not:
+        return nothing
 
     def write() -> list[Written]:
         tokens = _tokens_in(row).clone()
         with passes.until(unit):
             for at in range(prompt, prompt + count):
-                (token,) = passes.infer([with_tokens(row, tokens)], Next(passes.objective, at - 1), [])
-                if token is None:
-                    return [replace(nothing, why_not=_NO_TOKENS)]
-                tokens[0, at] = token
+                (logits,) = passes.infer([with_tokens(row, tokens)], Next(passes.objective, at - 1), [])
+                tokens[0, at] = logits.argmax()
         return [replace(nothing, tokens=tuple(tokens[0, prompt : prompt + count].tolist()))]
 
     return _or_why_not([nothing], write)[0]

@@ -195,7 +195,7 @@ class InsidePanel(Panel):
     def _forecast(self, now: Snapshot) -> str:
         """How many passes it would take."""
         layers = len(self._layers.value) or len(spaced(len(now.layers)))
-        passes = 1 + layers * (int(self._lens.value) + self._write.value)
+        passes = 1 + layers * (int(self._lens.value) + self._write.value) + (3 if self._write.value else 0)
         return "takes 1 pass of a micro-batch" if passes == 1 else f"takes up to {passes} passes of a micro-batch"
 
     def _press(self) -> None:

@@ -16,8 +16,8 @@ from workbench.pictures.theme import BLUE
 from workbench.pictures.words import shorten
 from workbench.readings import Numbers, full_name
 
-POSITIONS, DEPTHS = 20, 12  # that are drawn at most
-_LEFT, _TOP, _HIGH, _RIGHT = 96, 62, 19, 88  # px
+POSITIONS, DEPTHS = 16, 12  # that are drawn at most
+_LEFT, _TOP, _HIGH, _RIGHT = 96, 62, 17, 88  # px
 
 STYLE = """
 .l2l-inside-text{font-size:12.5px;border-spacing:0;margin:4px 0}
@@ -41,11 +41,12 @@ def show_lens(seen: Inside, numbers: Numbers, decode: Decode | None) -> Picture:
     if not length:
         why = next((one.why_not for one in depths if one.why_not), "the head was not asked for")
         return Picture(svg.document(WIDTH, 40, title, why, [svg.text(0, 20, shorten(why, 150), style="dim")]), table)
+    first = f", the first {POSITIONS} positions of {length}" if length > POSITIONS else ""
     length = min(length, POSITIONS)
     row = seen.tokens.get(seen.micro_batches[0])
     given = [] if row is None or length == 1 else [show_token(t, decode) for t in row[: length + 1].tolist()]
     wide = (WIDTH - _LEFT - _RIGHT) / len(shown)
-    parts = [svg.text(0, 12, f"{title}: {row_words(seen)}", style="small"), *_sides(given, length)]
+    parts = [svg.text(0, 12, f"{title}: {row_words(seen)}{first}", style="small"), *_sides(given, length)]
     for i, one in enumerate(shown):
         parts += _column(one, _LEFT + i * wide, wide, length, decode)
     height = _TOP + _HIGH * length + 12
@@ -53,19 +54,31 @@ def show_lens(seen: Inside, numbers: Numbers, decode: Decode | None) -> Picture:
 
 
 def lens_table(seen: Inside, numbers: Numbers, decode: Decode | None) -> Table:
-    """Of each depth the loss, and the likeliest tokens at the last position that is kept."""
-    rows = []
-    for one in seen.depths:
-        last = "–"
-        if one.tokens is not None and one.chances is not None:
-            pairs = zip(one.tokens[-1].tolist(), one.chances[-1].tolist(), strict=True)
-            last = ", ".join(f"{show_token(token, decode)} {chance:.0%}" for token, chance in pairs)
-        loss = one.why_not if one.loss is None else show_figure(one.loss)
-        rows.append((str(one.layers), full_name(one.key, numbers), str(one.micro_batch), loss, last))
-    header = ("layers", "the last of them", "micro-batch", "loss", "at the last position")
+    """Of the first micro-batch: the loss of each depth, and its likeliest token at every position that is kept."""
+    depths = [one for one in seen.depths if one.micro_batch == seen.micro_batches[0]]
+    row = seen.tokens.get(seen.micro_batches[0])
+    given = [] if row is None else [show_token(token, decode) for token in row.tolist()]
+    header = ("position", "in the row", *(_layers(one.layers) for one in depths))
+    rows = [("loss", "", *("–" if one.loss is None else show_figure(one.loss) for one in depths))]
+    length = max((len(one.tokens) for one in depths if one.tokens is not None), default=0)
+    for i in range(length):
+        rows.append((str(i), given[i] if i < len(given) else "–", *(_best(one, i, decode) for one in depths)))
+    gaps = [f"{_layers(one.layers)}: {one.why_not}." for one in depths if one.why_not]
+    ends = [f"{_layers(one.layers)} end with {full_name(one.key, numbers)}" for one in depths[-1:]]
+    note = "The layers above are left out, as if they had been dropped."
     return Table(
-        "What the head says at each depth", header, rows, "The layers above are left out, as if they had been dropped."
+        "What the head says at each depth", header, rows, " ".join([note, *(f"{one}." for one in ends), *gaps])
     )
+
+
+def _best(one: Depth, position: int, decode: Decode | None) -> str:
+    if one.tokens is None or one.chances is None:
+        return "–"
+    return f"{show_token(int(one.tokens[position, 0]), decode)} {float(one.chances[position, 0]):.0%}"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def text_html(seen: Inside, numbers: Numbers, decode: Decode | None) -> str:
@@ -104,7 +117,7 @@ def _column(one: Depth, x: float, wide: float, length: int, decode: Decode | Non
     loss = "–" if one.loss is None else f"loss {show_figure(one.loss)}"
     yield svg.text(middle, _TOP - 10, loss, style="small dim", anchor="middle")
     if one.tokens is None or one.chances is None:
-        tip = f"{one.layers} layers: {one.why_not}"
+        tip = f"{_layers(one.layers)}: {one.why_not}"
         yield svg.rect(x + 1, _TOP, wide - 2, _HIGH * length, style="well", tip=tip)
         return
     for i, (tokens, chances) in enumerate(zip(one.tokens.tolist(), one.chances.tolist(), strict=True)):
@@ -122,7 +135,7 @@ def _column(one: Depth, x: float, wide: float, length: int, decode: Decode | Non
 
 
 def _depth_words(one: Written, numbers: Numbers) -> str:
-    return f"{one.layers} layer{'s' if one.layers > 1 else ''}, up to {full_name(one.key, numbers)}"
+    return f"{_layers(one.layers)}, up to {full_name(one.key, numbers)}"
 
 
 def _text_words(seen: Inside) -> str:

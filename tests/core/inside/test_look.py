@@ -13,6 +13,7 @@ import torch
 from small import assert_same, keys, make_batch, make_gpt, make_relay, whole
 from torch import nn
 from torch.nn import functional
+from transformers import BertConfig, BertForMaskedLM
 
 from l2l_core import Drop, EmulatedDevice, Relay, RelayConfig
 from l2l_core.inside import BINS, Inside, Passing, Spread
@@ -244,6 +245,21 @@ def test_what_is_written_is_greedy_decoding_with_the_first_layers() -> None:
                 row = torch.cat([row, logits[:, -1:].argmax(-1)], 1)
             assert one.tokens == tuple(row[0, 4:].tolist())
         assert len({one.tokens for one in seen.written}) == 2, "depths that say the same show nothing"
+
+
+def test_a_model_that_does_not_write_from_left_to_right_says_so() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        initializer_range=0.5,
+    )
+    with make_relay(BertForMaskedLM(config)) as relay:
+        (one, two) = relay.look(BATCH, generate=2).written
+        assert "its attention is not causal" in one.why_not == two.why_not and not one.tokens
 
 
 def test_a_prompt_gives_way_to_what_is_written() -> None:

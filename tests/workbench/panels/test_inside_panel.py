@@ -84,9 +84,9 @@ def test_what_is_chosen_is_looked_at_and_the_line_of_code_does_the_same(panel: I
     find(panel, "attention maps").value = True
     find(panel, "head at each depth").value = True
     find(panel, "tokens to write").value = 2
-    assert "takes up to 7 passes" in html_of(panel)
+    assert "takes up to 10 passes" in html_of(panel)
     seen = press(panel)
-    assert (seen.keys, seen.micro_batches, seen.row, seen.passes) == (("L001", "L003"), (1,), 1, 7)
+    assert (seen.keys, seen.micro_batches, seen.row, seen.passes) == (("L001", "L003"), (1,), 1, 10)
     line = code(panel)
     assert line == (
         "seen = workbench.look(['L001', 'L003'], micro_batches=[1], row=1, positions=4, attention=True, lens=True, "

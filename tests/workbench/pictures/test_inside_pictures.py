@@ -140,6 +140,12 @@ def test_the_lens_has_a_token_for_every_position_and_depth() -> None:
         assert one.tokens is not None and one.chances is not None
         for tokens, chances in zip(one.tokens.tolist(), one.chances.tolist(), strict=True):
             assert ", ".join(f"{LETTERS([t])} {p:.0%}" for t, p in zip(tokens, chances, strict=True)) in words(picture)
+    assert picture.table.header[2:] == ("1 layer", "2 layers", "3 layers")
+    assert picture.table.rows[0] == ("loss", "", "3.5", "3.17", "2.83")
+    first = seen.depths[0]
+    assert first.tokens is not None and first.chances is not None
+    best = f"{LETTERS([int(first.tokens[3, 0])])} {float(first.chances[3, 0]):.0%}"
+    assert picture.table.rows[4][:3] == ("3", "d", best)
     assert "loss 3.17" in words(picture) and "0  a" in words(picture) and "next in the row" in words(picture)
     opacities = [float(each) for each in re.findall(r'<g fill-opacity="([\d.]+)"', picture.svg)]
     tops = [float(p) for one in seen.depths for p in one.chances[:, 0]]  # type: ignore[index]
@@ -150,7 +156,7 @@ def test_a_depth_that_could_not_be_run_is_a_gap_with_a_reason() -> None:
     seen = make()
     gap = Depth(1, "L000", "h.0", 0, why_not="ValueError: all of <it> would sit out")
     picture = all_of(make(depths=(gap, *seen.depths[1:])))["lens"]
-    assert "would sit out" in picture.svg and picture.table.rows[0][3] == gap.why_not
+    assert "would sit out" in picture.svg and f"1 layer: {gap.why_not}." in picture.table.note
     assert "ValueError" in words(all_of(make(depths=(gap,)))["lens"])
 
 
