@@ -21,7 +21,10 @@ _NO_TOKENS = (
     "the model's output has no logits of shape (rows, positions, tokens) or (rows, classes), or the objective does not call "
     "the model itself"
 )
-_NOTHING_TO_WRITE = "the model's output has no logits of shape (rows, positions, tokens), or the objective does not call the model itself"
+_NOTHING_TO_WRITE = (
+    "the model's output has no logits of shape (rows, positions, tokens), or the objective does not call "
+    "the model itself"
+)
 _SAME = 1e-4, 1e-4  # relative and absolute differences of logits that are rounding
 _Found = TypeVar("_Found", Depth, Written)
 
