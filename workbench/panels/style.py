@@ -56,7 +56,6 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-failure p{margin:4px 0}
 .l2l-empty{opacity:.65;font-size:12px;padding:24px 0;text-align:center}
 .l2l-card-panel{border-top:1px solid var(--jp-border-color2,#8884);margin-top:6px;padding-top:6px}
-.l2l-inside .l2l-questions{align-items:center}
 .l2l-layers-box{max-height:26em;overflow:auto!important}
 .l2l-viewbar{display:flex;flex-flow:row wrap;align-items:center;gap:6px;
 margin:4px 0 6px;border-bottom:1px solid var(--jp-border-color2,#8884);overflow:visible}

@@ -464,3 +464,38 @@ def test_what_there_is_not_is_refused(options: dict[str, Any], words: str) -> No
 def test_without_tokens_nothing_is_written() -> None:
     with make_noisy("device") as relay, pytest.raises(ValueError, match="holds no tokens"):
         relay.look(noisy_batch(0), generate=1)
+
+
+# Other batches, other settings ----------------------------------------------------------------------------------------
+
+
+def test_an_objective_over_tuples_is_looked_at_alike() -> None:
+    def objective(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        logits = model(batch[0], use_cache=False).logits
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[1][:, 1:].flatten())
+
+    options: dict[str, Any] = {"lens": True, "generate": 2, "positions": 4, "row": 1}
+    tokens = BATCH["input_ids"]
+    with make_relay(make_gpt()) as relay, make_relay(make_gpt(), objective=objective) as other:
+        mine, its = relay.look(BATCH, **options), other.look((tokens, tokens), **options)
+    assert [one.left for one in mine.passings] == [one.left for one in its.passings]
+    assert [one.loss for one in mine.depths] == pytest.approx([one.loss for one in its.depths])
+    assert mine.written == its.written and not mine.written[0].why_not
+
+
+def test_in_bfloat16_figures_are_those_of_the_low_precision() -> None:
+    with make_relay(make_gpt(), config=RelayConfig(micro_batches=2, precision="bf16")) as relay:
+        seen = relay.look(BATCH, attention=True, lens=True, generate=1)
+        with make_relay(make_gpt()) as exact:
+            other = exact.look(BATCH, attention=True)
+        for low, high in zip(seen.passings, other.passings, strict=True):
+            assert low.left is not None and high.left is not None
+            assert low.left.rms == pytest.approx(high.left.rms, rel=0.02) and low.left.rms != high.left.rms
+            torch.testing.assert_close(low.attention[0], high.attention[0], rtol=0, atol=0.01)
+
+
+def test_the_batch_stays_as_it_is() -> None:
+    with make_relay(make_gpt(), config=RelayConfig(micro_batches=1)) as relay:  # one that is not cut
+        batch = make_batch(5)
+        relay.look(batch, generate=3, row=2)
+        assert torch.equal(batch["input_ids"], BATCH["input_ids"])
