@@ -34,6 +34,7 @@ from l2l_core.forecast import Profile as Profile
 from l2l_core.forecast import Shapes as Shapes
 from l2l_core.forecast import forecast_config as forecast_config
 from l2l_core.forecast import simulate as simulate
+from l2l_core.inside import Inside as Inside
 from l2l_core.model import find_layers as find_layers
 from l2l_core.relay import Relay as Relay
 from l2l_core.trace import Bound as Bound

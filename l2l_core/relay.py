@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from l2l_core.eps.blocks import (
 )
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, silent
 from l2l_core.forecast import Forecast, LastStep, Rehearsal, advise, forecast_step
+from l2l_core.inside import Asked, Inside, Observer, Passes, check_numbers, look, spaced
 from l2l_core.model import Caches, RandomState, Where, full_precision, keep_attributes, refuse_whole, resolve_layers
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
 from l2l_core.step import (
@@ -290,6 +291,53 @@ class Relay:
         """
         with interrupts_wait(), self._exclusive(), self._unseen(), self._trying(edits, trust):
             return [self._evaluate(batch, self._mean_of_probes) for batch in batches]
+
+    def look(
+        self,
+        batch: Batch,
+        layers: Iterable[Where] | None = None,
+        *,
+        micro_batches: Sequence[int] = (0,),
+        row: int = 0,
+        positions: int = 32,
+        attention: bool = False,
+        lens: bool = False,
+        generate: int = 0,
+        top: int = 3,
+    ) -> Inside:
+        """Look inside of the model in evaluation mode, as if nobody had looked: what `probe` puts back is put back here too.
+
+        The chosen micro-batches go through all layers once, and each chosen layer is reduced to a few figures while it is on the
+        device, so device memory does not grow with depth: what enters and leaves it, and what it adds.
+
+        Args:
+            batch: as for `step`, cut into as many micro-batches; only the chosen ones are run.
+            layers: those that are looked at, as edits name layers; default up to 12, evenly chosen.
+            micro_batches: their numbers, from 0.
+            row: of each of them: whose attention and tokens.
+            positions: how many of the row, the first ones.
+            attention: keep the attention maps too. Layers run as they are, and the maps are computed beside them; only PyTorch's
+                own `TransformerEncoderLayer` takes another, equivalent way meanwhile, which may round otherwise.
+            lens: run the micro-batches once more for each chosen layer, with the layers above it left out, as if they had been
+                dropped, and keep the loss and what the model's own head says.
+            generate: with so many layers each, go on writing from the row's first `positions` tokens, or fewer where there is no
+                room: as many passes of one row for each layer, and three to try whether the model writes from left to right at
+                all. The tokens take the places of those that the row has there.
+            top: how many tokens `lens` keeps at each position.
+
+        Raises:
+            ValueError, TypeError: a layer or number that there is not, or a batch that cannot be evaluated.
+            DeviceOutOfMemory: as of `step`.
+        """
+        began_s = time.perf_counter()
+        with interrupts_wait(), self._exclusive(), self._unseen():
+            rows, parts = self._split(batch)
+            chosen = check_numbers(rows.sizes(len(parts)), micro_batches, row, positions, generate, top)
+            units = self._units_to_look_at(layers)
+            asked = Asked(frozenset(unit.key for unit in units), chosen, row, positions, attention)
+            passes = Passes(self._look_at_pass, self._left_out, tuple(self._parts.layers), self._call.objective)
+            seen = look(passes, units, [parts[k] for k in chosen], asked, lens=lens, generate=generate, top=top)
+        return replace(seen, step=self._steps, branch=self.branch, seconds=time.perf_counter() - began_s)
 
     def verify(self, batch: Batch) -> VerifyReport:
         """Train one step by relay and in core from the same state, compare, and put everything back as it was.
@@ -603,6 +651,29 @@ class Relay:
         divisors = mean.divisors(rows, micro_batches)
         losses = self._infer(micro_batches, self._call.objective, self.config)
         return float(sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True)))
+
+    # -- a look inside -------------------------------------------------------------------------------------------------
+
+    def _units_to_look_at(self, layers: Iterable[Where] | None) -> list[Unit]:
+        """Find the layers that are looked at, in order, each once."""
+        if layers is None:
+            return [self._parts.layers[i] for i in spaced(len(self._parts.layers))]
+        if isinstance(layers, str | nn.Module) or not isinstance(layers, Iterable):
+            raise TypeError(f"layers={layers!r} is one layer, or none: give a collection of layers, as [{layers!r}]")
+        wanted = {self._editor.lineup.unit_at(where) for where in layers}
+        if not wanted:
+            raise ValueError("layers=[] names no layer: name one or more, or leave it out to look at up to 12")
+        return [unit for unit in self._parts.layers if unit in wanted]
+
+    def _look_at_pass(self, micro_batches: Sequence[Any], task: Task, observers: Sequence[Observer]) -> list[Any]:
+        def prepare(stage: Stage) -> None:
+            for observer in observers:
+                stage.show(observer)
+
+        return self._infer(micro_batches, task, replace(self.config, micro_batches=len(micro_batches)), prepare)
+
+    def _left_out(self, keys: Sequence[str]) -> AbstractContextManager[None]:
+        return self._sitting_out(keys, trust=False)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

@@ -220,7 +220,8 @@ MAY_IMPORT = {
         "edits": "eps eps.optimizers eps.blocks surgery.identity surgery devices batches model trace config",
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
         "forecast": "step step.traffic eps eps.blocks devices batches trace config rules",
-        "relay": "forecast saves edits step eps eps.optimizers eps.blocks surgery devices batches model trace config",
+        "inside": "step.micro_batch eps.blocks batches model",
+        "relay": "inside forecast saves edits step eps eps.optimizers eps.blocks surgery devices batches model trace config",
     },
     "workbench": {
         "readings": "",

@@ -13,6 +13,7 @@ from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
 from workbench.panels.header import HeaderPanel
 from workbench.panels.heat import HeatPanel
+from workbench.panels.inside import InsidePanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
@@ -32,6 +33,7 @@ VIEWS: Mapping[str, Sequence[Kind]] = {
     "edits": (EditsPanel,),
     "loss": (LossPanel,),
     "figures": (HeatPanel,),
+    "inside": (InsidePanel,),
     "race": (RacePanel,),
     "what if": (WhatIfPanel,),
 }
@@ -55,13 +57,14 @@ class Workbench(Board):
 
     ``Workbench(relay, batches)`` at the end of a cell shows the buttons, a line on how the last step went, and one of these
     views: "relay" (the live picture), "time" (lanes and overlap, and why), "memory", "layers" (the table, and the card of one
-    layer), "edits" (edits, branches and their journal), "loss", "figures" (of the layers, over the steps), "race" (branches on
-    the same batches) and "what if". ``view="time"`` begins with another one, ``view=["relay", "memory"]`` stacks several.
+    layer), "edits" (edits, branches and their journal), "loss", "figures" (of the layers, over the steps), "inside"
+    (activations, attention and what the head says of each depth, when asked for), "race" (branches on the same batches) and
+    "what if". ``view="time"`` begins with another one, ``view=["relay", "memory"]`` stacks several.
     Running the cell again replaces it; another workbench on the same relay takes it over. Training goes on in a thread of
     its own, so cells stay free.
 
     Args:
-        relay, batches, loggers, scheduler, schedule, probe: as of `Session`.
+        relay, batches, loggers, scheduler, schedule, probe, decode: as of `Session`.
         view: the view that is seen first; several names are stacked, without buttons to turn.
 
     Raises:
@@ -78,10 +81,13 @@ class Workbench(Board):
         scheduler: Scheduler | None = None,
         schedule: Schedule = Schedule(),  # noqa: B008 - keeps no state; this one edits nothing
         probe: Given = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
         view: str | Sequence[str] = "relay",
     ) -> None:
         check_view(view, VIEWS)
-        self.session = Session(relay, batches, loggers=loggers, scheduler=scheduler, schedule=schedule, probe=probe)
+        self.session = Session(
+            relay, batches, loggers=loggers, scheduler=scheduler, schedule=schedule, probe=probe, decode=decode
+        )
         super().__init__(self.session, (HeaderPanel, VerdictPanel), VIEWS, view)
 
     run = _steer(Session.run)
@@ -94,6 +100,7 @@ class Workbench(Board):
     redo = _steer(Session.redo)
     measure = _steer(Session.measure)
     inspect = _steer(Session.inspect)
+    look = _steer(Session.look)
     race = _steer(Session.race)
     fork = _steer(Session.fork)
     switch = _steer(Session.switch)

@@ -29,6 +29,7 @@ from l2l_core.step.micro_batch import (
     Attributes,
     Crossing,
     Forward,
+    Observer,
     OutOfSight,
     Pass,
     Shadows,
@@ -222,6 +223,10 @@ class Stage:
         """Bring what a visit needs besides weights: the layer's buffers, which are part of no image."""
         with unit.buffers.on(self.parts.device, "buffers") as copies, self._images.exempting(copies):
             yield
+
+    def show(self, observer: Observer) -> None:
+        """Show every call of this pass to somebody; see `Pass.observers`."""
+        self.run.observers.append(observer)
 
     def shake(self) -> None:
         """Move the shell's weights on the device a little, for this pass: a head that is all zero tells no loss from another.

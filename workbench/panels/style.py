@@ -1,6 +1,6 @@
 """The style sheet of the panels, in the colours of JupyterLab's theme."""
 
-from workbench.pictures import VERMILION, card, edits, glossary, journal, layers, page, relay, verdict
+from workbench.pictures import VERMILION, card, edits, glossary, inside_lens, journal, layers, page, relay, verdict
 from workbench.what_if import picture as what_if
 
 _PANELS = """
@@ -105,6 +105,7 @@ STYLE = (
         + card.STYLE
         + journal.STYLE
         + edits.STYLE
+        + inside_lens.STYLE
         + what_if.STYLE
         + _PANELS
     )

@@ -9,6 +9,7 @@ from workbench.pictures.card import TRIAL_WORDS as TRIAL_WORDS
 from workbench.pictures.card import card_table as card_table
 from workbench.pictures.card import code_line as code_line
 from workbench.pictures.card import facts_html as facts_html
+from workbench.pictures.card import moment_words as moment_words
 from workbench.pictures.card import trial_html as trial_html
 from workbench.pictures.card_charts import draw_figures as draw_figures
 from workbench.pictures.card_charts import draw_histogram as draw_histogram
@@ -31,6 +32,14 @@ from workbench.pictures.heat import draw_heat as draw_heat
 from workbench.pictures.heat import show_heat as show_heat
 from workbench.pictures.heat_cells import KINDS as KINDS
 from workbench.pictures.heat_cells import heat_table as heat_table
+from workbench.pictures.inside import cost_words as cost_words
+from workbench.pictures.inside import row_words as row_words
+from workbench.pictures.inside import show_stream as show_stream
+from workbench.pictures.inside_attention import show_attention as show_attention
+from workbench.pictures.inside_lens import show_lens as show_lens
+from workbench.pictures.inside_lens import text_html as text_html
+from workbench.pictures.inside_lens import text_table as text_table
+from workbench.pictures.inside_spread import show_spreads as show_spreads
 from workbench.pictures.journal import draw_journal as draw_journal
 from workbench.pictures.journal import journal_table as journal_table
 from workbench.pictures.layers import draw_layers as draw_layers

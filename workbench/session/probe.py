@@ -14,13 +14,15 @@ from typing import Any, Literal
 import numpy
 import torch
 
-from l2l_core import Edit, Relay
+from l2l_core import Edit, Inside, Relay
 from l2l_core.batches import Batch, leaves_in
 from workbench.session.batches import Batches, copied
 from workbench.session.judgement import Judged, Measured
 from workbench.session.values import ProbeRow
 
 MOST = 4  # training batches that are kept, if nobody has given others
+
+_NO_BATCH = "no batch has been trained on yet, and no probe=[...] was given"
 
 Given = Sequence[Batch] | Literal[False] | None
 
@@ -121,6 +123,25 @@ class Probe:
         before = self.measure()
         return Judged(before, self._evaluate(self._measured, edits))
 
+    def look(self, batch: Batch, layers: Any, options: Mapping[str, Any]) -> Inside:
+        """Look inside of layers; without a batch on the first one there is, whether the probe is on or not.
+
+        Raises:
+            NotMeasured: there is no batch, or the model fails on it.
+            ValueError, TypeError: layers or options that there are not.
+        """
+        if batch is None:
+            known = self._batches or self._source.waiting
+            if not known:
+                raise NotMeasured(_NO_BATCH)
+            batch = known[0]
+        try:
+            return self._relay.look(batch, layers, **options)
+        except (ValueError, TypeError):
+            raise
+        except Exception as error:  # nothing has changed, so a run goes on
+            raise NotMeasured(_first_line(error)) from error
+
     def _evaluate(self, batches: Sequence[Batch], edits: Sequence[Edit] = ()) -> Measured:
         began_s = time.perf_counter()
         try:
@@ -137,7 +158,7 @@ class Probe:
             raise NotMeasured("the probe is off")
         if batches := self._batches or self._source.waiting:
             return batches
-        raise NotMeasured("no batch has been trained on yet, and no probe=[...] was given")
+        raise NotMeasured(_NO_BATCH)
 
     def _present(self) -> object:
         """What tells the relay from what it was, as far as steps, edits, settings and writes of the user's own go."""

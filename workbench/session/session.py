@@ -10,14 +10,16 @@ order in which they were asked for. Nobody waits for them: commands return at on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from l2l_core import Edit, Forecast, Relay, Schedule
+from l2l_core import Edit, Forecast, Inside, Relay, Schedule
+from l2l_core.batches import Batch
 from l2l_core.edits import Branch, Entry
+from l2l_core.model import Where
 from workbench.session.batches import Batches, BatchSource
 from workbench.session.edit_words import group_words
 from workbench.session.facts import LayerFacts
@@ -53,6 +55,7 @@ class Session(Watched):
         schedule: of the layers: what it says is edited before every step, and which layers sit it out.
         probe: a few held-out batches whose losses are measured before and after every edit, see `Probe`; None: copies of
             the first training batches; False: none, until `probe_on` is set.
+        decode: ``decode(tokens) -> text``, for panels that show tokens; None: these show their numbers.
 
     Raises:
         TypeError, ValueError: not a relay, or batches or a probe of no such kind, or a probe without batches.
@@ -67,10 +70,11 @@ class Session(Watched):
         scheduler: Scheduler | None = None,
         schedule: Schedule = Schedule(),  # noqa: B008 - keeps no state; this one edits nothing
         probe: Given = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         if not isinstance(relay, Relay):
             raise TypeError(f"relay is a {type(relay).__name__}: a session takes an l2l_core.Relay over your model")
-        self.relay = relay
+        self.relay, self.decode = relay, decode
         self._batches = Batches(batches)
         self._probe = Probe(relay, probe, self._batches)
         self._worker = Worker(self._due, lambda command, error: self._standing.show_error(command, error))
@@ -211,6 +215,17 @@ class Session(Watched):
         bit. What was done by code or with a module is a call of its function `by_hand`, which raises until it is written.
         """
         return self._trainer.script.text()
+
+    def look(self, layers: Iterable[Where] | None = None, *, batch: Batch = None, **options: Any) -> Future[Inside]:
+        """Look inside of layers between two steps; changes nothing, see `Relay.look`, which says what `options` there are.
+
+        Args:
+            layers: that are looked at; default up to 12, evenly chosen.
+            batch: default the first one of the probe, whether that is on or not.
+
+        The future gets a ValueError where nothing could be seen: there is no batch yet, or the model fails on it.
+        """
+        return self._whole("look inside", self._trainer.look, batch, layers, options)
 
     @property
     def probe_on(self) -> bool:

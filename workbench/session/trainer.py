@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from l2l_core import Edit, Forecast, Relay, Schedule, StepResult, TornStep
+from l2l_core import Edit, Forecast, Inside, Relay, Schedule, StepResult, TornStep
 from l2l_core.edits import Branch, Entry
 from workbench.session.batches import Batches, copied
 from workbench.session.edit_words import entry_words
@@ -255,6 +255,11 @@ class Trainer:
         """What a layer is made of now; None if there is none with this key."""
         self._standing.during = "edit"
         return facts_of(self.relay, key)
+
+    def look(self, batch: Any, layers: Any, options: Mapping[str, Any]) -> Inside:
+        """Look inside of layers, on the probe's first batch unless another one is given."""
+        self._standing.during = "edit"
+        return self._probe.look(batch, layers, options)
 
     def _let(self, action: Callable[[], Any]) -> Any:
         self._standing.during = "edit"

@@ -12,8 +12,10 @@ from l2l_core.step.micro_batch.forward import Forward as Forward
 from l2l_core.step.micro_batch.forward import Shadows as Shadows
 from l2l_core.step.micro_batch.hooks import SideOutputs as SideOutputs
 from l2l_core.step.micro_batch.hooks import UserHooks as UserHooks
+from l2l_core.step.micro_batch.influence import hidden_states as hidden_states
 from l2l_core.step.micro_batch.keepers import KEEP_AT_THE_TURN as KEEP_AT_THE_TURN
 from l2l_core.step.micro_batch.keepers import RECOMPUTE as RECOMPUTE
 from l2l_core.step.micro_batch.keepers import Keeper as Keeper
+from l2l_core.step.micro_batch.shared import Observer as Observer
 from l2l_core.step.micro_batch.shared import Pass as Pass
 from l2l_core.step.micro_batch.sight import OutOfSight as OutOfSight

@@ -218,7 +218,10 @@ class Call:
         buffers = [buffer for buffer in self.unit.buffers.now() if buffer is not None]
         with run.at_work.turn(self.k, self.unit.key, [*self.tensors, *buffers]), run.attributes.in_layer():
             run.asides.release(self.tensors)
-            return self.arguments.run(self.real)
+            real = self.real
+            for shown in run.observers:
+                real = shown(self, real)
+            return self.arguments.run(real)
 
     def _leave(self, run: Pass, given: Given, crossing: Crossing) -> Any:
         """Return the outputs as the shell shall see them: entries, what the layer was given, and copies of weights."""

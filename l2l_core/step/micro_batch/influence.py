@@ -33,7 +33,7 @@ class Influence:
     @torch.no_grad()
     def note(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
         """Note that a layer made `outputs` of `inputs`: any tree, any shapes; the last dimension is the features'."""
-        pair = _hidden_states(inputs, pytree.tree_leaves(outputs))
+        pair = hidden_states(inputs, pytree.tree_leaves(outputs))
         if pair is None:
             return
         came, left = pair
@@ -51,7 +51,7 @@ class Influence:
                 unit.stats["influence"] = max(0.0, 1 - sum_ / self._tokens[unit])  # below 0 by rounding alone
 
 
-def _hidden_states(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+def hidden_states(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Find the first floating-point tensor that comes out, and the first of its shape that went in."""
     left = next((t for t in outputs if _is_floating(t)), None)
     came = next((t for t in inputs if left is not None and _is_floating(t) and t.shape == left.shape), None)

@@ -20,6 +20,10 @@ from l2l_core.step.micro_batch.recomputes import Recomputes
 from l2l_core.step.traffic import AtWork, Clock, Meter, Stash, Watch
 from l2l_core.trace import Trace
 
+Observer = Callable[
+    [Any, Callable[..., Any]], Callable[..., Any]
+]  # (call, layer's forward) -> the forward that is to run
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -41,6 +45,7 @@ class Pass:
     check_call: Callable[[], None]  # refuses what no layer may be called in
     runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run
     influence: Influence = field(default_factory=Influence)
+    observers: list[Observer] = field(default_factory=list)  # are shown every call, by running it
     recomputes: Recomputes = field(default_factory=Recomputes)
     nesting: set[Unit] = field(default_factory=set)  # layers that run a backward of their own in theirs
     buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)

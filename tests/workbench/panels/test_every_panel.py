@@ -17,6 +17,7 @@ from workbench.panels.display import WIDGET
 from workbench.panels.edits import EditsPanel
 from workbench.panels.header import HeaderPanel
 from workbench.panels.heat import HeatPanel
+from workbench.panels.inside import InsidePanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
@@ -41,6 +42,7 @@ KINDS: Sequence[type[Panel]] = (
     CardPanel,
     LayersPanel,
     HeatPanel,
+    InsidePanel,
     RacePanel,
     WhatIfPanel,
 )
@@ -60,7 +62,7 @@ def test_a_panel_stands_alone(session: Session, kind: type[Panel], capsys: pytes
     shown(panel)
     assert "could not be drawn" not in html_of(panel)
     bundle = panel._repr_mimebundle_()
-    tables = (VerdictPanel, LayersPanel, EditsPanel, CardPanel, RacePanel)
+    tables = (VerdictPanel, LayersPanel, EditsPanel, CardPanel, InsidePanel, RacePanel)
     pictures = {"image/svg+xml"} if kind not in tables else set()
     assert set(bundle) == {WIDGET, "text/html", "text/plain"} | pictures
     assert bundle["text/plain"].strip() and bundle["text/html"].count("<svg") == len(pictures)

@@ -89,7 +89,11 @@ def test_looking_and_trying_change_no_bit_of_training() -> None:
 
     plain = trained(lambda session, key: [])
     seen = trained(
-        lambda session, key: [session.inspect(key), *(session.measure(tried(key)) for tried in TRIED.values())]
+        lambda session, key: [
+            session.inspect(key),
+            *(session.measure(tried(key)) for tried in TRIED.values()),
+            session.look([key], attention=True, lens=True),
+        ]
     )
     assert plain[0] == seen[0] and plain[2] == seen[2]
     assert_equal(plain[1], seen[1])

@@ -1,0 +1,71 @@
+"""Activations in a few numbers: reduced where they lie, piece by piece, so that no second copy of them is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from l2l_core.inside.values import BINS, Spread
+
+PIECE = 1 << 18  # numbers that are looked at together, in float64
+_REACH = 4  # deviations to both sides of the mean that a histogram shows
+
+
+def spread_of(tensor: torch.Tensor) -> Spread:
+    """Say how the numbers of a floating-point tensor of any shape are spread; reads the device twice."""
+    low, high, total, squares, count, zeros = math.inf, -math.inf, 0.0, 0.0, 0, 0
+    for piece in _finite(tensor):
+        ends = torch.stack([piece.min(), piece.max(), piece.sum(), piece.square().sum(), (piece == 0).sum().double()])
+        smallest, largest, sum_, of_squares, none = ends.tolist()
+        low, high = min(low, smallest), max(high, largest)
+        total, squares, count, zeros = total + sum_, squares + of_squares, count + len(piece), zeros + int(none)
+    broken = tensor.numel() - count
+    if not count:
+        return Spread(tensor.numel(), math.nan, math.nan, math.nan, 0.0, broken, (), 0.0, 0.0, 0)
+    mean = total / count
+    deviation = math.sqrt(max(squares / count - mean**2, 0.0))
+    low, high = max(low, mean - _REACH * deviation), min(high, mean + _REACH * deviation)
+    if not low < high:  # all the same: a bin of their own, in the middle
+        low, high = mean - (abs(mean) or 1.0) / 2, mean + (abs(mean) or 1.0) / 2
+    counts = [0] * BINS
+    for piece in _finite(tensor):
+        inside = piece[(piece >= low) & (piece <= high)]
+        bins = ((inside - low) * (BINS / (high - low))).long().clamp(0, BINS - 1)
+        counts = [a + b for a, b in zip(counts, torch.bincount(bins, minlength=BINS).tolist(), strict=True)]
+    root = math.sqrt(squares / count)
+    share = zeros / tensor.numel()
+    return Spread(tensor.numel(), mean, deviation, root, share, broken, tuple(counts), low, high, count - sum(counts))
+
+
+def change_of(came: torch.Tensor, left: torch.Tensor) -> tuple[float, float]:
+    """Compare hidden states of one shape, the last dimension being the features'.
+
+    Returns:
+        The norm of their difference over the norm of the first, and the mean over tokens of the cosine between them. NaN
+        where a norm is 0 or nothing is finite.
+    """
+    features = came.shape[-1]
+    pairs = zip(*(t.reshape(-1, features).split(max(1, PIECE // features)) for t in (came, left)), strict=True)
+    sums, tokens = [0.0, 0.0, 0.0], came.numel() // features
+    for a, b in ((a.double(), b.double()) for a, b in pairs):
+        cosines = torch.nn.functional.cosine_similarity(a, b, dim=-1)
+        found = torch.stack([(b - a).square().sum(), a.square().sum(), cosines.sum()]).tolist()
+        sums = [x + y for x, y in zip(sums, found, strict=True)]
+    added = math.sqrt(sums[0] / sums[1]) if sums[1] > 0 else math.nan
+    return added, sums[2] / tokens
+
+
+def change_at(came: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the difference over the norm of the first, for every position, on the host: (positions,)."""
+    a, b = came.double(), left.double()
+    return ((b - a).norm(dim=-1) / a.norm(dim=-1)).float().cpu()
+
+
+def _finite(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    for piece in tensor.detach().reshape(-1).split(PIECE):
+        exact = piece.double()
+        finite = exact[exact.isfinite()]
+        if len(finite):
+            yield finite

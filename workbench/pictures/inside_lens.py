@@ -1,0 +1,154 @@
+"""What the head makes of each depth: the likeliest token at every position, and the text that each depth goes on with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from l2l_core import Inside
+from l2l_core.inside import Depth, Written
+from workbench.pictures import svg
+from workbench.pictures.inside import WIDTH, Decode, row_words, show_token
+from workbench.pictures.picture import Picture, Table
+from workbench.pictures.shades import show_figure
+from workbench.pictures.theme import BLUE
+from workbench.pictures.words import shorten
+from workbench.readings import Numbers, full_name
+
+POSITIONS, DEPTHS = 16, 12  # that are drawn at most
+_LEFT, _TOP, _HIGH, _RIGHT = 96, 62, 17, 88  # px
+
+STYLE = """
+.l2l-inside-text{font-size:12.5px;border-spacing:0;margin:4px 0}
+.l2l-inside-text td,.l2l-inside-text th{padding:2px 14px 2px 0;text-align:left;font-weight:inherit;vertical-align:top}
+.l2l-inside-text td{font-family:var(--jp-code-font-family,ui-monospace,monospace);white-space:pre-wrap;word-break:break-word}
+.l2l-inside-text mark{background:color-mix(in srgb,@BLUE 22%,transparent);color:inherit}
+""".replace("\n", "").replace("@BLUE", BLUE)
+
+
+def show_lens(seen: Inside, numbers: Numbers, decode: Decode | None) -> Picture:
+    """Positions from top to bottom, depths from left to right; the fuller the colour, the surer the model would be."""
+    title = "What the head says at each depth"
+    depths = [one for one in seen.depths if one.micro_batch == seen.micro_batches[0]]
+    shown = (
+        depths
+        if len(depths) <= DEPTHS
+        else [depths[round(i * (len(depths) - 1) / (DEPTHS - 1))] for i in range(DEPTHS)]
+    )
+    table = lens_table(seen, numbers, decode)
+    length = max((len(one.tokens) for one in shown if one.tokens is not None), default=0)
+    if not length:
+        why = next((one.why_not for one in depths if one.why_not), "the head was not asked for")
+        return Picture(svg.document(WIDTH, 40, title, why, [svg.text(0, 20, shorten(why, 150), style="dim")]), table)
+    first = f", the first {POSITIONS} positions of {length}" if length > POSITIONS else ""
+    length = min(length, POSITIONS)
+    row = seen.tokens.get(seen.micro_batches[0])
+    given = [] if row is None or length == 1 else [show_token(t, decode) for t in row[: length + 1].tolist()]
+    wide = (WIDTH - _LEFT - _RIGHT) / len(shown)
+    parts = [svg.text(0, 12, f"{title}: {row_words(seen)}{first}", style="small"), *_sides(given, length)]
+    for i, one in enumerate(shown):
+        parts += _column(one, _LEFT + i * wide, wide, length, decode)
+    height = _TOP + _HIGH * length + 12
+    return Picture(svg.document(WIDTH, height, title, f"{title}, {row_words(seen)}", parts), table)
+
+
+def lens_table(seen: Inside, numbers: Numbers, decode: Decode | None) -> Table:
+    """Of the first micro-batch: the loss of each depth, and its likeliest token at every position that is kept."""
+    depths = [one for one in seen.depths if one.micro_batch == seen.micro_batches[0]]
+    row = seen.tokens.get(seen.micro_batches[0])
+    given = [] if row is None else [show_token(token, decode) for token in row.tolist()]
+    header = ("position", "in the row", *(_layers(one.layers) for one in depths))
+    rows = [("loss", "", *("–" if one.loss is None else show_figure(one.loss) for one in depths))]
+    length = max((len(one.tokens) for one in depths if one.tokens is not None), default=0)
+    for i in range(length):
+        rows.append((str(i), given[i] if i < len(given) else "–", *(_best(one, i, decode) for one in depths)))
+    gaps = [f"{_layers(one.layers)}: {one.why_not}." for one in depths if one.why_not]
+    ends = [f"{_layers(one.layers)} end with {full_name(one.key, numbers)}" for one in depths[-1:]]
+    note = "The layers above are left out, as if they had been dropped."
+    return Table(
+        "What the head says at each depth", header, rows, " ".join([note, *(f"{one}." for one in ends), *gaps])
+    )
+
+
+def _best(one: Depth, position: int, decode: Decode | None) -> str:
+    if one.tokens is None or one.chances is None:
+        return "–"
+    return f"{show_token(int(one.tokens[position, 0]), decode)} {float(one.chances[position, 0]):.0%}"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
+
+
+def text_html(seen: Inside, numbers: Numbers, decode: Decode | None) -> str:
+    """What each depth writes behind the same beginning, which is marked."""
+    lines = "".join(
+        f'<tr><th scope="row">{escape(_depth_words(one, numbers))}</th><td>{_written_html(seen, one, decode)}</td></tr>'
+        for one in seen.written
+    )
+    return f'<div class="l2l-caption">{escape(_text_words(seen))}</div><table class="l2l-inside-text">{lines}</table>'
+
+
+def text_table(seen: Inside, numbers: Numbers, decode: Decode | None) -> Table:
+    """The same as a table."""
+    rows = [(_depth_words(one, numbers), one.why_not or _said(one.tokens, decode)) for one in seen.written]
+    return Table("Text at each depth", ("depth", "goes on with"), rows, _text_words(seen))
+
+
+def _sides(given: Sequence[str], length: int) -> Iterator[str]:
+    """What the row has at each position on the left, and what comes next in it on the right."""
+    if given:
+        yield svg.text(_LEFT - 8, _TOP - 8, "given", style="small dim", anchor="end")
+        yield svg.text(WIDTH - _RIGHT + 8, _TOP - 8, "next in the row", style="small dim")
+    for i in range(length):
+        y = _TOP + _HIGH * (i + 0.5) + 4
+        words = f"{i}  {shorten(given[i], 10)}" if given else str(i)
+        yield svg.text(_LEFT - 8, y, words, style="small code", anchor="end")
+        if i + 1 < len(given):
+            yield svg.text(WIDTH - _RIGHT + 8, y, shorten(given[i + 1], 10), style="small code")
+
+
+def _column(one: Depth, x: float, wide: float, length: int, decode: Decode | None) -> Iterator[str]:
+    middle = x + wide / 2
+    yield svg.text(
+        middle, _TOP - 26, f"{one.layers} layer{'s' if one.layers > 1 else ''}", style="small", anchor="middle"
+    )
+    loss = "–" if one.loss is None else f"loss {show_figure(one.loss)}"
+    yield svg.text(middle, _TOP - 10, loss, style="small dim", anchor="middle")
+    if one.tokens is None or one.chances is None:
+        tip = f"{_layers(one.layers)}: {one.why_not}"
+        yield svg.rect(x + 1, _TOP, wide - 2, _HIGH * length, style="well", tip=tip)
+        return
+    for i, (tokens, chances) in enumerate(zip(one.tokens.tolist(), one.chances.tolist(), strict=True)):
+        if i == length:
+            break
+        words = ", ".join(f"{show_token(t, decode)} {p:.0%}" for t, p in zip(tokens, chances, strict=True))
+        y = _TOP + i * _HIGH
+        share = 0.0 if not math.isfinite(chances[0]) else chances[0]
+        cell = svg.rect(x + 1, y + 0.5, wide - 2, _HIGH - 1, fill=BLUE, tip=words)
+        yield f'<g fill-opacity="{0.08 + 0.52 * share:.2f}">{cell}</g>'
+        most = max(2, int(wide / 7))
+        yield svg.text(
+            middle, y + _HIGH / 2 + 4, shorten(show_token(tokens[0], decode), most), style="small code", anchor="middle"
+        )
+
+
+def _depth_words(one: Written, numbers: Numbers) -> str:
+    return f"{_layers(one.layers)}, up to {full_name(one.key, numbers)}"
+
+
+def _text_words(seen: Inside) -> str:
+    return f"Always the likeliest token, behind the first {seen.prompt} tokens of the row (marked)."
+
+
+def _written_html(seen: Inside, one: Written, decode: Decode | None) -> str:
+    if one.why_not:
+        return escape(one.why_not)
+    row = seen.tokens.get(seen.micro_batches[0])
+    given = () if row is None else row[: seen.prompt].tolist()
+    return f"<mark>{escape(_said(given, decode))}</mark>{escape(_said(one.tokens, decode))}"
+
+
+def _said(tokens: Sequence[int], decode: Decode | None) -> str:
+    return decode(list(tokens)) if decode is not None else "".join(f" {token}" for token in tokens)
