@@ -111,8 +111,9 @@ class Display:
         live, still = f".{self._name}-live", f".{self._name}-still"
         lost = ".jupyter-widgets-disconnected"  # from its kernel: JupyterLab leaves it there, with a sign at every part
         rules = (
-            f".jp-OutputArea:has({live}:not({lost})) {still}",
-            f".jp-OutputArea {live}{lost}",
+            # front ends agree on no nearer box around the outputs of a cell
+            f"body:has({live}:not({lost})) {still}",
+            f"{live}{lost}",
             # what stands in the widget's place where it is gone: nothing, or words about loading it in vain
             f".jp-OutputArea-child:has(+ .jp-OutputArea-child {still})>.jp-OutputArea-output:not(:has(*))",
         )

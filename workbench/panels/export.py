@@ -36,13 +36,9 @@ class ExportPanel(Panel):
             continuous_update=False,
             **sized("260px"),
         )
-        label = ipywidgets.HTML('<span class="l2l-caption">Write for</span>', layout={"width": "auto"})
-        row = ipywidgets.HBox([label, *map(self._button, EXPORTS), self._folder])
-        row.add_class("l2l-export")
+        row = ipywidgets.HBox([ipywidgets.Label("Write for"), *map(self._button, EXPORTS), self._folder])
         row.add_class("l2l-buttons")
-        box = ipywidgets.VBox([undrawn, row, self._said])
-        box.add_class("l2l-export-panel")
-        return box
+        return ipywidgets.VBox([undrawn, row, self._said])
 
     def draw(self, now: Snapshot) -> None:
         self.widget.children[0].value = ""  # what was written stays to be read until the next button
@@ -79,7 +75,7 @@ class ExportPanel(Panel):
 def _written_html(written: Exported) -> str:
     path = written.path.resolve()
     size = f", {format_bytes(path.stat().st_size)}" if path.is_file() else ""
-    site = f'<a href="{escape(written.site)}" target="_blank" rel="noopener">{escape(written.site)}</a>: '
+    site = f'At <a href="{escape(written.site)}" target="_blank" rel="noopener"><u>{escape(written.site)}</u></a>: '
     what = f"{written.what[:1].upper()}{written.what[1:]}"
     words = f"{escape(what)} written{size}: <code>{escape(str(path))}</code><br>"
     return f'<div class="l2l-written" role="status">{words}{site if written.site else ""}{escape(written.then)}.</div>'

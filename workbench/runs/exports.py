@@ -72,7 +72,7 @@ def _write_perfetto(now: Snapshot, folder: Path) -> Exported:
     trace = _shown_step(now)
     path = _free(folder, _stem(now), ".json.gz")
     trace.to_chrome(path)
-    then = 'open it there with "Open trace file"; it is read in your browser, and nothing is uploaded'
+    then = 'press "Open trace file"; the file is read in your browser and not uploaded'
     return Exported(path, now.shown_words, then, "https://ui.perfetto.dev")
 
 
@@ -99,14 +99,18 @@ def _write_tensorboard(now: Snapshot, folder: Path) -> Exported:
     for change in now.changes:
         logger.log_change(change)
     logger.close()
-    return Exported(path, f"{len(now.steps)} steps", f'type  tensorboard --logdir "{runs}"  in a terminal')
+    return Exported(path, _steps(now), f'Type in a terminal: tensorboard --logdir "{runs.resolve()}"')
 
 
 def _write_report(now: Snapshot, folder: Path) -> Exported:
     _shown_step(now)
     path = _free(folder, f"{_stem(now)}_report", ".html")
     write_session_report(now, path)
-    return Exported(path, f"{len(now.steps)} steps", "open it in a browser; it is one page that needs no network")
+    return Exported(path, _steps(now), "Open it in a browser; it is one page that needs no network")
+
+
+def _steps(now: Snapshot) -> str:
+    return f"{len(now.steps)} step{'s' if len(now.steps) != 1 else ''}"
 
 
 def _stem(now: Snapshot) -> str:
