@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.app import Workbench as Workbench
+    from workbench.pictures import text_view as text_view
     from workbench.replayed import compare as compare
     from workbench.replayed import replay as replay
     from workbench.runs import Recorder as Recorder
@@ -20,6 +21,7 @@ _WHERE = {
     "Snapshot": "workbench.session",
     "Recorder": "workbench.runs",
     "load_run": "workbench.runs",
+    "text_view": "workbench.pictures",
     "replay": "workbench.replayed",
     "compare": "workbench.replayed",
 }

@@ -11,6 +11,7 @@ from workbench.panels.board import Board, Kind
 from workbench.panels.card import CardPanel
 from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
+from workbench.panels.export import ExportPanel
 from workbench.panels.header import HeaderPanel
 from workbench.panels.heat import HeatPanel
 from workbench.panels.inside import InsidePanel
@@ -27,8 +28,8 @@ from workbench.session import BatchSource, Given, Logger, Scheduler, Session, Sn
 
 VIEWS: Mapping[str, Sequence[Kind]] = {
     "relay": (RelayPanel,),
-    "time": (TimelinePanel, WhyPanel, ExplorePanel),
-    "memory": (MemoryPanel,),
+    "time": (TimelinePanel, WhyPanel, ExplorePanel, ExportPanel),
+    "memory": (MemoryPanel, ExportPanel),
     "layers": (LayersPanel, CardPanel),
     "edits": (EditsPanel,),
     "loss": (LossPanel,),

@@ -12,6 +12,7 @@ import ipywidgets
 from workbench.panels.board import Board
 from workbench.panels.display import Bundle
 from workbench.panels.explore import ExplorePanel
+from workbench.panels.export import ExportPanel
 from workbench.panels.heat import HeatPanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
@@ -36,8 +37,8 @@ class Replay(Board):
         self.session = Recording(run)  # by this name panels find it
         views = {
             "relay": (MomentsPanel,),
-            "time": (TimelinePanel, WhyPanel, ExplorePanel),
-            "memory": (MemoryPanel,),
+            "time": (TimelinePanel, WhyPanel, ExplorePanel, ExportPanel),
+            "memory": (MemoryPanel, ExportPanel),
             "layers": (LayersPanel,),
             "edits": (JournalPanel,),
             "loss": (LossPanel,),

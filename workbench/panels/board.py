@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from workbench.panels.style import STYLE
 from workbench.panels.touch import Touch
 from workbench.panels.tour import Tour
 from workbench.panels.views import Views, check_view
-from workbench.pictures import bundle_of, glossary_table
+from workbench.pictures import bundle_of, glossary_table, print_view, text_view
 from workbench.session import Snapshot, Source
 
 Kind = Callable[[Any], Panel]
@@ -67,7 +68,7 @@ class Board:
         )
         self.widget.add_class("l2l-workbench")
         belongs_to_cell(self)
-        self._display = Display(source, self.widget, self._show, self._still)
+        self._display = Display(source, self.widget, self._show, self._still, lambda now: print_view(now, sys.stdout))
 
     def snapshot(self) -> Snapshot:
         """What the panels show."""
@@ -76,6 +77,10 @@ class Board:
     def close(self, wait: bool = True) -> None:
         """Leave a still picture in the notebook."""
         self._display.close()
+
+    def __repr__(self) -> str:
+        """What ``print`` shows, and a Python prompt: the session in words and bars."""
+        return text_view(self.snapshot(), encoding=sys.stdout.encoding or "utf-8")
 
     def _open_card(self) -> None:
         """Turn to the view that has the card of the chosen layer, where there is one."""

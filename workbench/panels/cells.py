@@ -28,10 +28,14 @@ class _Cell:
 _cells: dict[str, _Cell] = defaultdict(lambda: _Cell(""))
 
 
+def has_cells() -> bool:
+    """Whether there is a notebook; otherwise it is Python, or IPython in a terminal."""
+    return hasattr(get_ipython(), "get_parent")
+
+
 def current_cell() -> tuple[str, str]:
     """Identity of the cell that runs and of this run of it; empty strings outside of a notebook."""
-    shell = get_ipython()
-    parent = shell.get_parent() if hasattr(shell, "get_parent") else {}
+    parent = get_ipython().get_parent() if has_cells() else {}
     return parent.get("metadata", {}).get("cellId", ""), parent.get("header", {}).get("msg_id", "")
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
-from IPython import get_ipython
 from IPython.display import display
 
+from workbench.panels.cells import has_cells
 from workbench.panels.pump import Pump
 from workbench.session import Snapshot, Source
 
@@ -29,6 +29,7 @@ class Display:
         widget: where it is shown live.
         show: brings the widget up to date.
         still: the bundle for a page without widgets.
+        tell: prints it where there is no page.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Display:
         widget: ipywidgets.DOMWidget,
         show: Callable[[Snapshot], None],
         still: Callable[[Snapshot], Bundle],
+        tell: Callable[[Snapshot], None],
     ) -> None:
-        self._session, self._widget, self._show, self._still = session, widget, show, still
+        self._session, self._widget, self._show, self._still, self._tell = session, widget, show, still, tell
         self._name = f"l2l-{widget.model_id[:12]}"
         widget.add_class(f"{self._name}-live")
         widget._view_count = 0  # asks the page to say how often it shows the widget
@@ -49,11 +51,11 @@ class Display:
         self._drawing = threading.RLock()
 
     def open(self) -> None:
-        """Put widget and still on the page, below the cell that runs. Outside of a notebook the still's text is printed."""
+        """Put widget and still on the page, below the cell that runs; outside of a notebook, print."""
         now = self._session.snapshot()
         page = self._page(now)
-        if not hasattr(get_ipython(), "get_parent"):  # no cells: Python, or IPython in a terminal
-            print(page["text/plain"])
+        if not has_cells():
+            self._tell(now)
         elif self._closed:
             display(page, raw=True)
         else:
@@ -109,8 +111,9 @@ class Display:
         live, still = f".{self._name}-live", f".{self._name}-still"
         lost = ".jupyter-widgets-disconnected"  # from its kernel: JupyterLab leaves it there, with a sign at every part
         rules = (
-            f".jp-OutputArea:has({live}:not({lost})) {still}",
-            f".jp-OutputArea {live}{lost}",
+            # front ends agree on no nearer box around the outputs of a cell
+            f"body:has({live}:not({lost})) {still}",
+            f"{live}{lost}",
             # what stands in the widget's place where it is gone: nothing, or words about loading it in vain
             f".jp-OutputArea-child:has(+ .jp-OutputArea-child {still})>.jp-OutputArea-output:not(:has(*))",
         )

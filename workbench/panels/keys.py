@@ -1,7 +1,9 @@
-"""Keys for dropdowns and lists.
+"""Keys for dropdowns, lists and sliders.
 
-JupyterLab takes keys for its own, unless a text is being written: on a dropdown the arrows would go to another cell, and
-D twice would delete one. What is pressed on a choice must stay there.
+JupyterLab and Notebook take keys for their own, unless a text is being written: on a dropdown the arrows would go to another
+cell, and D twice would delete one. What is pressed on a choice must stay there. Their shortcuts leave alone what carries
+Lumino's attribute `data-lm-suppress-shortcuts`; Notebook looks before any element does, hence the listener on the window.
+Classic Notebook takes keys that reach the document.
 """
 
 from __future__ import annotations
@@ -9,17 +11,28 @@ from __future__ import annotations
 import anywidget
 
 _ESM = """
-function keep(event) {
-  if (event.target instanceof HTMLSelectElement && !event.ctrlKey && !event.metaKey) event.stopPropagation();
-}
+const choices = "select, .noUi-handle, .l2l-layers-box";
+const isOurs = (event) => !event.ctrlKey && !event.metaKey;
 export default {
   render({ el }) {
     let around = null;
+    const mark = (event) => {
+      const choice = event.target instanceof Element ? event.target.closest(choices) : null;
+      if (choice && around.contains(choice)) choice.toggleAttribute("data-lm-suppress-shortcuts", isOurs(event));
+    };
+    const keep = (event) => {
+      if (event.target instanceof HTMLSelectElement && isOurs(event)) event.stopPropagation();
+    };
     const attach = requestAnimationFrame(() => {
       around = el.closest(".l2l-workbench") ?? el.parentElement;
+      window.addEventListener("keydown", mark, true);
       around.addEventListener("keydown", keep);
     });
-    return () => { cancelAnimationFrame(attach); around?.removeEventListener("keydown", keep); };
+    return () => {
+      cancelAnimationFrame(attach);
+      window.removeEventListener("keydown", mark, true);
+      around?.removeEventListener("keydown", keep);
+    };
   },
 };
 """

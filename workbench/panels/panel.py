@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from workbench.panels.display import Bundle, Display
 from workbench.panels.ended import Notice, grey
 from workbench.panels.style import STYLE
 from workbench.panels.touch import Touch
-from workbench.pictures import Picture, Table, belonging, bundle_of
+from workbench.pictures import Picture, Table, belonging, bundle_of, readable
 from workbench.session import Session, Snapshot, Source
 
 
@@ -117,12 +118,15 @@ class Panel(ABC):
             self._notice = Notice()
             self._touch = Touch(self.session)
             alone = ipywidgets.VBox([style, self._notice.widget, self.widget, self._touch])
-            self._display = Display(self.session, alone, self._show_alone, self._bundle)
+            self._display = Display(self.session, alone, self._show_alone, self._bundle, self._tell)
             belongs_to_cell(self)
         return self._display
 
     def _bundle(self, now: Snapshot) -> Bundle:
         return bundle_of(self.page(now))
+
+    def _tell(self, now: Snapshot) -> None:
+        print(readable(self._bundle(now)["text/plain"], sys.stdout.encoding or "utf-8"))
 
     def _ipython_display_(self) -> None:
         self._shown().open()

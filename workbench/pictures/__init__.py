@@ -80,6 +80,9 @@ from workbench.pictures.sweep import failed_trace as failed_trace
 from workbench.pictures.sweep import sweep_of as sweep_of
 from workbench.pictures.sweep import sweep_of_failed as sweep_of_failed
 from workbench.pictures.sweep import words_of_sweep as words_of_sweep
+from workbench.pictures.terminal import print_view as print_view
+from workbench.pictures.terminal import readable as readable
+from workbench.pictures.terminal import text_view as text_view
 from workbench.pictures.theme import BLUE as BLUE
 from workbench.pictures.theme import GREEN as GREEN
 from workbench.pictures.theme import GREY as GREY

@@ -18,9 +18,9 @@ _RECENT = 10  # steps that the pace is taken from
 
 def header_html(now: Snapshot, called: str = "") -> str:
     """One line: the state, or what it is called here, and the facts."""
-    colour, words = STATE_COLOURS[now.state], called or _state(now)
+    colour, words = STATE_COLOURS[now.state], called or state_said(now)
     state = f'<span class="l2l-state" style="border-color:{colour}">{STATE_SIGNS[now.state]} {words}</span>'
-    facts = " · ".join(escape(fact) for fact in _facts(now))
+    facts = " · ".join(escape(fact) for fact in facts_of(now))
     return f'<div class="l2l-title">{state}<span>{facts}</span></div>'
 
 
@@ -42,7 +42,7 @@ def title_of(failure: Failure, branch: str) -> str:
 
 def header_picture(now: Snapshot, called: str = "") -> Picture:
     """The same facts as a picture of one line with a table of what is set."""
-    words = f"{called or _state(now)}: {' · '.join(_facts(now))}"
+    words = f"{called or state_said(now)}: {' · '.join(facts_of(now))}"
     line = svg.document(960, 26, words, words, [svg.text(0, 17, words, style="strong")])
     return Picture(line, settings_table(now, words))
 
@@ -53,11 +53,13 @@ def settings_table(now: Snapshot, note: str = "") -> Table:
     return Table("Settings of the next step", ("setting", "value"), rows, note)
 
 
-def _state(now: Snapshot) -> str:
+def state_said(now: Snapshot) -> str:
+    """The state in a word or a few."""
     return "pausing after this step" if now.pausing else now.state
 
 
-def _facts(now: Snapshot) -> list[str]:
+def facts_of(now: Snapshot) -> list[str]:
+    """What trains on what, how far it is, the last loss and the pace."""
     facts = [
         now.model,
         f"{len(now.layers)} layers",

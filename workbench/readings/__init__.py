@@ -17,6 +17,8 @@ from workbench.readings.columns import Columns as Columns
 from workbench.readings.in_core_bytes import BF16_FACTOR as BF16_FACTOR
 from workbench.readings.in_core_bytes import batch_bytes as batch_bytes
 from workbench.readings.in_core_bytes import in_core_bytes as in_core_bytes
+from workbench.readings.layer_costs import LayerCost as LayerCost
+from workbench.readings.layer_costs import layer_costs as layer_costs
 from workbench.readings.layer_names import Numbers as Numbers
 from workbench.readings.layer_names import full_name as full_name
 from workbench.readings.layer_names import number_layers as number_layers

@@ -14,6 +14,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
@@ -43,6 +44,7 @@ from workbench.pictures import (
 from workbench.readings import Columns
 from workbench.runs.comparison import Named, compare_runs
 from workbench.runs.recorded import RecordedRun, load_run, name_runs
+from workbench.runs.recorder import Recorder
 from workbench.session import Race, Snapshot
 
 Context = dict[str, Any]
@@ -94,6 +96,16 @@ def write_report(runs: Sequence[RecordedRun], path: str | Path) -> None:
     Path(path).write_text(text, encoding="utf-8")
 
 
+def write_session_report(now: Snapshot, path: str | Path) -> None:
+    """The same page of a session that is still open, as it stands, with the step that it shows."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "session.jsonl"
+        with Recorder(file, title=f"{now.model}, {now.shown_words}") as recorder:
+            recorder.watch(now)  # for what is known of a run besides its snapshot: machine, versions, the time
+        run = replace(load_run(file), path=Path("the open session"))
+    Path(path).write_text(_render([Named(run.title, now, run)], when="written"), encoding="utf-8")
+
+
 def render_report(runs: Sequence[RecordedRun]) -> str:
     """The page as text.
 
@@ -102,15 +114,19 @@ def render_report(runs: Sequence[RecordedRun]) -> str:
     """
     if not runs:
         raise ValueError("a report needs a recorded run")
-    named = [Named(name, run.snapshot(), run) for name, run in zip(name_runs(runs), runs, strict=True)]
+    return _render([Named(name, run.snapshot(), run) for name, run in zip(name_runs(runs), runs, strict=True)])
+
+
+def _render(named: Sequence[Named], when: str = "began") -> str:
+    """The page; `when`: what its runs did at the time that they tell."""
     script = _page("player.js")
     return _template().render(
-        title=runs[0].title if len(runs) == 1 else f"{len(runs)} runs side by side",
+        title=named[0].run.title if len(named) == 1 else f"{len(named)} runs side by side",
         style=_page("report.css"),
         script=script,
         script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         comparison=compare_runs(named) if len(named) > 1 else None,
-        runs=[_describe_run(one) for one in named],
+        runs=[_describe_run(one, when) for one in named],
         words=WORDS,
     )
 
@@ -118,13 +134,13 @@ def render_report(runs: Sequence[RecordedRun]) -> str:
 # What the template is given ------------------------------------------------------------------------------------------
 
 
-def _describe_run(one: Named) -> Context:
+def _describe_run(one: Named, when: str) -> Context:
     now, run = one.now, one.run
     branch = [f"branch {now.branch}"] if len(now.branches) > 1 else []
     facts = [now.model, *branch, f"{len(now.layers)} layers", f"{count_words(now.num_params)} weights", now.device]
     return {
         "name": one.name,
-        "facts": " · ".join([*facts, f"{len(now.steps)} steps", f"began {run.began.replace('T', ' ')[:16]} UTC"]),
+        "facts": " · ".join([*facts, f"{len(now.steps)} steps", f"{when} {run.began.replace('T', ' ')[:16]} UTC"]),
         "cards": _cards(now, run),
         "verdicts": run.facts,
         "loss": _loss(now, run),

@@ -26,6 +26,7 @@ from workbench.session.judgement import judged_words as judged_words
 from workbench.session.layer_edits import code_of as code_of
 from workbench.session.layer_edits import edits_of as edits_of
 from workbench.session.loggers import Logger as Logger
+from workbench.session.loggers import TensorBoard as TensorBoard
 from workbench.session.probe import Given as Given
 from workbench.session.race_values import Race as Race
 from workbench.session.race_values import Racer as Racer

@@ -32,6 +32,11 @@ class Watched:
         """Pause when the step under way is over."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        now = self.snapshot()
+        loss = f", loss {now.steps[-1].loss:.4g}" if now.steps else ""
+        return f"<{type(self).__name__} of {now.model}: {now.state} {now.state_words}{loss}>"
+
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:

@@ -100,7 +100,7 @@ def test_outside_of_a_notebook_only_text_is_printed(relay: Relay, capsys: pytest
     bench._ipython_display_()
     printed = capsys.readouterr().out
     bench.close()
-    assert "Sequential · 4 layers" in printed and "micro-batches" in printed
+    assert "Sequential · 4 layers" in printed and "Step 1: " in printed and "Loss " in printed
     assert "<svg" not in printed and "model_id" not in printed
 
 
@@ -111,7 +111,7 @@ def test_in_a_terminal_text_is_printed_once(relay: Relay, capsys: pytest.Capture
             bench._ipython_display_()
             train(bench.session, 1)
             wait_until(lambda: "step 1" in header_of(bench))
-        assert capsys.readouterr().out.count("Settings of the next step") == 1, "nothing is printed from a thread"
+        assert capsys.readouterr().out.count("Sequential · 4 layers") == 1, "nothing is printed from a thread"
     finally:
         InteractiveShell.clear_instance()
 

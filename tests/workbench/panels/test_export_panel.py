@@ -1,0 +1,106 @@
+"""The buttons that write files: where the step is seen, and what they say of what they did."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from panel_reading import find, html_of, shown
+from recordings import record
+from sessions import make_batches, train
+
+from l2l_core import Relay
+from workbench.app import VIEWS, Workbench
+from workbench.panels.export import ExportPanel
+from workbench.replayed import replay
+from workbench.runs import EXPORTS
+from workbench.session import Session
+
+
+@pytest.fixture
+def panel(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExportPanel:
+    monkeypatch.chdir(tmp_path)
+    panel = ExportPanel(session)
+    shown(panel)
+    return panel
+
+
+def words(panel: ExportPanel) -> str:
+    return re.sub("<[^>]+>", " ", html_of(panel))
+
+
+def test_the_views_of_time_and_memory_have_them() -> None:
+    assert [name for name, kinds in VIEWS.items() if ExportPanel in kinds] == ["time", "memory"]
+
+
+def test_a_button_writes_beside_the_notebook_and_says_what_to_do_next(panel: ExportPanel, tmp_path: Path) -> None:
+    train(panel.session, 2)
+    for name in EXPORTS:
+        find(panel, name).click()
+        assert "Step 2 written" in words(panel) or "2 steps written" in words(panel), words(panel)
+    assert {path.name for path in (tmp_path / "exports").iterdir()} == {
+        "step_2.json.gz",
+        "step_2_memory.pickle",
+        "step_2_report.html",
+        "tensorboard",
+    }
+    find(panel, "Perfetto").click()
+    assert str(tmp_path / "exports" / "step_2-2.json.gz") in words(panel)
+    assert '<a href="https://ui.perfetto.dev" target="_blank" rel="noopener">' in html_of(panel)
+    said = html_of(panel)
+    shown(panel)
+    assert html_of(panel) == said, "it stays to be read"
+
+
+def test_a_folder_may_be_named(panel: ExportPanel, tmp_path: Path) -> None:
+    train(panel.session, 1)
+    find(panel, "into the folder").value = " here/<b>deep "
+    find(panel, "Perfetto").click()
+    assert (tmp_path / "here" / "<b>deep" / "step_1.json.gz").is_file() and "&lt;b&gt;deep" in html_of(panel)
+    find(panel, "into the folder").value = ""
+    find(panel, "Memory viewer").click()
+    assert (tmp_path / "step_1_memory.pickle").is_file()
+
+
+def test_before_the_first_step_it_says_what_to_press(panel: ExportPanel, tmp_path: Path) -> None:
+    find(panel, "Report").click()
+    assert "Report: there is no step to write yet: press Run or Step first" in words(panel)
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_nothing_can_be_written_it_says_why_and_the_next_one_works(panel: ExportPanel, tmp_path: Path) -> None:
+    train(panel.session, 1)
+    (tmp_path / "exports").write_text("in the way")
+    find(panel, "Perfetto").click()
+    assert "Perfetto: File exists" in words(panel) and "name another folder" in words(panel)
+    find(panel, "into the folder").value = "elsewhere"
+    find(panel, "Perfetto").click()
+    assert "Step 1 written" in words(panel) and 'role="alert"' not in html_of(panel)
+
+
+def test_a_package_that_is_missing_is_named(panel: ExportPanel, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    train(panel.session, 1)
+    find(panel, "TensorBoard").click()
+    assert "pip install tensorboard" in words(panel)
+
+
+def test_a_replay_has_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    board = replay(record(tmp_path / "run.jsonl"))
+    panel = next(panel for panel in board.panels if isinstance(panel, ExportPanel))
+    board._show(board.snapshot())
+    find(panel, "Report").click()
+    assert (tmp_path / "exports" / "step_10_report.html").is_file(), words(panel)
+    board.close()
+
+
+def test_a_workbench_draws_them(relay: Relay) -> None:
+    bench = Workbench(relay, make_batches(), view=["time", "memory"])
+    bench._show(bench.snapshot())
+    assert sum(isinstance(panel, ExportPanel) for panel in bench.panels) == 2
+    assert "could not be drawn" not in "".join(html_of(panel) for panel in bench.panels)
+    bench.close()

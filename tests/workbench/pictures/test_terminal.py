@@ -1,0 +1,152 @@
+"""The text view: it holds the numbers of its session, fits its columns, and any terminal can write it."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sessions import held, make_batches, make_relay, train, wait_until
+
+from l2l_core import Drop, EmulatedDevice, Relay
+from l2l_core.trace import format_bytes
+from workbench.pictures.terminal import ALL_UP_TO, ENDS, LEVELS, print_view, readable, sparkline, text_view
+from workbench.session import Session, Snapshot
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def relay() -> Iterator[Relay]:
+    with make_relay(device=EmulatedDevice(memory_bytes=10_000)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def now(relay: Relay) -> Snapshot:
+    with Session(relay, make_batches()) as session:
+        train(session, 6)
+        return session.snapshot()
+
+
+def test_it_says_how_the_step_went_with_a_line_for_every_layer(now: Snapshot) -> None:
+    said = text_view(now)
+    flat = " ".join(said.split())  # without line breaks
+    assert "Sequential · 4 layers" in flat and f"loss {now.steps[-1].loss:.4g}" in flat
+    assert "Step 6: " in flat and "of copies hidden" in flat and "of budget" in flat
+    assert now.last is not None
+    for bound in now.last.bound_by():
+        assert str(bound) in flat
+    rows = re.findall(r"^ +(\d)  (\d) .*?(\d+ B)  .*?([\d.]+ k?B)  (█*)$", said, flags=re.MULTILINE)
+    assert [(row[0], row[1]) for row in rows] == [(str(i), str(i + 1)) for i in range(4)]
+    peak = max(sample.total for sample in now.last.memory if sample.place == "device")
+    assert any(row[3] == format_bytes(peak) and len(row[4]) == round(12 * peak / 10_000) for row in rows)
+    assert re.search(rf"Loss {now.steps[0].loss:.4g} [{LEVELS}]{{6}} {now.steps[-1].loss:.4g}  steps 1 to 6", said)
+
+
+@pytest.mark.parametrize("columns", [76, 80, 100])
+def test_no_line_is_longer_than_asked_nor_ends_in_blanks(now: Snapshot, columns: int) -> None:
+    lines = text_view(now, columns=columns).splitlines()
+    assert all(len(line) <= columns and line == line.rstrip() for line in lines) and len(lines) > 10
+
+
+def test_where_only_ascii_can_be_written_every_letter_stays_one_letter(now: Snapshot) -> None:
+    wide, narrow = text_view(now), text_view(now, encoding="ascii")
+    assert narrow.isascii() and not wide.isascii() and "?" not in narrow
+    assert [len(line) for line in narrow.splitlines()] == [len(line) for line in wide.splitlines()]
+    assert readable("Größe ▁█", "latin-1") == "Gr??e _#" and readable("Größe", "latin-1") == "Größe"
+    assert readable("·", "no such encoding") == "|"
+
+
+def test_a_file_gets_no_colour_and_a_terminal_does(now: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    plain, coloured, asked = io.StringIO(), Terminal(), Terminal()
+    print_view(now, plain)
+    print_view(now, coloured)
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_view(now, asked)
+    assert "\x1b[" not in plain.getvalue() + asked.getvalue() and "\x1b[" in coloured.getvalue()
+    assert plain.getvalue() == text_view(now) + "\n"
+
+
+def test_before_the_first_step_it_says_what_to_do(relay: Relay) -> None:
+    with make_relay() as fresh, Session(fresh, make_batches()) as session:
+        said = text_view(session.snapshot())
+        assert "step 0" in said and "run(10)" in said and "Loss" not in said
+        assert repr(session) == "<Session of Sequential: idle before the first step>"
+    assert "closed" in text_view(session.snapshot()) and repr(session).startswith("<Session of Sequential: closed")
+
+
+def test_of_many_layers_the_ends_are_shown_and_the_others_counted(now: Snapshot) -> None:
+    assert now.shown is not None
+    rows = [replace(now.layers[0], key=f"L{i:03d}", name=f"a.very.long.name.of.a.block.{i}") for i in range(300)]
+    said = text_view(replace(now, layers=rows, shown=replace(now.shown, layers=rows)))
+    assert f"{300 - 2 * ENDS} more" in said and "\n    7  " in said and "\n  292  " in said and "\n    8  " not in said
+    assert all(len(line) <= 80 for line in said.splitlines())
+    few = replace(now, shown=replace(now.shown, layers=rows[:ALL_UP_TO]))
+    assert " more\n" not in text_view(few)
+
+
+def test_what_failed_is_told_with_its_remedy_and_what_holds() -> None:
+    with make_relay() as relay, Session(relay, make_batches()) as session:
+        train(session, 1)
+        relay.model[2].error = ZeroDivisionError("no [red]scale[/red] at all")
+        session.run(1)
+        session.wait()
+        said = text_view(session.snapshot())
+        assert "Step 2 failed: ZeroDivisionError" in said and "no [red]scale[/red] at all" in said
+        assert "Run tries the same batch again" in " ".join(said.split()) and "Step 1: " in said
+        relay.model[2].error = None
+
+
+def test_a_step_under_way_and_what_waits_are_told() -> None:
+    with make_relay() as relay, Session(relay, make_batches()) as session:
+        train(session, 1)
+        with held(relay):
+            session.run(3)
+            wait_until(lambda: session.snapshot().progress is not None)
+            session.edit(Drop("L001"))
+            said = text_view(session.snapshot())
+            assert "running" in said and "0 of 3 steps of this run" in said and "Waiting: " in said
+        session.wait()
+
+
+def test_a_curve_has_a_letter_per_group_of_steps() -> None:
+    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == LEVELS
+    assert sparkline([8, 6, 4, 2], 2) == "█▁" and sparkline([3.0], 8) == "▁" and sparkline([2.0, 2.0], 8) == "▁▁"
+    assert sparkline([1.0, float("nan"), 2.0, float("inf")], 4) == "▁x█x"
+    assert len(sparkline(range(1000), 48)) == 48
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, "tests/support")
+from sessions import make_batches, make_relay
+from workbench import Workbench
+with make_relay() as relay:
+    bench = Workbench(relay, make_batches())
+    bench.run(3)
+    bench.wait(progress=True)
+    print(bench)
+    bench.close()
+"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_script_whose_output_is_piped(encoding: str) -> None:
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=env, capture_output=True, check=True)
+    said = done.stdout.decode(encoding)
+    assert "Step 3: " in said and "Loss " in said and "\x1b" not in said and "<workbench" not in said
+    assert "3/3" in done.stderr.decode(encoding), "the bar counts steps"

@@ -1,0 +1,121 @@
+"""What the buttons write can be read by the programs that it is for, holds what was seen, and replaces nothing."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+
+import pytest
+from patience import HANG_S
+from sessions import make_batches, make_relay, train
+
+from l2l_core import EmulatedDevice, Move
+from workbench.runs.exports import EXPORTS, export
+from workbench.session import Session, Snapshot
+
+
+@pytest.fixture(scope="module")
+def now() -> Iterator[Snapshot]:
+    with make_relay() as relay, Session(relay, make_batches()) as session:
+        train(session, 3)
+        session.edit(Move(0, 2)).result(HANG_S)
+        train(session, 2)
+        yield session.snapshot()
+
+
+def test_perfetto_gets_every_event_of_the_step(now: Snapshot, tmp_path: Path) -> None:
+    written = export("Perfetto", now, tmp_path / "a" / "b")
+    assert written.path == tmp_path / "a" / "b" / "step_5.json.gz" and written.what == "step 5"
+    assert written.site == "https://ui.perfetto.dev"
+    rows = json.loads(gzip.decompress(written.path.read_bytes()))["traceEvents"]
+    assert now.last is not None
+    assert sum(row["ph"] == "X" for row in rows) == now.last.counts[0] > 20
+
+
+def test_the_memory_viewer_gets_the_bytes_of_the_step(now: Snapshot, tmp_path: Path) -> None:
+    written = export("Memory viewer", now, tmp_path)
+    assert written.path.name == "step_5_memory.pickle"
+    actions = pickle.loads(written.path.read_bytes())["device_traces"][0]
+    held = peak = 0
+    for action in actions:
+        held += {"alloc": action["size"], "free_completed": -action["size"]}.get(action["action"], 0)
+        peak = max(peak, held)
+    assert now.last is not None and peak == now.last.peak_bytes("device")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_gets_every_step_and_change(now: Snapshot, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    written = export("TensorBoard", now, tmp_path)
+    assert written.path == tmp_path / "tensorboard" / "step_5" and str(tmp_path / "tensorboard") in written.then
+    found = EventAccumulator(str(written.path))
+    found.Reload()
+    losses = [(event.step, event.value) for event in found.Scalars("loss")]
+    assert losses == [(row.step, pytest.approx(row.loss)) for row in now.steps] and len(losses) == 5
+    assert found.Tags()["tensors"] == ["change/text_summary"]
+
+
+def test_the_report_is_of_the_whole_run_and_the_step_that_is_seen(now: Snapshot, tmp_path: Path) -> None:
+    written = export("Report", now, tmp_path)
+    text = written.path.read_text(encoding="utf-8")
+    assert written.path.name == "step_5_report.html" and "5 steps" in text and "Step 5" in text
+    assert f"{now.steps[0].loss:.4g}" in text and "Made from the open session" in text
+    assert escape(now.changes[0].what) in text and text.count("<svg") >= 5
+    columns = now.statistics.values("grad_norm", now.statistics.stack).shape[1]
+    assert columns == 5 and "Gradient norm of layers" in text
+
+
+def test_nothing_is_written_over(now: Snapshot, tmp_path: Path) -> None:
+    names = set()
+    for _ in range(3):
+        for name in EXPORTS:
+            names.add(export(name, now, tmp_path).path)
+    assert len(names) == 12 and tmp_path / "step_5-3.json.gz" in names and tmp_path / "tensorboard/step_5-2" in names
+    assert all(path.exists() for path in names)
+
+
+def test_of_several_branches_the_name_says_which(tmp_path: Path) -> None:
+    with make_relay() as relay, Session(relay, make_batches()) as session:
+        train(session, 1)
+        session.fork("wide / 2").result(HANG_S)
+        train(session, 1)
+        assert export("Perfetto", session.snapshot(), tmp_path).path.name == "wide_2_step_2.json.gz"
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_before_the_first_step_there_is_nothing_to_write(name: str, tmp_path: Path) -> None:
+    with make_relay() as relay, Session(relay, make_batches()) as session:
+        with pytest.raises(ValueError, match="no step to write yet: press Run or Step first"):
+            export(name, session.snapshot(), tmp_path / "exports")
+    assert not (tmp_path / "exports").exists(), "not even a folder"
+
+
+def test_of_a_step_that_failed_the_memory_up_to_there_is_written(tmp_path: Path) -> None:
+    with make_relay(device=EmulatedDevice(memory_bytes=2_500)) as relay, Session(relay, make_batches()) as session:
+        session.step()
+        now = session.wait(HANG_S)
+        assert now.failure is not None and now.failure.trace is not None and now.last is None
+        written = export("Memory viewer", now, tmp_path)
+        assert written.path.name == "failed_step_1_memory.pickle" and written.what == "step 1, which failed"
+        assert pickle.loads(written.path.read_bytes())["device_traces"][0]
+        with pytest.raises(ValueError, match="no step to write yet"):
+            export("Perfetto", now, tmp_path)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_place_where_no_folder_can_be_is_an_error(now: Snapshot, name: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(OSError):
+        export(name, now, tmp_path / "taken")
+    assert (tmp_path / "taken").read_text() == "a file"
+
+
+def test_a_closed_session_can_be_written_too(now: Snapshot, tmp_path: Path) -> None:
+    assert export("Report", replace(now, state="closed", ended="over"), tmp_path).path.exists()

@@ -1,0 +1,81 @@
+"""Buttons that write what is seen into files for other programs."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from html import escape
+
+import ipywidgets
+
+from l2l_core.trace import format_bytes
+from workbench.panels.choices import sized
+from workbench.panels.panel import Panel, failure_html
+from workbench.pictures import Picture, Table
+from workbench.runs import EXPORTS, Exported, export
+from workbench.session import Snapshot
+
+FOLDER = "exports"  # beside the notebook, where its kernel works
+
+
+class ExportPanel(Panel):
+    """The step that is seen for Perfetto and PyTorch's memory viewer, the run so far for TensorBoard and as a report.
+
+    Files go into a folder that a person may name; what is there already is never written over.
+    """
+
+    says_whose = True
+
+    def build(self) -> ipywidgets.Box:
+        self._said = ipywidgets.HTML()
+        undrawn = ipywidgets.HTML()
+        self._folder = ipywidgets.Text(
+            value=FOLDER,
+            description="into the folder",
+            tooltip="Relative to where the kernel works, which is the folder of the notebook as a rule",
+            continuous_update=False,
+            **sized("260px"),
+        )
+        row = ipywidgets.HBox([ipywidgets.Label("Write for"), *map(self._button, EXPORTS), self._folder])
+        row.add_class("l2l-buttons")
+        return ipywidgets.VBox([undrawn, row, self._said])
+
+    def draw(self, now: Snapshot) -> None:
+        self.widget.children[0].value = ""  # what was written stays to be read until the next button
+
+    def still(self, now: Snapshot) -> Sequence[Picture | Table]:
+        return []
+
+    def _button(self, name: str) -> ipywidgets.Button:
+        button = ipywidgets.Button(
+            description=name, icon="download", tooltip=EXPORTS[name].tip, layout={"width": "auto"}
+        )
+        button.on_click(lambda _: self._press(name))
+        return button
+
+    def _press(self, name: str) -> None:
+        """Write it here and now; drawing goes on meanwhile."""
+        self._say(f"{name}: writing …")
+        try:
+            written = export(name, self.session.snapshot(), self._folder.value.strip() or ".")
+        except (ValueError, ModuleNotFoundError) as error:
+            self._said.value = failure_html(f"{name}: {error}", traceback.format_exc())
+        except OSError as error:
+            why = f"{name}: {error.strerror or error} ({error.filename or self._folder.value})"
+            self._said.value = failure_html(why, traceback.format_exc(), "Nothing was written: name another folder.")
+        except Exception as error:
+            self._said.value = failure_html(f"{name} could not be written: {error!r}", traceback.format_exc())
+        else:
+            self._said.value = _written_html(written)
+
+    def _say(self, words: str) -> None:
+        self._said.value = f'<span class="l2l-caption" role="status">{escape(words)}</span>'
+
+
+def _written_html(written: Exported) -> str:
+    path = written.path.resolve()
+    size = f", {format_bytes(path.stat().st_size)}" if path.is_file() else ""
+    site = f'At <a href="{escape(written.site)}" target="_blank" rel="noopener"><u>{escape(written.site)}</u></a>: '
+    what = f"{written.what[:1].upper()}{written.what[1:]}"
+    words = f"{escape(what)} written{size}: <code>{escape(str(path))}</code><br>"
+    return f'<div class="l2l-written" role="status">{words}{site if written.site else ""}{escape(written.then)}.</div>'

@@ -1,0 +1,175 @@
+"""A session as text for a terminal, a log or a mail: what a page shows, in 80 columns, with bars of letters.
+
+Colour is added only where the reader's terminal has it, and letters beyond ASCII only where it can write them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+
+from l2l_core.trace import format_bytes
+from workbench.pictures.header import STATE_SIGNS, facts_of, state_said, title_of
+from workbench.pictures.scale import format_seconds
+from workbench.pictures.theme import BLUE, GREEN, ORANGE, VERMILION
+from workbench.pictures.verdict import plain, verdict_of
+from workbench.readings import Columns, layer_costs, number_layers, short_name
+from workbench.session import Failure, ShownStep, Snapshot
+
+COLUMNS = 80
+MOST_COLUMNS = 100  # wider lines are hard to read
+ALL_UP_TO = 20  # layers; of more, the ends are shown
+ENDS = 8
+LEAST_COLUMNS = 76  # below, a terminal wraps
+NAME, NUMBER, GAPS = (
+    14,
+    8,
+    17,
+)  # letters: of a name, of a number, of all else in a line of the table but for its two bars
+CURVE = 48  # letters
+LEVELS = "▁▂▃▄▅▆▇█"
+# One letter for one, so that columns stay where they are.
+ASCII = str.maketrans(LEVELS + "▒·–—…●▶‖✕○µ±⑂→×", "_.,-~=*#" + ":|--~*>=xou~Y>x")
+
+
+def text_view(now: Snapshot, *, columns: int = COLUMNS, encoding: str = "utf-8") -> str:
+    """A session as plain text: how the last step went, its layers, the loss, what binds it.
+
+    Args:
+        now: the session.
+        columns: width of a line.
+        encoding: of whoever reads it; one without block letters gets ASCII.
+    """
+    return _render(now, columns, encoding, None)
+
+
+def print_view(now: Snapshot, file: TextIO) -> None:
+    """The same to a file: as wide as its terminal, and with colour if that has it."""
+    console = Console(file=file)
+    system = console.color_system if console.is_terminal and not console.no_color else None
+    file.write(_render(now, min(console.width, MOST_COLUMNS), file.encoding or "utf-8", system) + "\n")
+
+
+def _render(now: Snapshot, columns: int, encoding: str, colours: str | None) -> str:
+    buffer, columns = io.StringIO(), max(columns, LEAST_COLUMNS)
+    console = Console(
+        file=buffer, width=columns, color_system=colours, force_terminal=colours is not None, highlight=False
+    )  # type: ignore[arg-type]
+    console.print(Group(*_parts(now, columns)))
+    return readable("\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines()), encoding)
+
+
+def readable(said: str, encoding: str) -> str:
+    """The text itself, or in ASCII where the encoding cannot write it; every letter stays one letter."""
+    try:
+        said.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return said.translate(ASCII).encode("ascii", "replace").decode("ascii")
+    return said
+
+
+def _parts(now: Snapshot, columns: int) -> Iterator[RenderableType]:
+    state = Text(f"{STATE_SIGNS[now.state]} {state_said(now)}: ", style="bold")
+    yield state.append(" · ".join(facts_of(now)), style="not bold")
+    if now.ended:
+        yield Text(now.ended, style="bold")
+    for trouble in (now.failure, now.refusal):
+        if trouble is not None:
+            yield _trouble(trouble, now.branch)
+    if now.target is not None and now.target > now.done:
+        yield Text(f"{now.done} of {now.target} steps of this run are done.")
+    if now.queued:
+        yield Text(f"Waiting: {'; '.join(now.queued)}.")
+    if now.shown is None:
+        yield Text("No step yet: run(10) trains ten, wait(progress=True) shows how far it is.")
+        return
+    yield from _step(now, now.shown, (columns - NAME - 3 * NUMBER - GAPS) // 2)
+    yield from _loss(now)
+
+
+def _trouble(failure: Failure, branch: str) -> Text:
+    words = Text(title_of(failure, branch), style=f"bold {VERMILION}")
+    return words.append(f"\n{failure.message}\n{failure.after}", style="not bold")
+
+
+def _step(now: Snapshot, shown: ShownStep, room: int) -> Iterator[RenderableType]:
+    found = shown.trace.bound_by()
+    said = plain(verdict_of(shown.trace, found, now.budget_bytes, shown.in_core_bytes))
+    name = now.shown_words
+    yield Text(f"{name[:1].upper()}{name[1:]}: ", style="bold").append(said, style="not bold")
+    yield ""
+    yield _layers(now, shown, room)
+    if found:
+        yield Text("\nWhat binds each phase, and what would help", style="bold")
+        yield from (Padding(Text(str(bound)), (0, 0, 0, 2)) for bound in found)
+
+
+def _layers(now: Snapshot, shown: ShownStep, room: int) -> Grid:
+    """Time and device memory of every layer, as numbers and as bars of at most `room` letters."""
+    columns, keys = Columns.of(shown.trace), [row.key for row in shown.layers]
+    costs, numbers = layer_costs(columns, keys), number_layers(keys)
+    longest = max((cost.compute_s + cost.waited_s for cost in costs), default=0.0)
+    full = now.budget_bytes or max((cost.device_bytes for cost in costs), default=0)
+    grid = Grid(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    grid.add_column("layer", justify="right")
+    grid.add_column("name", no_wrap=True)
+    grid.add_column("weights", justify="right", no_wrap=True)
+    grid.add_column("compute", justify="right", no_wrap=True)
+    grid.add_column("▒ waits", no_wrap=True, style=GREEN)
+    grid.add_column("device", justify="right", no_wrap=True)
+    grid.add_column("of budget" if now.budget_bytes else "of peak", no_wrap=True, style=BLUE)
+    left_out = range(ENDS, len(costs) - ENDS) if len(costs) > ALL_UP_TO else range(0)
+    for i, (row, cost) in enumerate(zip(shown.layers, costs, strict=True)):
+        if i in left_out:
+            if i == left_out.start:
+                grid.add_row("", f"{len(left_out)} more", *[""] * 5)
+            continue
+        bar = Text(_bar(cost.compute_s, longest, room)).append(_bar(cost.waited_s, longest, room, "▒"), style=ORANGE)
+        grid.add_row(
+            short_name(row.key, numbers),
+            row.name if len(row.name) <= NAME else f"…{row.name[1 - NAME :]}",
+            format_bytes(row.nbytes),
+            format_seconds(cost.compute_s),
+            bar,
+            format_bytes(cost.device_bytes),
+            _bar(cost.device_bytes, full, room),
+        )
+    return grid
+
+
+def _loss(now: Snapshot) -> Iterator[RenderableType]:
+    losses = [row.loss for row in now.steps]
+    if not losses:
+        return
+    first, last = now.steps[0], now.steps[-1]
+    yield ""
+    line = Text("Loss ", style="bold").append(f"{first.loss:.4g} ", style="not bold")
+    line.append(sparkline(losses, CURVE), style=BLUE).append(f" {last.loss:.4g}", style="not bold")
+    yield line.append(f"  steps {first.step} to {last.step}" if len(losses) > 1 else f"  step {last.step}")
+
+
+def sparkline(values: Sequence[float], most: int) -> str:
+    """A curve of at most so many letters, each the mean of its steps; "x" where none of them is finite."""
+    groups = min(len(values), most)
+    bounds = [round(i * len(values) / groups) for i in range(groups + 1)]
+    means = []
+    for low, high in zip(bounds, bounds[1:], strict=False):
+        finite = [value for value in values[low:high] if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else math.nan)
+    known = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    step = (high - low) / (len(LEVELS) - 1)
+    return "".join("x" if math.isnan(mean) else LEVELS[round((mean - low) / step) if step else 0] for mean in means)
+
+
+def _bar(value: float, full: float, room: int, letter: str = "█") -> str:
+    """Letters for a share of what is full; at least one for more than a hundredth of it."""
+    share = value / full if full else 0.0
+    return letter * max(round(room * min(share, 1.0)), int(share > 0.01))

@@ -1,0 +1,137 @@
+"""The step that is seen, and the run that led to it, as files for other programs: what a page's buttons write.
+
+The formats are those of `Trace`, of the logger for TensorBoard and of the report; here is what a file is called, that none is
+ever written over, and what to do with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from l2l_core import Trace
+from workbench.pictures import failed_trace
+from workbench.runs.report import write_session_report
+from workbench.session import Snapshot, TensorBoard
+
+
+class Exported(NamedTuple):
+    """A file or folder that was written.
+
+    Attributes:
+        path: where it is.
+        what: what is in it, as "step 12 of wide".
+        then: what to do with it.
+        site: a page that opens it; "" if none is needed.
+    """
+
+    path: Path
+    what: str
+    then: str
+    site: str = ""
+
+
+class Export(NamedTuple):
+    """A program that something can be written for.
+
+    Attributes:
+        tip: what is written, for the pointer that rests on its button.
+        write: takes a session as it is now and a folder that is there. It raises a ValueError where there is nothing to
+            write, an OSError where it cannot be written, and a ModuleNotFoundError where a package is missing.
+    """
+
+    tip: str
+    write: Callable[[Snapshot, Path], Exported]
+
+
+def export(name: str, now: Snapshot, folder: str | Path) -> Exported:
+    """Write what `EXPORTS` has under this name into a folder, which is made.
+
+    Raises:
+        ValueError: nothing has run yet, with the remedy.
+        OSError: it cannot be written there.
+        ModuleNotFoundError: it takes a package that is not installed.
+    """
+    where = Path(folder).expanduser()
+    if failed_trace(now) is None:
+        _shown_step(now)
+    where.mkdir(parents=True, exist_ok=True)
+    return EXPORTS[name].write(now, where)
+
+
+def _shown_step(now: Snapshot) -> Trace:
+    if now.last is None:
+        raise ValueError("there is no step to write yet: press Run or Step first")
+    return now.last
+
+
+def _write_perfetto(now: Snapshot, folder: Path) -> Exported:
+    trace = _shown_step(now)
+    path = _free(folder, _stem(now), ".json.gz")
+    trace.to_chrome(path)
+    then = 'press "Open trace file"; the file is read in your browser and not uploaded'
+    return Exported(path, now.shown_words, then, "https://ui.perfetto.dev")
+
+
+def _write_memory(now: Snapshot, folder: Path) -> Exported:
+    failed, failure = failed_trace(now), now.failure
+    if failed is not None and failure is not None:  # what the view of memory shows then
+        trace, what = failed, now.failed_words
+        stem = _named(now, failure.branch, f"failed_step_{failure.step}")
+    else:
+        trace, what, stem = _shown_step(now), now.shown_words, _stem(now)
+    path = _free(folder, f"{stem}_memory", ".pickle")
+    trace.to_memory_snapshot(path)
+    then = "drag the file onto that page; device 0 is the device, device 1 the host"
+    return Exported(path, what, then, "https://pytorch.org/memory_viz")
+
+
+def _write_tensorboard(now: Snapshot, folder: Path) -> Exported:
+    _shown_step(now)
+    runs = folder / "tensorboard"
+    path = _free(runs, _stem(now), "")
+    logger = TensorBoard(path)
+    for row in now.steps:
+        logger.log_step(row)
+    for change in now.changes:
+        logger.log_change(change)
+    logger.close()
+    return Exported(path, _steps(now), f'Type in a terminal: tensorboard --logdir "{runs.resolve()}"')
+
+
+def _write_report(now: Snapshot, folder: Path) -> Exported:
+    _shown_step(now)
+    path = _free(folder, f"{_stem(now)}_report", ".html")
+    write_session_report(now, path)
+    return Exported(path, _steps(now), "Open it in a browser; it is one page that needs no network")
+
+
+def _steps(now: Snapshot) -> str:
+    return f"{len(now.steps)} step{'s' if len(now.steps) != 1 else ''}"
+
+
+def _stem(now: Snapshot) -> str:
+    """A name for the step that is shown."""
+    assert now.shown is not None
+    return _named(now, now.shown.branch, f"step_{now.shown.number}")
+
+
+def _named(now: Snapshot, branch: str, step: str) -> str:
+    return "_".join([re.sub(r"[^\w.-]+", "_", branch), step]) if len(now.branches) > 1 else step
+
+
+def _free(folder: Path, stem: str, ending: str) -> Path:
+    """A path at which nothing is yet: what was written before stays."""
+    names = (f"{stem}{f'-{number}' if number > 1 else ''}{ending}" for number in count(1))
+    return next(path for name in names if not (path := folder / name).exists())
+
+
+EXPORTS: Mapping[str, Export] = {
+    "Perfetto": Export("Events and bytes of this step as a Chrome trace, for Perfetto", _write_perfetto),
+    "Memory viewer": Export("Bytes of this step as a snapshot, for PyTorch's memory viewer", _write_memory),
+    "TensorBoard": Export("Figures of every step so far, for TensorBoard", _write_tensorboard),
+    "Report": Export("The run so far as one HTML page, with this step in pictures", _write_report),
+}
