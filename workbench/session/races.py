@@ -59,8 +59,8 @@ class Races:
             raise ValueError(f"steps={steps!r}: must be a positive integer, which every branch makes")
         if self._trainer.has_scheduler:
             raise ValueError(
-                "this session has a scheduler of the learning rate, which counts the steps of all branches together, so "
-                "that none would have its own rate: race in a session without one, Session(relay, batches)"
+                "this session has a scheduler of the learning rate, which counts the steps of all branches together: no "
+                "branch would have its own learning rate. Race in a session without a scheduler, Session(relay, batches)"
             )
 
     def pause(self) -> bool:
