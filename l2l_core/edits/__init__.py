@@ -37,3 +37,4 @@ from l2l_core.edits.lineup import Built as Built
 from l2l_core.edits.optimizer_state import Held as Held
 from l2l_core.edits.parked import Parked as Parked
 from l2l_core.edits.schedules import Schedule as Schedule
+from l2l_core.edits.schedules import Steerable as Steerable

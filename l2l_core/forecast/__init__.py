@@ -13,6 +13,8 @@ from l2l_core.forecast.costs import Op as Op
 from l2l_core.forecast.costs import PartCost as PartCost
 from l2l_core.forecast.costs import Stay as Stay
 from l2l_core.forecast.costs import TurnCost as TurnCost
+from l2l_core.forecast.families import ModelShapes as ModelShapes
+from l2l_core.forecast.families import shapes_of_config as shapes_of_config
 from l2l_core.forecast.figures import StepFigures as StepFigures
 from l2l_core.forecast.forecast import Forecast as Forecast
 from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck

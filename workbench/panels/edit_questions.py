@@ -173,7 +173,7 @@ def _build() -> dict[str, Any]:
         "optimizer": make_dropdown("optimizer state", ["fresh", "copy", "scaled"], "200px"),
         "factor": ipywidgets.FloatText(0.5, step=0.1, description="by", **sized("90px")),
         "warmup": ipywidgets.BoundedIntText(
-            0, min=0, max=10**6, description="warm-up", tooltip="Updates until its learning rate is that of the others",
+            0, min=0, max=10**6, description="warm-up", tooltip="Number of updates until it learns at the full learning rate",
             **sized("130px"),
         ),
     }  # fmt: skip

@@ -47,7 +47,7 @@ class EditsPanel(Panel):
         )
         self._trust = ipywidgets.Checkbox(
             description="trust",
-            tooltip="Carry out what is refused on evidence alone, as layers of other kinds at a position",
+            tooltip="Also carry out an edit that only looks wrong, such as a layer of another kind at this position",
             indent=False,
             layout={"width": "auto"},
         )

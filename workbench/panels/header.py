@@ -52,7 +52,7 @@ class HeaderPanel(Panel):
         self._pause = _button("Pause", "pause", "Pause when the step under way is over")
         self._step = _button("Step", "step-forward", "Train one step")
         self._stop = _button("Stop", "stop", "End the run when the step under way is over")
-        self._back = _button("Take back", "reply", "Take the newest command that waits out of the queue")
+        self._back = _button("Take back", "reply", "Remove the newest waiting command from the queue")
         self._back.layout.visibility = "hidden"
         self._steps = ipywidgets.BoundedIntText(
             _STEPS,
@@ -90,7 +90,10 @@ class HeaderPanel(Panel):
             options=["device", "host"],
             value=config.stash,
             description="stash on",
-            tooltips=["Layer inputs wait on the device", "Layer inputs wait in host memory: device memory stays flat"],
+            tooltips=[
+                "Layer inputs are kept on the device",
+                "Layer inputs are kept in host memory: device memory does not grow with depth",
+            ],
             style={"description_width": "58px", "button_width": "60px"},
             layout={"width": "auto"},
         )

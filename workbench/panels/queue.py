@@ -26,7 +26,7 @@ class QueueControls:
     def __init__(self, session: Session, button: Callable[..., ipywidgets.Button]) -> None:
         self._session = session
         self.commands = make_list(5)
-        self.remove = button("Remove", "times", "Take the chosen command out of the queue", self._remove)
+        self.remove = button("Remove", "times", "Remove the chosen command from the queue", self._remove)
         self.line = ipywidgets.HTML()
         self.line.add_class("l2l-pending")
 

@@ -15,8 +15,8 @@ from workbench.pictures import AXES, Picture, Table, draw_race, race_table, show
 from workbench.session import Race, Session, Snapshot
 
 _EMPTY = '<p class="l2l-empty">Branches race on the same batches. {}</p>'
-_FORK = "Make a second branch first, in the view of layers: Fork."
-_CHOOSE = "Choose two or more, then Race."
+_FORK = "Make a second branch first, with Fork in the view edits."
+_CHOOSE = "Choose two or more, then press Start race."
 
 
 class RacePanel(Panel):

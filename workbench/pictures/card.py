@@ -84,7 +84,11 @@ def _facts(row: LayerRow, facts: LayerFacts | None) -> list[str]:
     kind = [facts.module] if facts is not None else []
     trained = "frozen" if row.frozen else "trained"
     sizes = [f"{row.num_params:,} weights", format_bytes(row.nbytes), f"version {row.version}", trained]
-    return [*kind, *sizes, *(["in no stack, so it cannot be edited"] if row.stack is None else [])]
+    return [
+        *kind,
+        *sizes,
+        *(["not in a ModuleList or Sequential, so it cannot be edited"] if row.stack is None else []),
+    ]
 
 
 def _parts(facts: LayerFacts) -> list[tuple[str, str, str, str]]:

@@ -25,7 +25,7 @@ def header_html(now: Snapshot, called: str = "") -> str:
 
 
 _FAILED = {
-    "batch": "The batch of step {step} could not be had",
+    "batch": "No batch could be fetched for step {step}",
     "step": "Step {step} failed",
     "edit": "The change after step {step} failed",
     "refused": "The edit after step {step} was refused",
