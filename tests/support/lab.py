@@ -88,28 +88,38 @@ class Lab:
 
 @contextmanager
 def serve_lab(folder: Path) -> Iterator[Lab]:
-    """JupyterLab on `folder`, with settings of its own; nothing of it is left at the end."""
-    port = _free_port()
-    settings = {name: str(folder / ".jupyter" / name) for name in ("config", "data", "runtime", "ipython")}
-    env = {
+    """JupyterLab on `folder`, with settings of its own as on a first launch; nothing of it is left at the end."""
+    port = free_port()
+    command = lab_command(folder, "", port, no_browser=True, as_root=True)
+    command += [f"--IdentityProvider.token={TOKEN}", "--ServerApp.port_retries=0"]
+    with serve(folder, command, f"http://127.0.0.1:{port}/api/status?token={TOKEN}") as server:
+        yield Lab(f"http://127.0.0.1:{port}", folder, server)
+
+
+def settings_of(folder: Path) -> dict[str, str]:
+    """The environment of a process whose settings, of Jupyter and of IPython, are in `folder` alone."""
+    places = {name: str(folder / ".jupyter" / name) for name in ("config", "data", "runtime", "ipython")}
+    return {
         **os.environ,
-        "JUPYTER_CONFIG_DIR": settings["config"],
-        "JUPYTER_DATA_DIR": settings["data"],
-        "JUPYTER_RUNTIME_DIR": settings["runtime"],
-        "IPYTHONDIR": settings["ipython"],
+        "JUPYTER_CONFIG_DIR": places["config"],
+        "JUPYTER_DATA_DIR": places["data"],
+        "JUPYTER_RUNTIME_DIR": places["runtime"],
+        "IPYTHONDIR": places["ipython"],
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
     }
-    quiet = folder / ".jupyter/config/lab/user-settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings"
-    quiet.parent.mkdir(parents=True)
-    quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')  # a question that hides what is below it
-    command = lab_command(folder, "", port, no_browser=True, as_root=True)
-    command += [f"--IdentityProvider.token={TOKEN}", "--ServerApp.port_retries=0"]
-    with (folder / "lab.log").open("w") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+@contextmanager
+def serve(folder: Path, command: list[str], address: str) -> Iterator[psutil.Process]:
+    """A server, from when this address answers; its kernels end with it."""
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            command, cwd=folder, env=settings_of(folder), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            _wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", server, folder / "lab.log")
-            yield Lab(f"http://127.0.0.1:{port}", folder, psutil.Process(server.pid))
+            _wait_for(address, server, folder / "server.log")
+            yield psutil.Process(server.pid)
         finally:
             below = psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
             server.terminate()  # shuts its kernels down
@@ -310,7 +320,8 @@ def _find(pattern: str, text: str) -> str:
     return found[1]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -324,5 +335,5 @@ def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path, timeout_
                 return
         except OSError as error:
             if server.poll() is not None or time.monotonic() > until_s:
-                raise RuntimeError(f"JupyterLab did not start: {error}\n{log.read_text()[-3000:]}") from error
+                raise RuntimeError(f"the server did not start: {error}\n{log.read_text()[-3000:]}") from error
             time.sleep(0.1)

@@ -9,6 +9,7 @@ import nbformat
 from nbformat.sign import NotebookNotary
 
 ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = Path(__file__).resolve().parents[1] / "pages"  # its overrides.json is read by JupyterLab
 FIRST_NOTEBOOK = "00_start_here.ipynb"
 
 
@@ -29,6 +30,8 @@ def lab_command(root: Path, page: str, port: int, *, no_browser: bool = False, a
     command = [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]
     # the page as default address and not as an argument: so it is also in the address that is printed
     command += [f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{page}"]
+    # JupyterLab would first ask whether it may fetch its news; in its settings a person may still say yes
+    command.append(f"--LabApp.app_settings_dir={SETTINGS}")
     if no_browser:
         command.append("--no-browser")
     if as_root:

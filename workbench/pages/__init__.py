@@ -1,1 +1,1 @@
-"""Templates, styles and scripts of pages that stand alone; no code."""
+"""Templates, styles and scripts of pages that stand alone, and settings that JupyterLab starts with; no code."""
