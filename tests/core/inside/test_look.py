@@ -499,3 +499,20 @@ def test_the_batch_stays_as_it_is() -> None:
         batch = make_batch(5)
         relay.look(batch, generate=3, row=2)
         assert torch.equal(batch["input_ids"], BATCH["input_ids"])
+
+
+def test_micro_batches_that_take_turns_after_the_head_are_not_mixed_up() -> None:
+    def objective(model: Any, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        outputs = model(batch[0])
+        again = model.layers[0](model.stem(batch[0]))  # the other micro-batch has its outputs before this one goes on
+        return functional.cross_entropy(outputs, batch[1]) + 0 * again.sum()
+
+    torch.manual_seed(0)
+    model = Encoder("none")
+    config = RelayConfig(micro_batches=2)
+    with Relay(model, device=EmulatedDevice(), layers=list(model.layers), objective=objective, config=config) as relay:
+        both = relay.look(VECTORS, [2], micro_batches=[0, 1], lens=True).depths
+        for k, one in enumerate(both):
+            (alone,) = relay.look(VECTORS, [2], micro_batches=[k], lens=True).depths
+            assert alone.chances is not None and torch.equal(one.chances, alone.chances)
+        assert not torch.equal(both[0].chances, both[1].chances)
