@@ -46,7 +46,9 @@ def test_views_can_be_stacked(relay: Relay) -> None:
     bench = Workbench(relay, make_batches(), view=["memory", "relay"])
     assert set(visible(bench)) == {"memory", "relay"} and bench.views.are_stacked
     kinds = [type(panel).__name__ for panel in bench.panels]
-    assert kinds == ["HeaderPanel", "VerdictPanel", "MemoryPanel", "ExportPanel", "RelayPanel"], "in the order that was asked for"
+    assert kinds == ["HeaderPanel", "VerdictPanel", "MemoryPanel", "ExportPanel", "RelayPanel"], (
+        "in the order that was asked for"
+    )
     with pytest.raises(ValueError, match="view='time': there are 'memory', 'relay'"):
         bench.views.turn_to("time")
     bench.close()
