@@ -304,6 +304,7 @@ class Relay:
         lens: bool = False,
         generate: int = 0,
         top: int = 3,
+        leave_out: Iterable[Where] = (),
     ) -> Inside:
         """Look inside of the model in evaluation mode, as if nobody had looked: what `probe` puts back is put back here too.
 
@@ -324,13 +325,14 @@ class Relay:
                 room: as many passes of one row for each layer, and three to try whether the model writes from left to right at
                 all. The tokens take the places of those that the row has there.
             top: how many tokens `lens` keeps at each position.
+            leave_out: layers that sit all of it out, as in ``step(skip=...)``: the model as if they had been dropped.
 
         Raises:
             ValueError, TypeError: a layer or number that there is not, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
         began_s = time.perf_counter()
-        with interrupts_wait(), self._exclusive(), self._unseen():
+        with interrupts_wait(), self._exclusive(), self._unseen(), self._sitting_out(leave_out, trust=False):
             rows, parts = self._split(batch)
             chosen = check_numbers(rows.sizes(len(parts)), micro_batches, row, positions, generate, top)
             units = self._units_to_look_at(layers)

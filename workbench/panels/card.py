@@ -14,6 +14,7 @@ from workbench.panels.choices import make_dropdown, offer
 from workbench.panels.fold import Fold
 from workbench.panels.keys import KeepsKeys
 from workbench.panels.panel import Panel, failure_html
+from workbench.panels.predictions import Predictions
 from workbench.panels.selection import selection_of
 from workbench.panels.touch import touched
 from workbench.panels.trials import Trials
@@ -57,6 +58,8 @@ class CardPanel(Panel):
 
     def build(self) -> ipywidgets.Box:
         self._selection, self._trials = selection_of(self.session), Trials(self.session, self._redraw)
+        self._predictions = Predictions(self.session, self._redraw)
+        self._predictions.button.on_click(lambda _: self._guarded(self._press_predict))
         self._filling = False  # whether it is the panel that sets the list
         self._facts: LayerFacts | None = None
         self._looked: object = None  # what the weights were last asked for
@@ -78,12 +81,13 @@ class CardPanel(Panel):
         chooser = _row(self._list, self._before, self._after, self._look)
         acts = [self._build_act(words, icon) for words, icon in _EDITS.items()]
         tries = [self._build_try(how) for how in TRIED]
+        predicted = [_row(self._predictions.button, self._predictions.line), self._predictions.picture]
         self._all = self._button("All layers", "bar-chart", "Measure both for every layer in turn", self._press_all)
         self._stop = self._button("Stop measuring", "stop", "End after the measurement under way", self._trials.stop)
         self._progress = ipywidgets.HTML()
         side_by_side = ipywidgets.VBox(acts)
         side_by_side.add_class("l2l-card-acts")
-        parts = [self._facts_html, self._weights, self._figures, side_by_side, *tries]
+        parts = [self._facts_html, self._weights, self._figures, side_by_side, *tries, *predicted]
         self._of_one = ipywidgets.VBox(parts)
         everyone = [_row(self._all, self._stop, self._progress), self._chart, self._fold.widget]
         keys = KeepsKeys(layout={"display": "none"})
@@ -151,6 +155,8 @@ class CardPanel(Panel):
             found = trial_html(self._trials.found.get((row.key, how)), waits, moment)
             _set(said, f"{code_line(f'workbench.measure({code_of(make(row.key))})')} {found}")
 
+        self._predictions.draw(row, now)
+
     def _draw_all(self, now: Snapshot) -> None:
         left, moment = self._trials.left, Moment.of(now)
         self._all.disabled, self._stop.disabled = bool(left) or not _tried(now), not left
@@ -178,7 +184,7 @@ class CardPanel(Panel):
             return [Table("Card of a layer", ("layer",), [], "No layer is chosen."), *charts]
         found = [one for (key, _), one in self._trials.found.items() if key == row.key]
         numbers, facts = number_layers(one.key for one in now.layers), self._facts_of(row)
-        return [card_table(row, numbers, facts, found, moment), *charts]
+        return [card_table(row, numbers, facts, found, moment), *self._predictions.still(row.key), *charts]
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -233,6 +239,10 @@ class CardPanel(Panel):
     def _try(self, how: How) -> None:
         if self._selection.key is not None:
             self._trials.ask(self._selection.key, how)
+
+    def _press_predict(self) -> None:
+        if self._selection.key is not None:
+            self._predictions.ask(self._selection.key)
 
     def _press_all(self) -> None:
         self._trials.ask_all(_tried(self.session.snapshot()))

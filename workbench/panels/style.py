@@ -1,6 +1,18 @@
 """The style sheet of the panels, in the colours of JupyterLab's theme."""
 
-from workbench.pictures import VERMILION, card, edits, glossary, inside_lens, journal, layers, page, relay, verdict
+from workbench.pictures import (
+    VERMILION,
+    card,
+    edits,
+    examples,
+    glossary,
+    inside_lens,
+    journal,
+    layers,
+    page,
+    relay,
+    verdict,
+)
 from workbench.what_if import picture as what_if
 
 _PANELS = """
@@ -103,6 +115,7 @@ STYLE = (
         + glossary.STYLE
         + layers.STYLE
         + card.STYLE
+        + examples.STYLE
         + journal.STYLE
         + edits.STYLE
         + inside_lens.STYLE

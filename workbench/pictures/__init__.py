@@ -14,6 +14,9 @@ from workbench.pictures.card import trial_html as trial_html
 from workbench.pictures.card_charts import draw_figures as draw_figures
 from workbench.pictures.card_charts import draw_histogram as draw_histogram
 from workbench.pictures.edits import outlook_html as outlook_html
+from workbench.pictures.examples import Examples as Examples
+from workbench.pictures.examples import examples_html as examples_html
+from workbench.pictures.examples import examples_table as examples_table
 from workbench.pictures.figures import loss_figure as loss_figure
 from workbench.pictures.figures import memory_figure as memory_figure
 from workbench.pictures.figures import timeline_figure as timeline_figure

@@ -10,22 +10,19 @@ order in which they were asked for. Nobody waits for them: commands return at on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from l2l_core import Edit, Forecast, Inside, Relay, Schedule
-from l2l_core.batches import Batch
+from l2l_core import Edit, Relay, Schedule
 from l2l_core.edits import Branch, Entry
-from l2l_core.model import Where
 from workbench.session.batches import Batches, BatchSource
 from workbench.session.edit_words import group_words
-from workbench.session.facts import LayerFacts
-from workbench.session.judgement import Judged
 from workbench.session.loggers import Logger
 from workbench.session.probe import Given, Probe
+from workbench.session.questions import Questions
 from workbench.session.race_values import Race
 from workbench.session.races import Races
 from workbench.session.rates import Scheduler
@@ -33,11 +30,10 @@ from workbench.session.rows import settings_words
 from workbench.session.settings import check_names, check_settings
 from workbench.session.standing import CLOSED, TAKEN_OVER, TRAIN, Standing
 from workbench.session.trainer import Trainer
-from workbench.session.watched import Watched
 from workbench.session.worker import Command, Worker
 
 
-class Session(Watched):
+class Session(Questions):
     """A relay, where its batches come from, and a thread that trains.
 
     Invariant: only the thread steps, edits or reconfigures the relay, and everything else here is read and written under
@@ -192,56 +188,6 @@ class Session(Watched):
         """
         return self._races.ask(names, steps)
 
-    def measure(self, *edits: Edit, what: str = "") -> Future[Judged]:
-        """What edits would do to the losses of the probe, as one group; they are taken back again, and nothing has changed.
-
-        The future gets a ValueError where nothing could be measured: the probe is off, or fails, or an edit cannot be done.
-
-        Args:
-            edits: in order.
-            what: a few words for the queue; default the edits.
-        """
-        words = partial(group_words, edits, what)
-        return self._question(lambda: f"measure {words(self._standing.mirror.layers)}", self._trainer.measure, edits)
-
-    def inspect(self, key: str) -> Future[LayerFacts | None]:
-        """Shapes and weights of a layer, looked at between two steps; changes nothing. None if it is gone by then."""
-        return self._question("look at a layer", self._trainer.inspect, key)
-
-    def script(self) -> str:
-        """All that was done so far as a Python program, which asks for the relay and the batches and does it again.
-
-        Steps, edits, undo and redo, settings, branches and races are in it, and lead to the same losses and weights to the
-        bit. What was done by code or with a module is a call of its function `by_hand`, which raises until it is written.
-        """
-        return self._trainer.script.text()
-
-    def look(self, layers: Iterable[Where] | None = None, *, batch: Batch = None, **options: Any) -> Future[Inside]:
-        """Look inside of layers between two steps; changes nothing, see `Relay.look`, which says what `options` there are.
-
-        Args:
-            layers: that are looked at; default up to 12, evenly chosen.
-            batch: default the first one of the probe, whether that is on or not.
-
-        The future gets a ValueError where nothing could be seen: there is no batch yet, or the model fails on it.
-        """
-        return self._whole("look inside", self._trainer.look, batch, layers, options)
-
-    @property
-    def probe_on(self) -> bool:
-        """Whether edits are judged on the probe; may be set at any time, for the edits whose turn comes later."""
-        return self._probe.is_on
-
-    @probe_on.setter
-    def probe_on(self, on: bool) -> None:
-        with self._changed:
-            self._probe.is_on = bool(on)
-            self._worker.touch()
-
-    def forecast(self) -> Future[Forecast]:
-        """What the next step will need; trains nothing. Before the first of a kind a few micro-batches are rehearsed, twice."""
-        return self._question("forecast", self._trainer.forecast)
-
     def cancel(self, ticket: int) -> bool:
         """Take a command out of the queue by its ticket, see `Snapshot.tickets`; False if its turn has come already."""
         with self._changed:
@@ -280,10 +226,6 @@ class Session(Watched):
     def _whole(self, what: str | Callable[[], str], action: Callable[..., Any], *args: Any) -> Future[Any]:
         """Queue something that is done as a whole or not at all."""
         return self._worker.submit(Command(what, lambda: action(*args), is_whole=True))
-
-    def _question(self, what: str | Callable[[], str], action: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Queue something that changes nothing."""
-        return self._worker.submit(Command(what, lambda: action(*args), is_question=True))
 
     def _end(self, why: str, wait: bool) -> None:
         self._standing.end(why)

@@ -16,7 +16,7 @@ from workbench.session.worker import Worker
 
 
 class Watched:
-    """The part of a session that looks; commands are in `Session`.
+    """The part of a session that looks; questions are in `Questions`, commands in `Session`.
 
     Invariant: everything here is read under the session's lock.
     """

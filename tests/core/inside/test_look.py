@@ -229,6 +229,26 @@ def test_the_lens_is_the_model_with_its_first_layers() -> None:
         assert seen.passes == 2 + 6
 
 
+def test_layers_that_are_left_out_are_as_if_they_had_been_dropped() -> None:
+    with make_relay(make_gpt()) as relay:
+        relay.step(BATCH)
+        core: Any = in_core(relay)
+        del core.transformer.h[1]
+        with torch.no_grad():
+            said = core(**part(BATCH, 0), use_cache=False)
+        seen = relay.look(BATCH, lens=True, generate=2, leave_out=[keys(relay)[1]])
+        assert keys(relay)[1] not in seen.keys and len(seen.depths) == len(keys(relay)) - 1
+        last = seen.depths[-1]
+        assert last.loss == float(said.loss) and last.tokens is not None
+        assert torch.equal(last.tokens[:, 0], said.logits[0].argmax(-1)[: len(last.tokens)])
+        whole = relay.look(BATCH, lens=True).depths[-1]
+        assert whole.loss != last.loss and whole.layers == last.layers + 1
+        with pytest.raises(ValueError, match="would sit out, and one layer must run"):
+            relay.look(BATCH, leave_out=keys(relay))
+        with pytest.raises(ValueError, match="no layer"):
+            relay.look(BATCH, [keys(relay)[1]], leave_out=[keys(relay)[1]])
+
+
 def test_what_is_written_is_greedy_decoding_with_the_first_layers() -> None:
     model = make_gpt()
     with torch.no_grad():

@@ -1,0 +1,103 @@
+"""Predictions with and without a layer on its card: those of the model in core, and only when somebody asks."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from html import unescape
+from typing import Any
+
+import pytest
+import torch
+from panel_reading import find, html_of, shown
+from patience import HANG_S
+from sessions import train, wait_until
+from small import make_batch, make_gpt
+from small import make_relay as make_decoder
+
+from l2l_core import Drop, Relay
+from workbench.panels.card import CardPanel
+from workbench.session.session import Session
+
+BATCH = make_batch(5)
+
+
+def letters(tokens: Sequence[int]) -> str:
+    return "".join(chr(97 + token % 26) for token in tokens)
+
+
+@pytest.fixture
+def panel(threads_end: None) -> Iterator[CardPanel]:
+    """Of the second of four layers of a decoder that has made two steps."""
+    with (
+        make_decoder(make_gpt()) as relay,
+        Session(relay, [make_batch(0)], probe=[BATCH], decode=letters) as session,
+    ):
+        train(session, 2)
+        made = CardPanel(session)
+        shown(made)
+        find(made, "card of").value = "L001"
+        session.wait(HANG_S)
+        shown(made)
+        yield made
+
+
+def press(panel: CardPanel) -> str:
+    known = panel._predictions.found
+    find(panel, "Predictions without it").click()
+    wait_until(lambda: panel._predictions.found is not known)
+    panel.session.wait(HANG_S)
+    shown(panel)
+    return unescape(html_of(panel))
+
+
+def in_core(relay: Relay, without: int | None = None) -> torch.Tensor:
+    """The likeliest tokens of the probe's first row, (positions,), by plain PyTorch."""
+    model: Any = copy.deepcopy(relay.model).eval()
+    if without is not None:
+        del model.transformer.h[without]
+    with torch.no_grad():
+        return model(**{name: tensor[:2] for name, tensor in BATCH.items()}, use_cache=False).logits[0].argmax(-1)
+
+
+def test_they_are_those_of_the_model_in_core(panel: CardPanel) -> None:
+    assert "predictions differ" not in html_of(panel)
+    said = press(panel)
+    rows = dict(re.findall(r'<tr><th scope="row">([^<]+)</th>(.*?)</tr>', said))
+    whole, without = in_core(panel.session.relay), in_core(panel.session.relay, 1)
+    for words, tokens in (("in the row", BATCH["input_ids"][0]), ("with it", whole), ("without it", without)):
+        cells = re.findall(r"<td[^>]*>([^<]*)</td>", rows[words])
+        assert cells == [letters([token]) for token in tokens.tolist()][: len(cells)] and len(cells) == len(tokens)
+    differ = int((whole != without).sum())
+    assert f"{differ} of {len(whole)} predictions differ" in said and rows["with it"].count("l2l-differs") == differ
+    assert "(after step 2)" in said
+    table = panel.still(panel.session.snapshot())[1]
+    assert table.to_text().count("differs") == differ
+
+
+def test_the_line_of_code_does_the_same(panel: CardPanel) -> None:
+    said = press(panel)
+    (line,) = re.findall(r"<code>(workbench\.look\(.*?\))</code>", said)
+    seen = eval(line, {"workbench": panel.session}).result(HANG_S)
+    found = panel._predictions.found["L001"].examples
+    assert found is not None and torch.equal(seen.depths[0].tokens, found.without.depths[0].tokens)
+
+
+def test_of_the_last_layer_and_of_an_old_moment(panel: CardPanel) -> None:
+    find(panel, "card of").value = "L003"
+    press(panel)
+    found = panel._predictions.found["L003"].examples
+    assert found is not None
+    assert torch.equal(found.without.depths[0].tokens[:, 0], in_core(panel.session.relay, 3))  # type: ignore[index]
+    train(panel.session, 1)
+    shown(panel)
+    assert "old: after step 2" in html_of(panel)
+
+
+def test_what_cannot_be_is_said_and_no_refusal_of_the_session(panel: CardPanel) -> None:
+    panel.session.edit(Drop("L000"), Drop("L002"), Drop("L003"))
+    panel.session.wait(HANG_S)
+    shown(panel)
+    assert "one layer must run" in press(panel)
+    assert panel.session.snapshot().refusal is None
