@@ -34,6 +34,12 @@ def test_a_layer_is_touched_while_training_runs(open_notebook: Callable[..., Not
     until(lambda: order(bench) == ["L000", "L002", "L003", "L001"], page, "the layer at the place of the other")
     assert marked(bench) == {"L001"}, "it is still the one that is chosen"
 
+    drag(page, cell(bench, "L000"), cell(bench, "L002"), let_go=(2, 2))
+    page.mouse.move(*at(page, cell(bench, "L003")))
+    page.wait_for_timeout(300)
+    assert order(bench) == ["L000", "L002", "L003", "L001"], "let go outside, nothing moves"
+    assert bench.root.locator(".l2l-dragged:visible").count() == 0
+
     page.mouse.move(*at(page, cell(bench, "L002"), 0.95))
     bench.root.locator(".l2l-plus").click()
     until(lambda: order(bench) == ["L000", "L002", "L004", "L003", "L001"], page, "a new layer between two")
@@ -103,9 +109,11 @@ def press(page: Page, part: Locator) -> None:
     page.mouse.up()
 
 
-def drag(page: Page, part: Locator, to: Locator) -> None:
+def drag(page: Page, part: Locator, to: Locator, let_go: tuple[float, float] | None = None) -> None:
     page.mouse.move(*at(page, part))
     page.mouse.down()
     page.mouse.move(*at(page, to), steps=8)
     page.wait_for_timeout(300)
+    if let_go is not None:
+        page.mouse.move(*let_go)
     page.mouse.up()

@@ -118,6 +118,7 @@ class Panel(ABC):
             self._notice = Notice()
             self._touch = Touch(self.session)
             alone = ipywidgets.VBox([style, self._notice.widget, self.widget, self._touch])
+            alone.add_class("l2l-alone")
             self._display = Display(self.session, alone, self._show_alone, self._bundle, self._tell)
             belongs_to_cell(self)
         return self._display

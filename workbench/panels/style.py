@@ -85,9 +85,9 @@ padding:0 14px;margin:0;color:inherit;border:0;border-bottom:3px solid transpare
 background:color-mix(in srgb,var(--jp-brand-color1,#1976d2) 12%,transparent)}
 .l2l-tour>.widget-html{flex:1 1 0!important;min-width:0}
 .l2l-tour>button{flex:0 0 auto}
-.l2l-workbench,.l2l-touched{position:relative}
-.l2l-workbench [data-key]{cursor:pointer;outline:0}
-.l2l-workbench [data-cell]{touch-action:none}
+.l2l-workbench,.l2l-alone{position:relative}
+.l2l-picks [data-key]{cursor:pointer;outline:0}
+.l2l-picks svg:has([data-cell]){touch-action:none}
 .l2l-picks:focus-visible{outline:2px solid var(--jp-brand-color1,#1976d2);outline-offset:1px}
 .l2l-plus{position:absolute;width:20px;height:20px;margin:-10px 0 0 -10px;padding:0;border:0;border-radius:50%;cursor:pointer;
 font:600 16px/18px system-ui,sans-serif;color:#fff;background:var(--jp-brand-color1,#1976d2)}

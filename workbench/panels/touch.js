@@ -7,7 +7,6 @@ const WAITS_MS = 2000;
 const MARK = "var(--jp-brand-color1,#1976d2)";
 
 const quoted = (key) => CSS.escape(key);
-const at = (event, what) => document.elementFromPoint(event.clientX, event.clientY)?.closest(what);
 
 export default {
   render({ model, el }) {
@@ -35,11 +34,15 @@ export default {
       model.set("chosen", key);
       model.save_changes();
     };
+    const at = (event, what) => {
+      const found = document.elementFromPoint(event.clientX, event.clientY)?.closest(what);
+      return found && root.contains(found) ? found : null;
+    };
     const steers = () => model.get("steers") && !model.get("disabled");
     const place = (part, x, y) => {
       const box = root.getBoundingClientRect();
-      part.style.left = `${x - box.left}px`;
-      part.style.top = `${y - box.top}px`;
+      part.style.left = `${x - box.left - root.clientLeft + root.scrollLeft}px`;
+      part.style.top = `${y - box.top - root.clientTop + root.scrollTop}px`;
       part.hidden = false;
     };
     const openCard = () => {
@@ -62,7 +65,7 @@ export default {
       if (event.target === plus) return;
       const cell = steers() && at(event, "[data-cell]");
       plus.hidden = true;
-      if (!cell || !root.contains(cell)) return;
+      if (!cell) return;
       const box = cell.getBoundingClientRect(), share = (event.clientX - box.left) / box.width;
       if (share > EDGE && share < 1 - EDGE) return;
       const behind = share > 0.5;
@@ -75,10 +78,12 @@ export default {
     const pressed = (event) => {
       if (event.button !== 0 || event.target === plus) return;
       const touched = event.target.closest?.("[data-key]");
+      over = null;
       down = touched && { key: touched.dataset.key, drags: "cell" in touched.dataset, x: event.clientX, y: event.clientY };
     };
     const moved = (event) => {
       if (!down) return offerInsert(event);
+      if (!event.buttons) return endDrag(); // it was let go where nobody listens
       const far = Math.hypot(event.clientX - down.x, event.clientY - down.y) > FAR;
       if (!(down.drags && steers() && (over || far))) return;
       plus.hidden = true;
@@ -89,11 +94,12 @@ export default {
     };
     const lifted = (event) => {
       if (!down) return;
-      const { key } = down, target = at(event, "[data-key]"), to = over;
+      const { key } = down, target = at(event, "[data-key]"), dragged = over !== null;
       endDrag();
-      if (to) {
-        if (to !== key) model.send({ move: [key, to] });
-      } else if (target?.dataset.key === key && root.contains(target)) {
+      if (dragged) {
+        const to = at(event, "[data-cell]")?.dataset.key;
+        if (to && to !== key) model.send({ move: [key, to] });
+      } else if (target?.dataset.key === key) {
         if (lastUp.key === key && event.timeStamp - lastUp.when < 400) openCard();
         lastUp = { key, when: event.timeStamp };
         choose(key);
@@ -139,6 +145,7 @@ export default {
       plus.addEventListener("click", inserted);
       for (const [what, told] of listening) root.addEventListener(what, told);
       document.addEventListener("pointerup", lifted);
+      document.addEventListener("pointercancel", endDrag);
       model.on("change:chosen", draw);
       draw();
     });
@@ -146,6 +153,7 @@ export default {
       cancelAnimationFrame(attach);
       for (const [what, told] of listening) root?.removeEventListener(what, told);
       document.removeEventListener("pointerup", lifted);
+      document.removeEventListener("pointercancel", endDrag);
       model.off("change:chosen", draw);
       for (const part of [style, plus, label]) part.remove();
     };

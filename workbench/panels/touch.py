@@ -10,7 +10,7 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from l2l_core import Move
+from l2l_core import Insert, Move
 from workbench.panels.selection import selection_of
 from workbench.session import Session, Snapshot, Source, edits_of
 
@@ -64,7 +64,10 @@ class Touch(anywidget.AnyWidget):
             layers = self._source.snapshot().layers
             row = next((row for row in layers if row.key == content["insert"]), None)
             if row is not None:  # else it has gone while the pointer was over it
-                self._source.edit(edits_of(row, layers)["Insert after" if content["behind"] else "Insert before"])
+                words = "Insert after" if content["behind"] else "Insert before"
+                self._source.edit(
+                    edits_of(row, layers).get(words, Insert(row.key))
+                )  # in no stack: refused with the reason
 
 
 def touched(picture: ipywidgets.HTML) -> ipywidgets.HTML:

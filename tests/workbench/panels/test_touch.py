@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
+import torch
 from panel_reading import html_of
 from patience import HANG_S
-from sessions import make_batches, train
+from sessions import make_batches, mse, train
+from torch import nn
 
 from l2l_core import Drop, Relay
 from workbench.app import Workbench
@@ -86,6 +89,28 @@ def test_a_move_that_cannot_be_is_refused_and_training_goes_on(bench: Workbench)
     refusal = bench.snapshot().refusal
     assert refusal is not None and "L777" in refusal.message
     train(bench.session, 1)
+
+
+def test_a_layer_in_no_stack_is_refused_with_the_reason() -> None:
+    class Apart(nn.Module):
+        """Layers that no list holds."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    model = Apart()
+    with (
+        Relay(model, partial(torch.optim.SGD, lr=0.1), layers=[model.a, model.b], loss=mse) as relay,
+        Session(relay, [(torch.randn(4, 4), torch.randn(4, 4))]) as session,
+    ):
+        send(Touch(session), insert="L000", behind=True)
+        session.wait(HANG_S)
+        refusal = session.snapshot().refusal
+        assert refusal is not None and "L000" in refusal.message
 
 
 def test_enter_turns_to_the_card(bench: Workbench) -> None:
