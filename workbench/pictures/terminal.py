@@ -35,8 +35,11 @@ NAME, NUMBER, GAPS = (
 )  # letters: of a name, of a number, of all else in a line of the table but for its two bars
 CURVE = 48  # letters
 LEVELS = "▁▂▃▄▅▆▇█"
-# One letter for one, so that columns stay where they are.
-ASCII = str.maketrans(LEVELS + "▒·–—…●▶‖✕○µ±⑂→×", "_.,-~=*#" + ":|--~*>=xou~Y>x")
+# One letter for one, so that columns stay where they are: every sign that the workbench and the engine write.
+ASCII = str.maketrans(
+    LEVELS + "▒·–—―−…●▶‖✕○µ±⑂→←⇄×≠≤≥▲▼▸▾◂◆✱✓⏎⇥",
+    "_.,-~=*#" + ":|----~*>=xou~Y><~x!<>^v>v<o*+/>",
+)
 
 
 def text_view(now: Snapshot, *, columns: int = COLUMNS, encoding: str = "utf-8") -> str:
@@ -53,7 +56,8 @@ def text_view(now: Snapshot, *, columns: int = COLUMNS, encoding: str = "utf-8")
 def print_view(now: Snapshot, file: TextIO) -> None:
     """The same to a file: as wide as its terminal, and with colour if that has it."""
     console = Console(file=file)
-    system = console.color_system if console.is_terminal and not console.no_color else None
+    writes_ansi = console.is_terminal and not console.no_color and not console.legacy_windows
+    system = console.color_system if writes_ansi else None
     file.write(_render(now, min(console.width, MOST_COLUMNS), file.encoding or "utf-8", system) + "\n")
 
 
@@ -133,8 +137,8 @@ def _layers(now: Snapshot, shown: ShownStep, room: int) -> Grid:
             continue
         bar = Text(_bar(cost.compute_s, longest, room)).append(_bar(cost.waited_s, longest, room, "▒"), style=ORANGE)
         grid.add_row(
-            short_name(row.key, numbers),
-            row.name if len(row.name) <= NAME else f"…{row.name[1 - NAME :]}",
+            Text(short_name(row.key, numbers)),  # as it is: a cell that is no Text is read as rich's markup
+            Text(row.name if len(row.name) <= NAME else f"…{row.name[1 - NAME :]}"),
             format_bytes(row.nbytes),
             format_seconds(cost.compute_s),
             bar,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -13,13 +14,28 @@ from pathlib import Path
 
 import pytest
 from sessions import held, make_batches, make_relay, train, wait_until
+from torch import nn
 
-from l2l_core import Drop, EmulatedDevice, Relay
+from l2l_core import (
+    Drop,
+    Duplicate,
+    EmulatedDevice,
+    Freeze,
+    Insert,
+    Interpolate,
+    Move,
+    Relay,
+    Replace,
+    Swap,
+    Unfreeze,
+)
 from l2l_core.trace import format_bytes
 from workbench.pictures.terminal import ALL_UP_TO, ENDS, LEVELS, print_view, readable, sparkline, text_view
 from workbench.session import Session, Snapshot
+from workbench.session.edit_words import _SAY, edit_words
 
 ROOT = Path(__file__).resolve().parents[3]
+SOURCES = [path for room in ("l2l_core", "workbench") for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +78,74 @@ def test_where_only_ascii_can_be_written_every_letter_stays_one_letter(now: Snap
     assert [len(line) for line in narrow.splitlines()] == [len(line) for line in wide.splitlines()]
     assert readable("Größe ▁█", "latin-1") == "Gr??e _#" and readable("Größe", "latin-1") == "Größe"
     assert readable("·", "no such encoding") == "|"
+
+
+def test_signs_of_edits_have_a_letter_of_ascii_each(now: Snapshot) -> None:
+    edits = [
+        Insert(5, module=nn.Tanh()),
+        Insert("L003", like="L002", init="copy"),
+        Duplicate(slice(1, 3), mode="interleaved"),
+        Drop(("L001", "L003")),
+        Swap(3, 4),
+        Move("L001", "L003"),
+        Replace(2, nn.Tanh()),
+        Interpolate("L001", "L002"),
+        Freeze(slice(2, None)),
+        Unfreeze(2),
+    ]
+    assert {type(edit).__name__ for edit in edits} == set(_SAY), "one of every kind"
+    numbers = {layer.key: i for i, layer in enumerate(now.layers)}
+    said = text_view(replace(now, queued=[edit_words(edit, numbers) for edit in edits]), encoding="ascii")
+    waiting = " ".join(said[said.index("Waiting: ") : said.index("\nStep 6")].split())
+    assert said.isascii() and "?" not in waiting
+    assert "; - 1-3 | L001-L003; 3 ~ 4; " in waiting and "1 | L001 < 50 % 2 | L002" in waiting
+
+
+def test_every_sign_that_the_workbench_writes_has_a_letter_of_ascii() -> None:
+    signs = {sign: path for path in SOURCES for words in texts_in(path) for sign in words if not sign.isascii()}
+    assert {"−", "⇄", "←", "▲", "⑂", "✱"} <= signs.keys()
+    assert {sign: path.name for sign, path in signs.items() if readable(sign, "ascii") == "?"} == {}
+
+
+def texts_in(path: Path) -> Iterator[str]:
+    """Texts in a file of Python but for its docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+@pytest.mark.parametrize("name", ["h[/b]", "h[red]", ":smile:", "[bold]h"])
+def test_names_are_shown_as_they_are(now: Snapshot, name: str) -> None:
+    assert now.shown is not None
+    layers = [replace(layer, name=name) for layer in now.layers]
+    branches = [replace(now.branches[0], name=name), now.branches[0]]
+    shown = replace(now.shown, layers=layers, branch=name)
+    mine = replace(now, layers=layers, shown=shown, branch=name, branches=branches, model=name, queued=[name])
+    said = text_view(mine)
+    rows = [line for line in said.splitlines() if re.match(r" +\d  ", line)]
+    assert len(rows) == 4 and all(f"  {name} " in row for row in rows)
+    for words in (
+        f": {name} · 4 layers",
+        f"step 6 of {name} ·",
+        f"Waiting: {name}.",
+        f"Step 6 of {name}: ",
+    ):
+        assert words in " ".join(said.split()), words
+
+
+def test_a_console_that_knows_no_colour_codes_gets_none(now: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("rich.console.detect_legacy_windows", lambda: True)
+    old = Terminal()
+    print_view(now, old)
+    assert "\x1b" not in old.getvalue() and "Step 6: " in old.getvalue()
 
 
 def test_a_file_gets_no_colour_and_a_terminal_does(now: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
