@@ -57,7 +57,7 @@ class ExportPanel(Panel):
         """Write it here and now; drawing goes on meanwhile."""
         self._say(f"{name}: writing …")
         try:
-            written = export(name, self.session.snapshot(), self._folder.value.strip() or ".")
+            written = export(name, self.session, self._folder.value.strip() or ".")
         except (ValueError, ModuleNotFoundError) as error:
             self._said.value = failure_html(f"{name}: {error}", traceback.format_exc())
         except OSError as error:

@@ -1,21 +1,24 @@
 """The step that is seen, and the run that led to it, as files for other programs: what a page's buttons write.
 
 The formats are those of `Trace`, of the logger for TensorBoard and of the report; here is what a file is called, that none is
-ever written over, and what to do with it.
+ever written over nor left half written, and what to do with it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from l2l_core import Trace
 from workbench.pictures import failed_trace
-from workbench.runs.report import write_session_report
-from workbench.session import Snapshot, TensorBoard
+from workbench.runs.recorded import Recording
+from workbench.runs.report import write_report, write_session_report
+from workbench.session import Snapshot, Source, TensorBoard
 
 
 class Exported(NamedTuple):
@@ -39,27 +42,35 @@ class Export(NamedTuple):
 
     Attributes:
         tip: what is written, for the pointer that rests on its button.
-        write: takes a session as it is now and a folder that is there. It raises a ValueError where there is nothing to
-            write, an OSError where it cannot be written, and a ModuleNotFoundError where a package is missing.
+        write: takes a session or a recording, of which it writes what is seen now, and a folder that is there. It raises
+            a ValueError where there is nothing to write, an OSError where it cannot be written, and a
+            ModuleNotFoundError where a package is missing.
     """
 
     tip: str
-    write: Callable[[Snapshot, Path], Exported]
+    write: Callable[[Source, Path], Exported]
 
 
-def export(name: str, now: Snapshot, folder: str | Path) -> Exported:
+def export(name: str, source: Source, folder: str | Path) -> Exported:
     """Write what `EXPORTS` has under this name into a folder, which is made.
+
+    All is written or nothing: what fails half way leaves no file.
+
+    Args:
+        name: of `EXPORTS`.
+        source: a session, or a recorded run at one of its moments.
+        folder: where to.
 
     Raises:
         ValueError: nothing has run yet, with the remedy.
         OSError: it cannot be written there.
         ModuleNotFoundError: it takes a package that is not installed.
     """
-    where = Path(folder).expanduser()
+    where, now = Path(folder).expanduser(), source.snapshot()
     if failed_trace(now) is None:
         _shown_step(now)
     where.mkdir(parents=True, exist_ok=True)
-    return EXPORTS[name].write(now, where)
+    return EXPORTS[name].write(source, where)
 
 
 def _shown_step(now: Snapshot) -> Trace:
@@ -68,44 +79,55 @@ def _shown_step(now: Snapshot) -> Trace:
     return now.last
 
 
-def _write_perfetto(now: Snapshot, folder: Path) -> Exported:
+def _write_perfetto(source: Source, folder: Path) -> Exported:
+    now = source.snapshot()
     trace = _shown_step(now)
-    path = _free(folder, _stem(now), ".json.gz")
-    trace.to_chrome(path)
+    path = _free(folder, _step_stem(now), ".json.gz")
+    with _whole(path, folder) as part:
+        trace.to_chrome(part)
     then = 'press "Open trace file"; the file is read in your browser and not uploaded'
     return Exported(path, now.shown_words, then, "https://ui.perfetto.dev")
 
 
-def _write_memory(now: Snapshot, folder: Path) -> Exported:
+def _write_memory(source: Source, folder: Path) -> Exported:
+    now = source.snapshot()
     failed, failure = failed_trace(now), now.failure
     if failed is not None and failure is not None:  # what the view of memory shows then
         trace, what = failed, now.failed_words
         stem = _named(now, failure.branch, f"failed_step_{failure.step}")
     else:
-        trace, what, stem = _shown_step(now), now.shown_words, _stem(now)
+        trace, what, stem = _shown_step(now), now.shown_words, _step_stem(now)
     path = _free(folder, f"{stem}_memory", ".pickle")
-    trace.to_memory_snapshot(path)
+    with _whole(path, folder) as part:
+        trace.to_memory_snapshot(part)
     then = "drag the file onto that page; device 0 is the device, device 1 the host"
     return Exported(path, what, then, "https://pytorch.org/memory_viz")
 
 
-def _write_tensorboard(now: Snapshot, folder: Path) -> Exported:
+def _write_tensorboard(source: Source, folder: Path) -> Exported:
+    now = source.snapshot()
     _shown_step(now)
     runs = folder / "tensorboard"
-    path = _free(runs, _stem(now), "")
-    logger = TensorBoard(path)
-    for row in now.steps:
-        logger.log_step(row)
-    for change in now.changes:
-        logger.log_change(change)
-    logger.close()
+    path = _free(runs, _run_stem(now), "")
+    with _whole(path, folder) as part:
+        logger = TensorBoard(part)
+        for row in now.steps:
+            logger.log_step(row)
+        for change in now.changes:
+            logger.log_change(change)
+        logger.close()
     return Exported(path, _steps(now), f'Type in a terminal: tensorboard --logdir "{runs.resolve()}"')
 
 
-def _write_report(now: Snapshot, folder: Path) -> Exported:
+def _write_report(source: Source, folder: Path) -> Exported:
+    now = source.snapshot()
     _shown_step(now)
-    path = _free(folder, f"{_stem(now)}_report", ".html")
-    write_session_report(now, path)
+    path = _free(folder, f"{_run_stem(now)}_report", ".html")
+    with _whole(path, folder) as part:
+        if isinstance(source, Recording):
+            write_report([source.run.until(now.number)], part)
+        else:
+            write_session_report(now, part)
     return Exported(path, _steps(now), "Open it in a browser; it is one page that needs no network")
 
 
@@ -113,8 +135,13 @@ def _steps(now: Snapshot) -> str:
     return f"{len(now.steps)} step{'s' if len(now.steps) != 1 else ''}"
 
 
-def _stem(now: Snapshot) -> str:
-    """A name for the step that is shown."""
+def _run_stem(now: Snapshot) -> str:
+    """A name for the run so far."""
+    return _named(now, now.branch, f"step_{now.step}")
+
+
+def _step_stem(now: Snapshot) -> str:
+    """A name for the step that is shown, which may be one of the branch that this one was forked from."""
     assert now.shown is not None
     return _named(now, now.shown.branch, f"step_{now.shown.number}")
 
@@ -127,6 +154,18 @@ def _free(folder: Path, stem: str, ending: str) -> Path:
     """A path at which nothing is yet: what was written before stays."""
     names = (f"{stem}{f'-{number}' if number > 1 else ''}{ending}" for number in count(1))
     return next(path for name in names if not (path := folder / name).exists())
+
+
+@contextmanager
+def _whole(path: Path, folder: Path) -> Iterator[Path]:
+    """A place for what is to lie at a path: it goes there when all is written, and is gone after an error.
+
+    The place is in a folder of its own inside `folder`, so that moving it copies nothing.
+    """
+    with TemporaryDirectory(prefix=".unfinished-", dir=folder) as own:
+        yield (part := Path(own) / path.name)
+        path.parent.mkdir(exist_ok=True)
+        part.rename(path)
 
 
 EXPORTS: Mapping[str, Export] = {

@@ -7,7 +7,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,29 @@ class RecordedRun:
         if number not in self._traces:
             raise ValueError(f"number={number}: recorded whole are {', '.join(map(str, self.traced))}")
         return _read_trace(self, number)
+
+    def until(self, number: int) -> RecordedRun:
+        """The run as it was after this moment, and the moment in its title; what was found out about the run stays.
+
+        Held-out losses are kept up to the furthest step that was reached by then.
+
+        Raises:
+            ValueError: there is no such moment.
+        """
+        if number == len(self.moments) - 1:
+            return self
+        then, moments = self.snapshot(number), self.moments[: number + 1]
+        reached = max(row["plain"].get("step", 0) for row in moments)
+        traces = {at: line for at, line in self._traces.items() if at <= number}
+        return replace(
+            self,
+            title=f"{self.title}, {then.state_words}",
+            moments=moments,
+            traced=tuple(sorted(traces)),
+            held_out=tuple((step, loss) for step, loss in self.held_out if step <= reached),
+            races=tuple((at, race) for at, race in self.races if at <= number),
+            _traces=traces,
+        )
 
 
 class Recording:

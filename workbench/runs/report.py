@@ -102,6 +102,8 @@ def write_session_report(now: Snapshot, path: str | Path) -> None:
         file = Path(folder) / "session.jsonl"
         with Recorder(file, title=f"{now.model}, {now.shown_words}") as recorder:
             recorder.watch(now)  # for what is known of a run besides its snapshot: machine, versions, the time
+            if now.race is not None and now.race.is_over:
+                recorder.log_race(now.race)
         run = replace(load_run(file), path=Path("the open session"))
     Path(path).write_text(_render([Named(run.title, now, run)], when="written"), encoding="utf-8")
 

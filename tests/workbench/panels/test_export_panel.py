@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import re
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from l2l_core import Relay
 from workbench.app import VIEWS, Workbench
 from workbench.panels.export import ExportPanel
 from workbench.replayed import replay
-from workbench.runs import EXPORTS
+from workbench.runs import EXPORTS, load_run
+from workbench.runs.report import render_report
 from workbench.session import Session
 
 
@@ -88,13 +91,56 @@ def test_a_package_that_is_missing_is_named(panel: ExportPanel, monkeypatch: pyt
     assert "pip install tensorboard" in words(panel)
 
 
-def test_a_replay_has_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded_elsewhere(path: Path) -> Path:
+    """A run of another machine and year, with two losses on held-out data and a fact."""
+    lines = [json.loads(line) for line in record(path, title="far away").read_text(encoding="utf-8").splitlines()]
+    lines[0] |= {"began": "2020-01-02T03:04:05+00:00"}
+    lines[0]["machine"] = {"platform": "A machine elsewhere", "cores": 1234, "torch": "1.2.3"}
+    more = [{"type": "held_out", "step": step, "loss": loss} for step, loss in ((4, 77.25), (9, 66.125))]
+    lines[-1:-1] = [*more, {"type": "fact", "name": "found", "words": "It was cold there."}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_a_replay_has_them_too_and_its_report_is_of_what_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    board = replay(record(tmp_path / "run.jsonl"))
+    path = recorded_elsewhere(tmp_path / "run.jsonl")
+    board = replay(path)
     panel = next(panel for panel in board.panels if isinstance(panel, ExportPanel))
     board._show(board.snapshot())
     find(panel, "Report").click()
-    assert (tmp_path / "exports" / "step_10_report.html").is_file(), words(panel)
+    report = tmp_path / "exports" / "step_10_report.html"
+    assert report.is_file(), words(panel)
+    assert report.read_text(encoding="utf-8") == render_report([load_run(path)])
+    text = " ".join(re.sub("<[^>]+>", " ", report.read_text(encoding="utf-8")).split())
+    for said in (
+        "A machine elsewhere",
+        "1234",
+        "1.2.3",
+        "It was cold there.",
+        "held out 66.12",
+        "began 2020-01-02 03:04",
+    ):
+        assert said in text, said
+    assert "Made from run.jsonl, recorded 2020-01-02T03:04:05+00:00." in text and platform.platform() not in text
+    board.close()
+
+
+def test_the_report_of_a_replay_is_of_the_moment_that_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    board = replay(recorded_elsewhere(tmp_path / "run.jsonl"))
+    panel = next(panel for panel in board.panels if isinstance(panel, ExportPanel))
+    board.slider.value = 3  # after the fourth step
+    find(panel, "Report").click()
+    text = (tmp_path / "exports" / "step_4_report.html").read_text(encoding="utf-8")
+    assert "far away, after step 4" in text and "A machine elsewhere" in text
+    assert (
+        "held out 77.25" in text and "66.12" not in text and "10 steps" not in text and "Step 4, event by event" in text
+    )
+    find(panel, "Perfetto").click()
+    assert (tmp_path / "exports" / "step_4.json.gz").is_file()
     board.close()
 
 
