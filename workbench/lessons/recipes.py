@@ -6,6 +6,7 @@
 
 A recipe is written for a run of so many steps that ends, or begins, with `depth` layers. Papers time theirs for runs of many
 thousands of steps; here the moments are shares of the run, so a short race shows how a recipe works and not which is best.
+Shares of steps and layers are rounded down, and a run in which a stage would vanish is refused.
 """
 
 from __future__ import annotations
@@ -31,14 +32,32 @@ class Recipe:
         name: of the recipe.
         source: where it was published.
         what: it does, in one sentence.
-        plan: the schedule of a run, given its first step, its number of steps, and the depth that it ends with (or begins
-            with, where layers are dropped).
+        schedule: makes the schedule of a run that is long and deep enough, see `plan`.
+        least_steps, least_depth: with fewer, two of its stages would be one, or a stage would have no layer.
     """
 
     name: str
     source: str
     what: str
-    plan: Plan
+    schedule: Plan
+    least_steps: int = 1
+    least_depth: int = 1
+
+    def plan(self, first: int, steps: int, depth: int) -> Schedule:
+        """Make the schedule of a run.
+
+        Args:
+            first: number of steps that are finished when it begins.
+            steps: of the run.
+            depth: that it ends with, or begins with, where layers are dropped.
+
+        Raises:
+            ValueError: too few steps or layers for what the recipe does.
+        """
+        for name, value, least in (("steps", steps, self.least_steps), ("depth", depth, self.least_depth)):
+            if value < least:
+                raise ValueError(f"{name}={value} is too few for the stages of {self.name}: give it {least} or more")
+        return self.schedule(first, steps, depth)
 
 
 def _recipes(*recipes: Recipe) -> Mapping[str, Recipe]:
@@ -54,12 +73,16 @@ RECIPES = _recipes(
         lambda first, steps, depth: Depth(
             {first: depth // 4, first + steps // 8: depth // 2, first + 3 * steps // 10: depth}, "top", "top"
         ),
+        least_steps=8,
+        least_depth=4,
     ),
     Recipe(
         "G_stack",
         "Du et al., arXiv 2405.15319",
         "A quarter of the depth for an eighth of the steps, then the stack four times on top of itself, at once.",
         lambda first, steps, depth: Depth({first: depth // 4, first + steps // 8: depth}, "top", "top"),
+        least_steps=8,
+        least_depth=4,
     ),
     Recipe(
         "MIDAS",
@@ -68,6 +91,8 @@ RECIPES = _recipes(
         lambda first, steps, depth: Depth(
             {first + i * steps // 4: (i + 1) * depth // 4 for i in range(4)}, "middle", "top"
         ),
+        least_steps=4,
+        least_depth=4,
     ),
     Recipe(
         "LayerDrop",
@@ -78,9 +103,12 @@ RECIPES = _recipes(
     Recipe(
         "progressive drop",
         "Zhang and He, arXiv 2010.13369",
-        "Layers sit steps out more and more often, the last one up to half of the time.",
+        "Layers sit steps out, the more often the later they come, the last one half of the time. The rates rise in the first "
+        "twentieth of the steps, as in the paper; in a run of a few dozen steps they are there at once.",
         lambda first, steps, depth: LayerDrop(
-            lambda x, step: 0.5 * x * (1 - math.exp(-100 * max(0, step - first) / steps))
+            lambda x, step: (
+                0.5 * x * (1 - math.exp(-100 * max(0, step - first) / steps))
+            )  # the paper's gamma is 100 / steps
         ),
     ),
     Recipe(
@@ -88,6 +116,8 @@ RECIPES = _recipes(
         "Men et al. (ShortGPT), arXiv 2403.03853",
         "After half of the steps, the quarter of the layers with the least influence is dropped; the rest goes on.",
         lambda first, steps, depth: Depth({first + steps // 2: depth - depth // 4}, shrink="influence"),
+        least_steps=2,
+        least_depth=4,
     ),
 )
 
@@ -128,16 +158,33 @@ class Racing(Protocol):
 
     def switch(self, name: str) -> Future[object]: ...
 
+    def discard(self, name: str) -> Future[None]: ...
+
     def race(self, *names: str, steps: int = 200) -> Future[Race]: ...
 
 
 def start_race(bench: Racing, names: Sequence[str] | Mapping[str, object], steps: int) -> Future[Race]:
     """Fork a branch of each name from the present state, and race them against the present branch.
 
-    The future gets a ValueError where there is such a branch already.
+    Raises:
+        ValueError: a name is empty, is given twice or is that of a branch, or `race` refuses; then no branch has been made.
     """
-    home = bench.snapshot().branch
+    now = bench.snapshot()
+    taken = {branch.name for branch in now.branches}
+    for name in names:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"a branch needs a name, and {name!r} is none")
+        if name in taken:
+            raise ValueError(
+                f"{name!r} is a branch already, or named twice: give it another name, or free the branch with discard({name!r})"
+            )
+        taken.add(name)
     for name in names:
         bench.fork(name).result()
-        bench.switch(home).result()
-    return bench.race(home, *names, steps=steps)
+        bench.switch(now.branch).result()
+    try:
+        return bench.race(now.branch, *names, steps=steps)
+    except ValueError:
+        for name in names:
+            bench.discard(name).result()
+        raise

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
+from l2l_core.edits import Entry
 from workbench.session import Snapshot
 
 
@@ -31,29 +33,73 @@ class Task:
     is_done: Callable[[Snapshot, Snapshot], bool]
 
 
-def _edits(before: Snapshot, now: Snapshot, kind: str) -> bool:
+def _new_branches(before: Snapshot, now: Snapshot) -> set[str]:
+    return {branch.name for branch in now.branches} - {branch.name for branch in before.branches}
+
+
+def _entries(before: Snapshot, now: Snapshot) -> Sequence[tuple[Entry, str]]:
+    """Lines of the journal that were written since, and on which branch: the one of then, or one that is new."""
     known = max((entry.number for entry in before.journal), default=-1)
-    return any(entry.kind == kind and entry.number > known for entry in now.journal)
+    made_on = {change.entry: change.branch for change in now.changes}
+    counting = {before.branch, *_new_branches(before, now)}  # older ones have lines with numbers of their own
+    since = [(entry, made_on.get(entry.number, "")) for entry in now.journal if entry.number > known]
+    return [(entry, branch) for entry, branch in since if branch in counting]
+
+
+def _has(entry: Entry, kind: str, **fields: object) -> bool:
+    """Whether among the edits of a line, as Python prints them, is one of this kind with these fields."""
+    try:
+        calls = [statement.value for statement in ast.parse(entry.what).body if isinstance(statement, ast.Expr)]
+    except SyntaxError:  # a module in it prints itself in a way of its own; the edits of the tasks take none
+        return False
+    return entry.kind == "edit" and any(
+        isinstance(call, ast.Call)
+        and ast.unparse(call.func) == kind
+        and fields.items() <= {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}.items()
+        for call in calls
+    )
+
+
+def _identities(before: Snapshot, now: Snapshot) -> set[int]:
+    return {entry.number for entry, _ in _entries(before, now) if _has(entry, "Insert", init="identity")}
+
+
+def _undone(before: Snapshot, now: Snapshot) -> bool:
+    inserted = _identities(before, now)
+    return any(entry.kind == "undo" and entry.of in inserted for entry, _ in _entries(before, now))
+
+
+def _dropped(before: Snapshot, now: Snapshot) -> bool:
+    new = _new_branches(before, now)
+    return any(branch in new and _has(entry, "Drop") for entry, branch in _entries(before, now))
 
 
 def _raced(before: Snapshot, now: Snapshot) -> bool:
-    return (
-        now.race is not None and now.race.is_over and now.race != before.race and any(r.steps for r in now.race.racers)
-    )
+    if now.race is None or now.race == before.race or not now.race.is_over:
+        return False
+    made = [racer for racer in now.race.racers if len(racer.steps) >= RACE_STEPS]
+    names, new = {racer.name for racer in made}, _new_branches(before, now)
+    return any(racer.name in new and racer.parent in names for racer in made)
 
+
+RACE_STEPS = 20
 
 EDIT = Task(
     "insert a layer that is the identity, and see what the probe says of it",
     'view "edits", edit Insert, start as identity, then Apply',
-    lambda before, now: _edits(before, now, "edit"),
+    lambda before, now: bool(_identities(before, now)),
 )
-UNDO = Task("undo it", 'view "edits", Undo', lambda before, now: _edits(before, now, "undo"))
+UNDO = Task("undo it", 'view "edits", Undo', _undone)
 FORK = Task(
     "fork a branch, and drop a layer there",
-    'view "edits", "new branch", then Fork',
-    lambda before, now: bool({branch.name for branch in now.branches} - {branch.name for branch in before.branches}),
+    'view "edits", a name in "new branch", then Fork; then edit Drop, and Apply',
+    _dropped,
 )
-RACE = Task("let both branches race for 20 steps", 'view "race", mark both branches, then Start race', _raced)
+RACE = Task(
+    f"let the new branch and the one that it comes from race for {RACE_STEPS} steps",
+    f'view "race", choose these two in the list and no other, steps {RACE_STEPS}, then Start race',
+    _raced,
+)
 
 
 class Tasks:

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from l2l_core import EmulatedDevice, LayerDrop, Relay, RelayConfig
+from l2l_core import Depth, EmulatedDevice, LayerDrop, Relay, RelayConfig
 from workbench.lessons.corpus import load_corpus
 from workbench.lessons.demo import draw_batch, make_model
 from workbench.lessons.demo_values import Settings
@@ -24,6 +24,15 @@ DEPTHS = {
     "progressive drop": [4] * 16,
     "pruning": [4] * 8 + [3] * 8,
 }
+SOURCES = {
+    "stacking": "gong19a",
+    "G_stack": "2405.15319",
+    "MIDAS": "2409.19044",
+    "LayerDrop": "1909.11556",
+    "progressive drop": "2010.13369",
+    "pruning": "2403.03853",
+}
+STAGES = {"stacking": 3, "G_stack": 2, "MIDAS": 4, "pruning": 1}  # values of the depth that the schedule sets
 
 
 def make_relay() -> Relay:
@@ -60,9 +69,35 @@ def test_layers_sit_out_as_often_as_described() -> None:
         assert list(progressive.rates(keys, 1010).values()) == pytest.approx([0, 1 / 6, 1 / 3, 1 / 2])
 
 
+def test_progressive_drop_rises_as_it_says() -> None:
+    """To its end within the first twentieth of a run, so in a short one at once."""
+
+    def last_rates(steps: int, *at: int) -> list[float]:
+        progressive = RECIPES["progressive drop"].plan(0, steps, DEPTH)
+        assert isinstance(progressive, LayerDrop)
+        return [progressive.rates(["first", "last"], step)["last"] for step in at]
+
+    assert last_rates(1000, 0, 10, 50) == pytest.approx([0, 0.316, 0.497], abs=1e-3)
+    assert last_rates(24, 0, 1) == pytest.approx([0, 0.492], abs=1e-3)
+
+
 def test_every_recipe_names_its_source() -> None:
-    assert all("arXiv" in recipe.source or "https://" in recipe.source for recipe in RECIPES.values())
-    assert [recipe.name for recipe in RECIPES.values()] == list(RECIPES)
+    assert {name: [source for source in SOURCES.values() if source in RECIPES[name].source] for name in RECIPES} == {
+        name: [source] for name, source in SOURCES.items()
+    }
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_shortest_run_has_all_stages_and_a_shorter_one_is_refused(name: str) -> None:
+    recipe = RECIPES[name]
+    shortest = recipe.plan(7, recipe.least_steps, recipe.least_depth)
+    assert isinstance(shortest, Depth) and isinstance(shortest.depth, dict)
+    assert len(shortest.depth) == len(set(shortest.depth.values())) == STAGES[name]
+    assert all(7 + (name == "pruning") <= step < 7 + recipe.least_steps for step in shortest.depth)
+    with pytest.raises(ValueError, match=rf"steps={recipe.least_steps - 1} .*{name}.* {recipe.least_steps} or more"):
+        recipe.plan(7, recipe.least_steps - 1, DEPTH)
+    with pytest.raises(ValueError, match=rf"depth=3 .*{name}.* 4 or more"):
+        recipe.plan(7, STEPS, 3)
 
 
 def test_branches_of_a_race_train_as_if_alone() -> None:
@@ -76,8 +111,19 @@ def test_branches_of_a_race_train_as_if_alone() -> None:
     assert race["main"].layers == DEPTH and not race["main"].changes  # no plan: stays as it is
 
 
-def test_a_name_that_is_taken_is_refused() -> None:
+@pytest.mark.parametrize(
+    "names, steps, said",
+    [
+        (["new", "main"], 2, "'main' is a branch already"),
+        (["new", "new"], 2, "named twice"),
+        (["new", " "], 2, "needs a name"),
+        (["new", "newer"], 0, "steps=0"),
+    ],
+)
+def test_what_cannot_race_is_refused_and_leaves_no_branch(names: list[str], steps: int, said: str) -> None:
     with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
-        with pytest.raises(ValueError, match="main"):
-            start_race(session, ["main"], 2)
-        assert session.snapshot().branch == "main"
+        with pytest.raises(ValueError, match=said):
+            start_race(session, names, steps)
+        now = session.snapshot()
+        assert now.branch == "main" and [branch.name for branch in now.branches] == ["main"]
+        assert all("⑂" not in change.what for change in now.changes) or steps == 0, "nothing was forked to begin with"
