@@ -1,5 +1,6 @@
 """Ways to train, by formula: against counted steps of a small model, published bytes per parameter, and sums by hand."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from l2l_core import Machine, RelayConfig
+from workbench.commands.notebooks import FOLDER, read
 from workbench.lessons.corpus import load_corpus
 from workbench.lessons.demo import draw_batch, make_optimizer, make_schedule
 from workbench.lessons.demo_values import Settings
@@ -96,3 +98,23 @@ def test_rows_that_cannot_be_cut_are_refused(rows: int, micro_batches: int) -> N
 def test_an_unknown_size_is_refused() -> None:
     with pytest.raises(ValueError, match="size='3 B': there are '1 B', '7 B', '70 B'"):
         llama("3 B")
+
+
+def test_notebook_06_says_of_its_table_what_is_in_it() -> None:
+    cells = read(FOLDER / "06_when_to_relay.ipynb").cells
+    (told,) = (" ".join(cell.source.split()) for cell in cells if cell.source.startswith("Read the table by rows."))
+
+    def best(size: str, gigabytes: int, machine: Machine = MACHINE, rows: int = 8) -> dict[str, Way]:
+        return {**best_of(every_cut(Step(llama(size), machine, rows, 2048)), gigabytes * 1e9)}
+
+    offloading = {"ZeRO-Offload", "FSDP, offload", "relay"}
+    for size, gigabytes in (("1 B", 8), ("7 B", 24)):
+        table = best(size, gigabytes)
+        assert {name for name, way in table.items() if way.fits(gigabytes * 1e9)} == offloading
+        assert min(table[name].seconds for name in offloading) == table["relay"].seconds
+    assert "In core does not fit, with recompute or without. ZeRO-Offload, FSDP with offload and the relay do." in told
+    N = Step(llama("7 B"), MACHINE, 8, 2048).model.num_params
+    assert table["ZeRO-Offload"].link_bytes < table["relay"].link_bytes < 28 * N  # "less than that, though still more"
+    unhidden = best("7 B", 24, replace(MACHINE, h2d_bytes_per_s=4e9, d2h_bytes_per_s=4e9), rows=1)
+    zero_s, relay_s = unhidden["ZeRO-Offload"].seconds, unhidden["relay"].seconds
+    assert zero_s < relay_s and f"one row per step, {zero_s:.0f} seconds against {relay_s:.0f}." in told
