@@ -47,7 +47,7 @@ from l2l_core.eps.blocks import (
 )
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, silent
 from l2l_core.forecast import Forecast, LastStep, Rehearsal, advise, forecast_step
-from l2l_core.inside import Asked, Inside, Observer, Passes, check_numbers, look, spaced
+from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
 from l2l_core.model import Caches, RandomState, Where, full_precision, keep_attributes, refuse_whole, resolve_layers
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
 from l2l_core.step import (
@@ -334,9 +334,11 @@ class Relay:
         began_s = time.perf_counter()
         with interrupts_wait(), self._exclusive(), self._unseen(), self._sitting_out(leave_out, trust=False):
             rows, parts = self._split(batch)
-            chosen = check_numbers(rows.sizes(len(parts)), micro_batches, row, positions, generate, top)
+            sizes = rows.sizes(len(parts))
+            chosen, row, positions, generate, top = check_numbers(sizes, micro_batches, row, positions, generate, top)
             units = self._units_to_look_at(layers)
-            asked = Asked(frozenset(unit.key for unit in units), chosen, row, positions, attention)
+            of_each = tuple(Rows.of(parts[k], sizes[k]) for k in chosen)
+            asked = Asked(frozenset(unit.key for unit in units), chosen, of_each, row, positions, attention)
             passes = Passes(self._look_at_pass, self._left_out, tuple(self._parts.layers), self._call.objective)
             seen = look(passes, units, [parts[k] for k in chosen], asked, lens=lens, generate=generate, top=top)
         return replace(seen, step=self._steps, branch=self.branch, seconds=time.perf_counter() - began_s)

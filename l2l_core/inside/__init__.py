@@ -10,6 +10,7 @@ from l2l_core.inside.asked import spaced as spaced
 from l2l_core.inside.looking import Passes as Passes
 from l2l_core.inside.looking import look as look
 from l2l_core.inside.observer import Observer as Observer
+from l2l_core.inside.rows import Rows as Rows
 from l2l_core.inside.values import BINS as BINS
 from l2l_core.inside.values import Depth as Depth
 from l2l_core.inside.values import Inside as Inside

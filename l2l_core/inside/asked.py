@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from l2l_core.inside.rows import Rows
 
 MOST = 12  # layers that are looked at unless some are named
 
@@ -15,13 +19,15 @@ class Asked:
     Attributes:
         keys: of layers.
         micro_batches: their numbers among those of a step.
-        row: of each of these.
+        rows: of each of these.
+        row: the one that is looked at.
         positions: the first ones of the row.
         attention: whether maps are wanted.
     """
 
     keys: frozenset[str]
     micro_batches: tuple[int, ...]
+    rows: tuple[Rows, ...]
     row: int
     positions: int
     attention: bool
@@ -35,25 +41,53 @@ def spaced(count: int) -> list[int]:
 
 
 def check_numbers(
-    sizes: Sequence[int], micro_batches: Sequence[int], row: int, positions: int, generate: int, top: int
-) -> tuple[int, ...]:
-    """Refuse numbers that mean nothing; `sizes` are the rows of all micro-batches. Returns the chosen micro-batches in order.
+    sizes: Sequence[int], micro_batches: Iterable[Any], row: Any, positions: Any, generate: Any, top: Any
+) -> tuple[tuple[int, ...], int, int, int, int]:
+    """Refuse numbers that mean nothing; `sizes` are the rows of all micro-batches.
+
+    Returns:
+        The chosen micro-batches in order, `row`, `positions`, `generate` and `top`, as plain `int`.
 
     Raises:
         ValueError: names the number, and what there is.
+        TypeError: `micro_batches` is no collection.
     """
-    for name, value, least in (("positions", positions, 1), ("generate", generate, 0), ("top", top, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
-    chosen = tuple(sorted({*micro_batches}))
-    if not chosen or any(k not in range(len(sizes)) for k in chosen):
-        raise ValueError(
-            f"micro_batches={list(micro_batches)!r}: a step has {len(sizes)} micro-batches here, give one or more of the "
-            f"numbers 0 to {len(sizes) - 1}"
+    positions, generate, top = (
+        _at_least(least, name, value)
+        for name, value, least in (("positions", positions, 1), ("generate", generate, 0), ("top", top, 1))
+    )
+    if isinstance(micro_batches, str) or not isinstance(micro_batches, Iterable):
+        raise TypeError(
+            f"micro_batches={micro_batches!r} is no collection: give the numbers of one or more, as [{micro_batches!r}]"
         )
-    fewest = min(sizes[k] for k in chosen)
-    if not isinstance(row, int) or row not in range(fewest):
+    given = list(micro_batches)
+    numbers = {_whole(one) for one in given}
+    chosen = tuple(sorted(one for one in numbers if one in range(len(sizes))))
+    if not chosen or len(chosen) < len(numbers):
         raise ValueError(
-            f"row={row!r}: a micro-batch that is looked at has {fewest} row(s), give a number from 0 to {fewest - 1}"
+            f"micro_batches={given!r}: a step has {len(sizes)} micro-batches here, give one or more of the whole numbers 0 to "
+            f"{len(sizes) - 1}"
         )
-    return chosen
+    fewest, number = min(sizes[k] for k in chosen), _whole(row)
+    if number not in range(fewest):
+        raise ValueError(
+            f"row={row!r}: a micro-batch that is looked at has {fewest} row(s), give a whole number from 0 to {fewest - 1}"
+        )
+    return chosen, number, positions, generate, top
+
+
+def _at_least(least: int, name: str, value: Any) -> int:
+    number = _whole(value)
+    if number is None or number < least:
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
+    return number
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number of any library as an `int`; None for whatever else, True and False among it."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

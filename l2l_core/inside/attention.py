@@ -2,7 +2,8 @@
 
 A fused attention gives no map out, so the map is computed beside it, from the same queries and keys, for one row alone. Seen
 are `scaled_dot_product_attention` and `multi_head_attention_forward` of `torch.nn.functional`, and every softmax over the last
-dimension of (rows, heads, queries, keys).
+dimension of (rows, heads, queries, keys), if the layer has multiplied matrices to queries and keys of these numbers before: a
+softmax over features, as linear attention has, is none of keys.
 
 What it is not: a look into code that PyTorch cannot see (flash-attn, `flex_attention`, compiled layers).
 """
@@ -11,13 +12,23 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+_PRODUCTS = {
+    torch.matmul,
+    torch.bmm,
+    torch.baddbmm,
+    torch.einsum,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.bmm,
+    torch.Tensor.baddbmm,
+}
 _SOFTMAXES = {functional.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax}
 
 
@@ -25,17 +36,21 @@ class AttentionMaps(TorchFunctionMode):
     """In force while a layer runs.
 
     Args:
+        rows: how many there are.
         row: whose maps are kept.
         positions: how many of the queries and keys, the first ones.
 
     Attributes:
         found: maps so far, (heads, queries, keys), float32, on the host.
+        why_not: why the last map that is not among them was not taken.
     """
 
-    def __init__(self, row: int, positions: int) -> None:
+    def __init__(self, rows: int, row: int, positions: int) -> None:
         super().__init__()
-        self._row, self._positions = row, positions
+        self._rows, self._row, self._positions = rows, row, positions
+        self._products: set[tuple[int, ...]] = set()  # the last two dimensions of each
         self.found: list[torch.Tensor] = []
+        self.why_not = ""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -44,18 +59,29 @@ class AttentionMaps(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             with torch.autocast(result.device.type, enabled=False):
-                self._take(_scaled(self._row, self._positions, *args, **kwargs))
+                self._take(result.shape, lambda: _scaled(self._row, self._positions, *args, **kwargs))
         elif func is functional.multi_head_attention_forward:
-            self._take(_multi_head(self._row, args, kwargs))
-        elif func in _SOFTMAXES and _is_over_keys(result, args, kwargs):
-            self._take(result[self._row])
+            maps = _multi_head(result[0], args, kwargs)
+            if maps is not None:
+                self._take(maps.shape, lambda: maps[self._row])
+        elif func in _PRODUCTS and isinstance(result, torch.Tensor) and result.ndim > 2:
+            self._products.add(tuple(result.shape[-2:]))
+        elif func in _SOFTMAXES and _is_over_last(result, args, kwargs) and tuple(result.shape[-2:]) in self._products:
+            self._take(result.shape, lambda: result[self._row])
         return result
 
-    def _take(self, attention: torch.Tensor | None) -> None:
-        """Keep the corner of a map, (heads, queries, keys)."""
-        if attention is not None:
-            corner = attention.detach()[:, : self._positions, : self._positions]
-            self.found.append(corner.to("cpu", torch.float32, copy=True))
+    def _take(self, shape: Sequence[int], find: Callable[[], torch.Tensor]) -> None:
+        """Keep the corner of a map, (heads, queries, keys), of an attention of four dimensions, whose first is to be the rows."""
+        if len(shape) != 4:
+            return
+        if shape[0] != self._rows:
+            self.why_not = (
+                f"this layer computes an attention whose result has the shape {tuple(shape)}, and the micro-batch has "
+                f"{self._rows} row(s): its first dimension is not the rows, so which part belongs to one row cannot be told"
+            )
+            return
+        corner = find().detach()[:, : self._positions, : self._positions]
+        self.found.append(corner.to("cpu", torch.float32, copy=True))
 
 
 def _scaled(
@@ -69,13 +95,11 @@ def _scaled(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """The weights that `scaled_dot_product_attention` gives the values of one row, (heads, queries, keys).
 
-    As PyTorch documents them, without dropout. None where there are no rows and heads apart.
+    As PyTorch documents them, without dropout; a query that sees no key gives a weight of 0 to each.
     """
-    if query.ndim != 4:
-        return None
     q, k = query[row, :, :positions].float(), key[row].float()  # (heads, queries, features), (heads, keys, features)
     if enable_gqa:
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
@@ -85,17 +109,23 @@ def _scaled(
     if attn_mask is not None:
         full = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])[row, :, :positions]
         scores = scores.masked_fill(~full, -math.inf) if full.dtype is torch.bool else scores + full
-    return scores.softmax(-1)
+    return scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
 
 
-def _multi_head(row: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The maps of one row as PyTorch's own function gives them, when it is asked for them."""
+def _multi_head(output: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The maps of all rows as PyTorch's own function gives them, when it is asked for them.
+
+    Asked for maps, it takes a way on which a query that sees no key makes NaN. If the layer's own output is finite, no NaN was
+    among its weights, and these were 0.
+    """
     given = inspect.signature(functional.multi_head_attention_forward).bind(*args, **kwargs)
     given.arguments.update(need_weights=True, average_attn_weights=False)
     maps = functional.multi_head_attention_forward(*given.args, **given.kwargs)[1]
-    return maps[row] if maps is not None and maps.ndim == 4 else None
+    if maps is None or not output.isfinite().all():
+        return maps
+    return maps.masked_fill(maps.isnan().all(-1, keepdim=True), 0.0)
 
 
-def _is_over_keys(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_over_last(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return isinstance(result, torch.Tensor) and result.ndim == 4 and dim in (-1, 3)

@@ -22,9 +22,11 @@ _outputs: ContextVar[list[Any]] = ContextVar("outputs of the model that runs in 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The task of a pass that reads the head: loss, tokens and chances of one row.
+    """The task of a pass that reads the head: loss, tokens and chances of one row, and the shape of the logits.
 
-    Gives a scalar, (positions, top) and (positions, top); the last two are None where the output is none of tokens.
+    Gives a scalar, (positions, top), (positions, top) and sizes. The first dimension is taken for the rows; who knows how many
+    there are judges by the shape whether that is true. Tokens and chances are None where it has no such row, and all but the
+    loss where the output has no logits.
 
     Attributes:
         objective: gives the loss.
@@ -38,21 +40,23 @@ class Read:
     positions: int
     top: int
 
-    def __call__(self, model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Any, Any]:
+    def __call__(self, model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Any, Any, Any]:
         with _outputs_of(model) as seen:
             loss = self.objective(model, micro_batch)
         logits = logits_in(seen[-1]) if seen else None
         if logits is None:
-            return loss.detach(), None, None
+            return loss.detach(), None, None, None
+        if self.row >= len(logits):
+            return loss.detach(), None, None, tuple(logits.shape)
         of_row = logits[self.row].float()
         of_row = (of_row if of_row.ndim == 2 else of_row[None])[: self.positions]  # a classifier has one position
         best = of_row.softmax(-1).topk(min(self.top, of_row.shape[-1]), dim=-1)
-        return loss.detach(), best.indices, best.values
+        return loss.detach(), best.indices, best.values, tuple(logits.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The task of a pass that goes on writing: logits at a position of the first row, (tokens,); None where there are none."""
+    """The task of a pass that goes on writing: logits at a position of the only row, (tokens,); None where there are none."""
 
     objective: Objective
     position: int = field(compare=False)  # passes that differ in it alone need the same
@@ -61,7 +65,7 @@ class Next:
         with _outputs_of(model) as seen:
             self.objective(model, micro_batch)
         logits = logits_in(seen[-1]) if seen else None
-        if logits is None or logits.ndim != 3 or self.position >= logits.shape[1]:
+        if logits is None or logits.ndim != 3 or len(logits) != 1 or self.position >= logits.shape[1]:
             return None
         return logits[0, self.position].float()
 

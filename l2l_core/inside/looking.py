@@ -14,6 +14,7 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.inside.asked import Asked
 from l2l_core.inside.head import Next, Read
 from l2l_core.inside.observer import Observer, Watched
+from l2l_core.inside.rows import Rows
 from l2l_core.inside.tokens import one_row, tokens_of, with_tokens
 from l2l_core.inside.values import Depth, Inside, Written
 
@@ -26,6 +27,7 @@ _NOTHING_TO_WRITE = (
     "the model itself"
 )
 _SAME = 1e-4, 1e-4  # relative and absolute differences of logits that are rounding
+_BEHIND = 3e-6  # of what the token here does: so much may rounding make of tokens behind; a causal model masks them out
 _Found = TypeVar("_Found", Depth, Written)
 
 
@@ -80,7 +82,7 @@ def look(
     counted, depths, prompt, written = len(micro_batches), [], 0, []
     if lens:
         read = Read(passes.objective, asked.row, asked.positions, top)
-        depths = [one for unit in units for one in _read_head(passes, unit, micro_batches, read, asked.micro_batches)]
+        depths = [one for unit in units for one in _read_head(passes, unit, micro_batches, read, asked)]
         counted += len(depths)
     if generate:
         first = one_row(micro_batches[0], asked.row)
@@ -88,8 +90,12 @@ def look(
         why_not = _why_not_written(passes, first, prompt)
         written = [_write(passes, unit, first, prompt, generate, why_not) for unit in units]
         counted += 3 + sum(len(one.tokens) for one in written)
-    rows = zip(asked.micro_batches, map(tokens_of, micro_batches), strict=True)
-    tokens = {k: found[asked.row].to("cpu", copy=True) for k, found in rows if found is not None}
+    given = zip(asked.micro_batches, asked.rows, map(tokens_of, micro_batches), strict=True)
+    tokens = {
+        k: found[asked.row].to("cpu", copy=True)
+        for k, rows, found in given
+        if found is not None and rows.length is not None
+    }
     return Inside(
         step=0,
         branch="",
@@ -106,29 +112,42 @@ def look(
     )
 
 
-def _read_head(
-    passes: Passes, unit: Unit, micro_batches: Sequence[Any], task: Read, numbers: Sequence[int]
-) -> list[Depth]:
+def _read_head(passes: Passes, unit: Unit, micro_batches: Sequence[Any], task: Read, asked: Asked) -> list[Depth]:
     """What the head makes of the stream behind a layer, for each micro-batch."""
-    nothing = [Depth(passes.depth(unit), unit.key, unit.name, k) for k in numbers]
+    nothing = [Depth(passes.depth(unit), unit.key, unit.name, k) for k in asked.micro_batches]
 
     def read() -> list[Depth]:
         with passes.until(unit):
             found = passes.infer(micro_batches, task, [])
-        return [
-            replace(one, loss=float(loss), tokens=ids, chances=chances, why_not=_NO_TOKENS if ids is None else "")
-            for one, (loss, ids, chances) in zip(nothing, found, strict=True)
-        ]
+        return [_depth(*each) for each in zip(nothing, asked.rows, found, strict=True)]
 
     return _or_why_not(nothing, read)
+
+
+def _depth(nothing: Depth, rows: Rows, found: tuple[Any, Any, Any, Any]) -> Depth:
+    """The loss that was found, and the tokens if they are those of the row."""
+    loss, ids, chances, shape = found
+    why_not = _why_no_tokens(shape, rows)
+    if why_not:
+        return replace(nothing, loss=float(loss), why_not=why_not)
+    return replace(nothing, loss=float(loss), tokens=ids, chances=chances)
+
+
+def _why_no_tokens(shape: Sequence[int] | None, rows: Rows) -> str:
+    """Say why logits of a shape are not read as those of tokens, or of a class for each row; empty if they are."""
+    if shape is None:
+        return _NO_TOKENS
+    if len(shape) == 3 and rows.length is None:
+        return f"the model's output has the shape {tuple(shape)}, and the batch holds no tokens, so these are no logits of tokens"
+    return rows.why_not_first(shape, "the model's output")
 
 
 def _why_not_written(passes: Passes, row: Any, prompt: int) -> str:
     """Try whether the whole model can go on with a row: at a position it must read what stands there, and nothing behind."""
     tokens = _tokens_in(row)
     said = [
-        passes.infer([with_tokens(row, _with_another(tokens, at))], Next(passes.objective, prompt - 1), [])[0]
-        for at in (None, prompt - 1, prompt)
+        passes.infer([with_tokens(row, _with_others(tokens, at))], Next(passes.objective, prompt - 1), [])[0]
+        for at in (slice(0), slice(prompt - 1, prompt), slice(prompt, None))
     ]
     if any(one is None for one in said):
         return _NOTHING_TO_WRITE
@@ -136,16 +155,15 @@ def _why_not_written(passes: Passes, row: Any, prompt: int) -> str:
     what = f"what the model says at position {prompt - 1} of the row"
     if torch.allclose(plain, other_here, *_SAME):
         return f"{what} does not depend on the token there: these are not the tokens that the model goes on with"
-    if not torch.allclose(plain, other_behind, *_SAME):
-        return f"{what} depends on the token behind it: its attention is not causal, so it does not write from left to right"
+    if not (other_behind - plain).abs().max() <= _BEHIND * (other_here - plain).abs().max():
+        return f"{what} depends on the tokens behind it: its attention is not causal, so it does not write from left to right"
     return ""
 
 
-def _with_another(tokens: torch.Tensor, at: int | None) -> torch.Tensor:
-    """Exchange the token of the first row at a position, if one is named, for another one of the vocabulary."""
+def _with_others(tokens: torch.Tensor, at: slice) -> torch.Tensor:
+    """Exchange tokens of the first row for others of the vocabulary."""
     changed = tokens.clone()
-    if at is not None:
-        changed[0, at] = changed[0, at] - 1 if changed[0, at] > 0 else 1
+    changed[0, at] = torch.where(changed[0, at] > 0, changed[0, at] - 1, 1)
     return changed
 
 

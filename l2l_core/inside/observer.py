@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from l2l_core.batches import Objective
 from l2l_core.inside.asked import Asked
 from l2l_core.inside.attention import AttentionMaps
+from l2l_core.inside.rows import Rows
 from l2l_core.inside.spread import change_at, change_of, spread_of
 from l2l_core.inside.values import Passing
 from l2l_core.model import entry_of
@@ -23,6 +24,7 @@ _NONE_SEEN = (
     "this layer calls no attention that PyTorch shows: neither scaled_dot_product_attention nor a softmax over (rows, heads, "
     "queries, keys)"
 )
+_NO_STATE = "this layer has no hidden state: no tensor that leaves it has the shape of one that enters"
 _COMPILED = "this layer is compiled, so what it computes inside cannot be seen: look at the model without torch.compile"
 
 
@@ -58,10 +60,10 @@ class Observer:
         def looked_at(*args: Any, **kwargs: Any) -> Any:
             asks = self._asked.attention
             is_seen = asks and not _is_compiled(call, run)
-            maps = AttentionMaps(self._asked.row, self._asked.positions)
+            maps = AttentionMaps(self._asked.rows[call.k].count, self._asked.row, self._asked.positions)
             with maps if is_seen else nullcontext():
                 outputs = run(*args, **kwargs)
-            why = "" if not asks or maps.found else _NONE_SEEN if is_seen else _COMPILED
+            why = "" if not asks or maps.found else (maps.why_not or _NONE_SEEN) if is_seen else _COMPILED
             noted = self._note(call, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(outputs))
             self.seen.append(replace(noted, attention=tuple(maps.found), why_no_attention=why))
             return outputs
@@ -70,16 +72,25 @@ class Observer:
 
     @torch.no_grad()
     def _note(self, call: Call, given: Sequence[Any], outputs: Sequence[Any]) -> Passing:
-        entered, left, added, cosine, added_at = None, None, None, None, None
+        k, rows = self._asked.micro_batches[call.k], self._asked.rows[call.k]
+        nothing = Passing(call.unit.key, call.unit.name, k, call.visit, None, None, None, None, None)
         states = hidden_states(given, outputs)
-        if states is not None:
-            came, went = states
-            entered, left = spread_of(came), spread_of(went)
-            added, cosine = change_of(came, went)
-            if came.ndim == 3:  # (rows, positions, features)
-                added_at = change_at(*(t[self._asked.row, : self._asked.positions] for t in states))
-        k = self._asked.micro_batches[call.k]
-        return Passing(call.unit.key, call.unit.name, k, call.visit, entered, left, added, cosine, added_at)
+        if states is None:
+            return replace(nothing, why_not_at=_NO_STATE)
+        came, went = states
+        added, cosine = change_of(came, went)
+        noted = replace(nothing, entered=spread_of(came), left=spread_of(went), added=added, cosine=cosine)
+        why_not = _why_not_at(came.shape, rows)
+        if why_not:
+            return replace(noted, why_not_at=why_not)
+        return replace(noted, added_at=change_at(*(t[self._asked.row, : self._asked.positions] for t in states)))
+
+
+def _why_not_at(shape: Sequence[int], rows: Rows) -> str:
+    """Say why a hidden state of a shape has no positions of a row; empty for (rows, positions, features)."""
+    if len(shape) != 3:
+        return f"the hidden state has the shape {tuple(shape)}, which is not (rows, positions, features)"
+    return rows.why_not_first(shape, "the hidden state")
 
 
 def _is_compiled(call: Call, run: Callable[..., Any]) -> bool:

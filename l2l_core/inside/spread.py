@@ -43,8 +43,9 @@ def change_of(came: torch.Tensor, left: torch.Tensor) -> tuple[float, float]:
     """Compare hidden states of one shape, the last dimension being the features'.
 
     Returns:
-        The norm of their difference over the norm of the first, and the mean over tokens of the cosine between them. NaN
-        where a norm is 0 or nothing is finite.
+        The norm of their difference over the norm of the first, NaN where that norm is 0; and the mean over tokens of the cosine
+        between them, which counts as 0 at a token where a norm is 0. A number that is not finite makes the cosine NaN, and the
+        first figure NaN or infinite.
     """
     features = came.shape[-1]
     pairs = zip(*(t.reshape(-1, features).split(max(1, PIECE // features)) for t in (came, left)), strict=True)
@@ -58,9 +59,10 @@ def change_of(came: torch.Tensor, left: torch.Tensor) -> tuple[float, float]:
 
 
 def change_at(came: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the difference over the norm of the first, for every position, on the host: (positions,)."""
+    """Return the norm of the difference over the norm of the first, NaN where that is 0, on the host: (positions,)."""
     a, b = came.double(), left.double()
-    return ((b - a).norm(dim=-1) / a.norm(dim=-1)).float().cpu()
+    norms = a.norm(dim=-1)
+    return ((b - a).norm(dim=-1) / norms.where(norms > 0, math.nan)).float().cpu()
 
 
 def _finite(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -52,6 +52,7 @@ class Passing:
         attention: one map for every attention that the layer computed, (heads, queries, keys), float32: rows are positions that
             look, columns those that are looked at.
         why_no_attention: why there is no map, if some were asked for.
+        why_not_at: why there is no `added_at`.
     """
 
     key: str
@@ -65,6 +66,7 @@ class Passing:
     added_at: torch.Tensor | None
     attention: tuple[torch.Tensor, ...] = ()
     why_no_attention: str = ""
+    why_not_at: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -131,7 +131,7 @@ def test_maps_of_a_fused_attention_are_its_weights(options: dict[str, Any]) -> N
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8), torch.eye(5).expand(2, 4, 5, 5)
     k, v = (k[:, :2], v[:, :2]) if "enable_gqa" in options else (k, v)
-    with AttentionMaps(1, 5) as maps:
+    with AttentionMaps(2, 1, 5) as maps:
         out = functional.scaled_dot_product_attention(q, k, v, **options)
     torch.testing.assert_close(maps.found[0], out[1], rtol=1e-5, atol=1e-6)
 
