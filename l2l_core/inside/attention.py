@@ -100,14 +100,17 @@ def _scaled(
 
     As PyTorch documents them, without dropout; a query that sees no key gives a weight of 0 to each.
     """
-    q, k = query[row, :, :positions].float(), key[row].float()  # (heads, queries, features), (heads, keys, features)
+    rows = max(len(query), len(key))  # one of them may be the same for all
+    q, k = (
+        each.expand(rows, -1, -1, -1)[row].float() for each in (query[:, :, :positions], key)
+    )  # (heads, either, features)
     if enable_gqa:
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
     scores = (q @ k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
         scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
     if attn_mask is not None:
-        full = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])[row, :, :positions]
+        full = attn_mask.expand(rows, *query.shape[1:3], key.shape[2])[row, :, :positions]
         scores = scores.masked_fill(~full, -math.inf) if full.dtype is torch.bool else scores + full
     return scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
 

@@ -185,6 +185,16 @@ def test_a_query_that_sees_no_key_has_weights_of_0() -> None:
         torch.testing.assert_close(maps.found[0], out[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [(1, 2), (2, 1)], ids=["queries", "keys"])
+def test_queries_or_keys_may_be_the_same_for_all_rows(rows: tuple[int, int]) -> None:
+    q, k = (torch.randn(n, 4, 5, 8) for n in rows)
+    with AttentionMaps(2, 1, 5) as maps:
+        out = functional.scaled_dot_product_attention(
+            q, k, torch.eye(5).expand(2, 4, 5, 5), torch.ones(2, 1, 5, 5).tril().bool()
+        )
+    torch.testing.assert_close(maps.found[0], out[1], rtol=1e-5, atol=1e-6)
+
+
 def test_so_it_is_in_pytorchs_own_module() -> None:
     torch.manual_seed(0)
     module, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
