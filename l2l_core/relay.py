@@ -379,10 +379,24 @@ class Relay:
                 torch_device=self.device.torch_device,
             )
 
-    def expect(self, batch: Batch) -> None:
-        """Say what the next batch is like, so that an edit that runs layers (``init="identity"``) needs no step before it."""
+    def expect(self, batch: Batch) -> AbstractContextManager[object]:
+        """Say what the next batch is like, so that an edit that runs layers (``init="identity"``) needs no step before it.
+
+        In a ``with`` statement it holds until the block ends; then what was known before holds again, unless a step has
+        succeeded meanwhile.
+        """
+        new_layers = self._editor.new_layers
         with self._exclusive():
-            self._editor.new_layers.call = self._first_call(self._split(batch)[0])
+            before, expected = new_layers.call, self._first_call(self._split(batch)[0])
+            new_layers.call = expected
+
+        def put_back() -> None:
+            if new_layers.call is expected:
+                new_layers.call = before
+
+        until = ExitStack()
+        until.callback(put_back)
+        return until
 
     def forecast(
         self,

@@ -14,6 +14,7 @@ What it is not: a learning rate schedule (torch has those), or a loop of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,7 +42,7 @@ class Steerable(Protocol):
 
     def apply(self, *edits: Edit) -> object: ...
 
-    def expect(self, batch: Batch) -> object: ...
+    def expect(self, batch: Batch) -> AbstractContextManager[object]: ...
 
     def step(self, batch: Batch, skip: Iterable[Where] = (), trust: bool = False) -> StepResult: ...
 
@@ -74,9 +75,9 @@ class Schedule:
 
     def step(self, relay: Steerable, batch: Batch) -> StepResult:
         """Edit what is due, and train on one batch; raises what `Relay.apply` and `Relay.step` do."""
-        relay.expect(batch)
-        self.prepare(relay)
-        return relay.step(batch, skip=self.skip(relay), trust=self.trust)
+        with relay.expect(batch):
+            self.prepare(relay)
+            return relay.step(batch, skip=self.skip(relay), trust=self.trust)
 
     def __add__(self, other: Schedule) -> Schedule:
         if not isinstance(other, Schedule):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
+
+import numpy
 
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Move, Unfreeze
 from workbench.session.values import LayerRow
@@ -36,8 +39,25 @@ def edits_of(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
 def code_of(edit: Any) -> str:
     """An edit, or another dataclass, as Python writes it without what is as it would be anyway: ``Drop(layers='L006')``."""
     given = [(one, getattr(edit, one.name)) for one in fields(edit)]
-    words = [f"{one.name}={value!r}" for one, value in given if value != _default(one)]
+    words = [f"{one.name}={literal(value)}" for one, value in given if value != _default(one)]
     return f"{type(edit).__name__}({', '.join(words)})"
+
+
+def literal(value: Any) -> str:
+    """A plain value as Python reads it again: numbers of NumPy as Python's own, and those that are not finite by name."""
+    match value:
+        case numpy.generic():
+            return literal(value.item())
+        case list():
+            return f"[{', '.join(map(literal, value))}]"
+        case tuple():
+            return f"({', '.join(map(literal, value))}{',' * (len(value) == 1)})"
+        case slice():
+            return f"slice({literal(value.start)}, {literal(value.stop)}, {literal(value.step)})"
+        case float() if not math.isfinite(value):
+            return f"float({str(value)!r})"
+        case _:
+            return repr(value)
 
 
 def _default(one: Field[Any]) -> Any:

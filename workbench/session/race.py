@@ -4,7 +4,9 @@
     batches              a b c taken, kept, again  │ d e f taken, kept, again  │
 
 The random streams of a step follow from the branch's seed and count of steps, and `Relay.switch` brings everything else
-along: so a branch ends with the bits that it would have if it had trained alone on these batches.
+along: so a branch ends with the bits that it would have if it had trained alone on these batches, unless a schedule makes
+layers during the race. Their names are counted over all branches, and the numbers that a fresh one begins with follow from its
+name: these depend on whose turn came first.
 """
 
 from __future__ import annotations
@@ -17,12 +19,11 @@ from typing import Any
 
 from workbench.session.flop import count_flop
 from workbench.session.judgement import Measured
-from workbench.session.race_values import Race, Racer
+from workbench.session.race_values import ROUND, Race, Racer
 from workbench.session.standing import Standing
 from workbench.session.trainer import Trainer
 from workbench.session.values import StepRow
 
-ROUND = 8  # steps of a branch before the next one's turn: as many batches are kept, and so seldom is there a switch
 MEASUREMENTS = 8  # of the probe, for each branch, beside the one before its first step
 
 
@@ -38,6 +39,7 @@ class Lane:
     measured: list[tuple[int, Measured]] = field(default_factory=list)
     not_measured: str = ""
     left: str = ""
+    tried: bool = False
     rates: Any = None  # state of the scheduler of the learning rate
 
 
@@ -90,7 +92,7 @@ class Running:
         told = tuple(lane.steps), tuple(lane.flop), tuple(lane.measured), lane.not_measured, lane.left
         there = lane.name in (branch.name for branch in mirror.branches)  # it may be discarded when the race is over
         changes = tuple(mirror.past_of(lane.name).changes) if there else ()
-        return Racer(lane.name, lane.begun, lane.layers, *told, mirror.parent_of(lane.name), changes)
+        return Racer(lane.name, lane.begun, lane.layers, *told, mirror.parent_of(lane.name), changes, lane.tried)
 
     @property
     def said(self) -> str:
@@ -132,10 +134,13 @@ class Running:
         except StopIteration:
             self._end, self._ended = len(lane.steps), "there are no more batches"
             return
+        with self._changed:
+            lane.tried = True
         try:
             row, result = self._trainer.race_on(batch, self._use if batch is self._kept[-1] else lambda: None)
             flop = count_flop(self._trainer.relay, batch, result.trace, result.samples)
             with self._changed:
+                lane.tried = False
                 lane.steps.append(row)
                 lane.flop.append(flop)
                 lane.layers = len(self._trainer.relay.stack)  # a schedule may have edited it

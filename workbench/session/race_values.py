@@ -15,6 +15,8 @@ from itertools import accumulate
 from workbench.session.judgement import Judged, Measured
 from workbench.session.values import Change, StepRow
 
+ROUND = 8  # steps of a branch before the next one's turn: as many batches are kept, and so seldom is there a switch
+
 
 @dataclass(frozen=True)
 class Racer:
@@ -31,6 +33,7 @@ class Racer:
         left: why it has left the race; "" if it has not.
         parent: the branch that it was forked from; None where that was before the session.
         changes: that led to its present state, in order.
+        tried: whether it was given a batch for a step after these, which failed.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Racer:
     left: str = ""
     parent: str | None = None
     changes: Sequence[Change] = ()
+    tried: bool = False
 
     @cached_property
     def spent_flop(self) -> Sequence[int]:

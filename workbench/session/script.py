@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import Any
 
+import numpy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import l2l_core
 from l2l_core import Edit, Relay, Schedule
 from workbench.session.batches import Batches
-from workbench.session.layer_edits import code_of
-from workbench.session.race_values import Race
+from workbench.session.layer_edits import code_of, literal
+from workbench.session.race_values import Race, Racer
 from workbench.session.script_text import Frame, frame
 from workbench.session.settings import LINK, settings_of
 
@@ -84,9 +85,17 @@ class Script:
             else:
                 self._done.append(_Steps(1, loss))
 
+    def take(self) -> None:
+        """The next batch was taken and not trained on, so that what it draws at random was drawn here."""
+        self._note("take()")
+
+    def attempt(self) -> None:
+        """A step on the next batch has failed; edits that a schedule made before it stay."""
+        self._note("attempt(take())" if self._has_schedule else "take()")
+
     def leave_out(self) -> None:
         """The next batch is not trained on."""
-        self._note("next(batches)  # left out: a step had failed on it")
+        self._note("waiting.clear()  # the next batch is left out: a step had failed on it")
 
     def call(self, verb: str, *names: str) -> None:
         """A verb of the relay that takes nothing but names."""
@@ -157,9 +166,17 @@ def _lines(done: str | _Steps | _Settings | _Race) -> Sequence[str]:
             lines = [f"relay.config = replace(relay.config, {_keywords(config)})"] if config else []
             return [*lines, f"relay.device.throttle({_keywords(link)})"] if link else lines
         case _Race(now):
-            return [f"race({ {racer.name: len(racer.steps) for racer in now().racers} })"]
+            return [_race_code(now().racers)]
         case _:
             return [done]
+
+
+def _race_code(racers: Sequence[Racer]) -> str:
+    steps = {racer.name: len(racer.steps) for racer in racers}
+    last = {racer.name: racer.steps[-1].loss for racer in racers if racer.steps}
+    losses = {name: loss for name, loss in last.items() if math.isfinite(loss)}
+    tried = [racer.name for racer in racers if racer.tried]
+    return f"race({steps}, {losses}{f', tried={tried}' if tried else ''})"
 
 
 def _turn_of(scheduler: object) -> str:
@@ -168,7 +185,7 @@ def _turn_of(scheduler: object) -> str:
 
 
 def _keywords(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+    return ", ".join(f"{name}={literal(value)}" for name, value in values.items())
 
 
 def _is_written(edit: Edit) -> bool:
@@ -181,6 +198,4 @@ def _is_plain(value: object) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, slice):
         return all(map(_is_plain, (value.start, value.stop, value.step)))
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or type(value) in (bool, int, str, range)
+    return value is None or type(value) in (bool, int, float, str, range) or isinstance(value, numpy.generic)

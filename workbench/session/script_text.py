@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import indent, wrap
 
 from workbench.session.batches import Kind
+from workbench.session.race_values import ROUND
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def frame(of: Frame) -> str:
         _BY_HAND,
         f"def reproduce(relay, batches{given}):\n" + indent(_begin(of), "    "),
         indent(_TRAIN.format(step=step, turn=f"\n    {of.turn}" if of.turn else ""), "    "),
-        *([indent(_RACE_WITH_RATES if of.turn else _RACE, "    ")] if of.has_race else []),
+        *([indent(_ATTEMPT, "    ")] if of.has_schedule else []),
+        *([indent(_race(of), "    ")] if of.has_race else []),
         indent("\n".join([*of.lines, "return losses"]), "    "),
         _run(of, more),
     ]
@@ -73,13 +76,26 @@ def by_hand(what, relay):
 '''
 
 _TRAIN = '''
+waiting = []  # the batch that was taken and that no step was made on
+
+def take():
+    """Look at the next batch; one that draws random numbers draws them now, and not only when it is trained on."""
+    if not waiting:
+        waiting.append(next(batches))
+    return waiting[0]
+
 def train_on(batch):
     losses.append({step}.loss){turn}
 
 def train(steps, loss=None):
     """Make steps on the next batches; `loss` is what the last of them had in the session."""
     for _ in range(steps):
-        train_on(next(batches))
+        train_on(take())
+        waiting.clear()
+    check(loss)
+
+def check(loss):
+    """Compare the last loss with that of the session; None where there is none to compare with."""
     if loss is not None and losses[-1] != loss:
         warnings.warn(
             f"the loss of step {{relay.steps}} of {{relay.branch}} is {{losses[-1]!r}}, and in the session it was {{loss!r}}: "
@@ -87,32 +103,51 @@ def train(steps, loss=None):
         )
 '''
 
-_RACE = '''
-def race(steps):
-    """Train branches on the same batches, each for so many steps, and go back. A session takes turns, to the same bits."""
-    home, kept = relay.branch, [copy.deepcopy(next(batches)) for _ in range(max(steps.values()))]
-    for name, count in steps.items():
-        relay.switch(name)
-        for batch in kept[:count]:
-            train_on(batch)
-    relay.switch(home)
+_ATTEMPT = '''
+def attempt(batch):
+    """A step on this batch failed in the session: make the edits that were due before it, as many as could be made."""
+    with suppress(Exception), relay.expect(batch):
+        schedule.prepare(relay)
 '''
 
-_RACE_WITH_RATES = '''
-def race(steps):
-    """Train branches on the same batches, each for so many steps and with a scheduler of its own, and go back."""
-    home, kept = relay.branch, [copy.deepcopy(next(batches)) for _ in range(max(steps.values()))]
-    begun = copy.deepcopy(scheduler.state_dict())
-    rates = {home: begun}
-    for name, count in steps.items():
-        relay.switch(name)
-        scheduler.load_state_dict(copy.deepcopy(begun))
-        for batch in kept[:count]:
-            train_on(batch)
-        rates[name] = copy.deepcopy(scheduler.state_dict())
-    relay.switch(home)
-    scheduler.load_state_dict(rates[home])
+_RACE = '''
+def race(steps, last, tried=()):
+    """Train branches in turn on the same batches, {round} steps of each at a time, and go back.
+
+    `steps` are those of each branch, `last` the loss of its last one, and in `tried` are those whose next step failed.
+    """
+    home, done, kept, taken = relay.branch, dict.fromkeys(steps, 0), [None] * {round}, 0{begin}
+    while racing := [name for name in steps if done[name] < steps[name] + (name in tried)]:
+        name = min(racing, key=lambda name: done[name] // {round})
+        step, place = done[name], done[name] % {round}
+        if relay.branch != name:
+            relay.switch(name){load}
+        if step == taken:
+            kept[place], taken = copy.deepcopy(take()), taken + 1
+        done[name] += 1
+        if step == steps[name]:
+            {failed}
+            continue
+        train_on(kept[place])
+        if done[name] == taken:
+            waiting.clear(){keep}
+        if done[name] == steps[name]:
+            check(last.get(name))
+    if relay.branch != home:
+        relay.switch(home){end}
 '''
+
+_RATES = {  # of a race: each branch has a state of the scheduler of its own
+    "begin": "\n    begun = copy.deepcopy(scheduler.state_dict())\n    rates = dict.fromkeys([home, *steps], begun)",
+    "load": "\n        scheduler.load_state_dict(copy.deepcopy(rates[name]))",
+    "keep": "\n        rates[name] = copy.deepcopy(scheduler.state_dict())",
+    "end": "\n    scheduler.load_state_dict(rates[home])",
+}
+
+
+def _race(of: Frame) -> str:
+    failed = "attempt(kept[place])" if of.has_schedule else "pass  # but its batch was taken"
+    return _RACE.format(round=ROUND, failed=failed, **(_RATES if of.turn else dict.fromkeys(_RATES, "")))
 
 
 def _imports(of: Frame) -> Iterator[str]:
@@ -121,6 +156,8 @@ def _imports(of: Frame) -> Iterator[str]:
     if of.kind == "iterable":
         yield "import itertools"
     yield "import warnings"
+    if of.has_schedule:
+        yield "from contextlib import suppress"
     if any("replace(" in line for line in of.lines):
         yield "from dataclasses import replace"
 
@@ -161,9 +198,10 @@ _BATCHES = {
 
 
 def _ask(name: str, says: str, remedy: str, args: str = "") -> str:
+    escaped = json.dumps(says, ensure_ascii=False)[1:-1]  # a name of a branch may hold quotes and backslashes
     return f'''
 def {name}({args}):
-    """{says}"""
+    """{escaped}"""
     raise NotImplementedError(
         {f"{name}() is not written yet: {remedy}"!r}
     )

@@ -205,8 +205,8 @@ class Session(Questions):
         with self._changed:
             planned = {**self._plan.settings, **settings}
             check_settings(planned)
-            if planned == self._plan.settings:
-                return
+            if planned == self._plan.settings and all(one.settings for one in self._worker.queue):
+                return  # anything else that waits may make other settings first, as a switch of branches does
             what = settings_words(self._plan.settings, planned)
             self._worker.submit(Command(what, lambda: self._trainer.set(settings), settings))
             self._plan.settings = planned

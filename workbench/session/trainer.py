@@ -63,16 +63,23 @@ class Trainer:
         self._standing.during = "batch"
         with self._changed:
             self._standing.run.owes_step = False
+        is_new, known = not self._batches.waiting, len(self.relay.journal)
         try:
             batch = self._batches.take()
         except StopIteration:
             self._standing.run.end()
             return
         self._batches.tried()  # from here on it may be skipped: the schedule too may fail on it
-        self._follow_schedule(batch)
-        self._standing.during = "step"
-        with self._standing.watch_step():
-            result = self._step(batch)
+        try:
+            result = self._make_step(batch)
+        except BaseException as error:
+            if is_new or len(self.relay.journal) > known:
+                self.script.attempt()
+            if isinstance(error, TornStep):  # a part of the layers has learned from it
+                self._batches.used()
+                self.script.leave_out()
+                self._note_torn(error)
+            raise
         self._batches.used()
         row = self._note_step(result, self._standing.run.count)
         with self._changed:
@@ -100,11 +107,8 @@ class Trainer:
     def race_on(self, batch: Any, used: Callable[[], None]) -> tuple[StepRow, StepResult]:
         """Make a step on a batch that was taken; `used` is called once a part of the layers has learned from it."""
         self._batches.tried()
-        self._follow_schedule(batch)
-        self._standing.during = "step"
         try:
-            with self._standing.watch_step():
-                result = self.relay.step(batch, skip=self._schedule.skip(self.relay), trust=self._schedule.trust)
+            result = self._make_step(batch)
         except TornStep as error:
             used()
             self._note_torn(error)
@@ -127,12 +131,19 @@ class Trainer:
 
     # -- a schedule, and what is noted of a step -----------------------------------------------------------------------
 
-    def _follow_schedule(self, batch: Any) -> None:
+    def _make_step(self, batch: Any) -> StepResult:
+        """Carry out the edits that are due, and train on a batch; of one that fails, edits keep no rows to run layers on."""
+        self._standing.during = "step"
+        with self.relay.expect(batch):
+            self._follow_schedule()
+            self._standing.during = "step"
+            with self._standing.watch_step():
+                return self.relay.step(batch, skip=self._schedule.skip(self.relay), trust=self._schedule.trust)
+
+    def _follow_schedule(self) -> None:
         """Carry out the edits that are due; each is a change like those that a person asks for."""
         before, known = self._standing.mirror.layers, len(self.relay.journal)
         judging = Judging(self.relay, self._probe)
-        self._standing.during = "step"
-        self.relay.expect(batch)
         self._standing.during = "edit"
         try:
             self._schedule.prepare(judging)
@@ -143,14 +154,6 @@ class Trainer:
                     self._standing.mirror.compare(before)
         for entry in made:
             self._standing.record(self.words_of(entry), entry.number, judging.found.get(entry.number, ""))
-
-    def _step(self, batch: Any) -> StepResult:
-        try:
-            return self.relay.step(batch, skip=self._schedule.skip(self.relay), trust=self._schedule.trust)
-        except TornStep as error:
-            self._batches.used()  # a part of the layers has learned from it
-            self._note_torn(error)
-            raise
 
     def _note_torn(self, error: TornStep) -> None:
         self.script.by_hand(f"step {self.relay.steps + 1}, which failed when some layers were updated: {error}")
@@ -169,11 +172,13 @@ class Trainer:
 
     def forecast(self) -> Forecast:
         """What the next step will need."""
-        self._standing.during = "batch"
+        self._standing.during, is_new = "batch", not self._batches.waiting
         try:
             batch = self._batches.take()
         except StopIteration:
             raise ValueError("there is no further batch: nothing is left to forecast") from None
+        if is_new:
+            self.script.take()
         return self.relay.forecast(batch)
 
     def edit(self, change: Callable[[Relay], Any], what: str = "") -> Any:

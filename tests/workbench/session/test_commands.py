@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from patience import HANG_S
 from sessions import changes_of, make_batches, wait_until
 
@@ -278,3 +279,27 @@ def test_settings_out_of_range_are_refused_at_once(relay: Relay, settings: dict[
             session.reconfigure(**settings)
         session.step()
         assert session.wait(HANG_S).state == "idle"
+
+
+def test_settings_for_a_branch_that_is_still_to_come_are_not_lost(relay: Relay) -> None:
+    go_on = threading.Event()
+    with Session(relay, make_batches(), probe=False) as session:
+        session.fork("slim").result(HANG_S)
+        session.reconfigure(micro_batches=3)
+        session.edit(lambda relay: go_on.wait(HANG_S))
+        session.switch("main")
+        session.reconfigure(micro_batches=3)  # the same as of slim, where the session still is
+        go_on.set()
+        session.edit(lambda relay: None).result(HANG_S)
+        assert (relay.branch, relay.config.micro_batches) == ("main", 3)
+
+
+def test_after_a_batch_that_failed_layers_are_tried_on_rows_of_the_one_before(relay: Relay) -> None:
+    good = make_batches()[0]
+    bad: Any = (torch.ones(6, 5), torch.ones(6, 1))
+    with Session(relay, [good, bad, good], probe=False) as session:
+        session.run(2)
+        assert session.wait(HANG_S).state == "failed"
+        session.skip()
+        session.edit(Insert(1, torch.nn.Linear(8, 8))).result(HANG_S)  # which is tried out on a few rows
+        assert len(relay.stack) == 5

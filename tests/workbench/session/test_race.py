@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from l2l_core import Drop, EmulatedDevice, Freeze, Relay, RelayConfig
 from workbench.session.flop import count_flop, tokens_of
 from workbench.session.judgement import Measured
-from workbench.session.race import ROUND
-from workbench.session.race_values import Race, Racer
+from workbench.session.race_values import ROUND, Race, Racer
 from workbench.session.session import Session
 from workbench.session.values import StepRow
 
@@ -113,6 +112,17 @@ def test_a_source_that_fills_its_batch_again_is_no_trouble() -> None:
     first, second = race_on(fill), race_on(lambda: next(lists))
     for a, b in zip(first.racers, second.racers, strict=True):
         assert [row.loss for row in a.steps] == [row.loss for row in b.steps]
+
+
+def test_a_branch_that_did_not_race_goes_on_with_its_own_learning_rates() -> None:
+    with noisy_relay() as relay:
+        scheduler = StepLR(relay.optimizer, 3, gamma=0.5)
+        with Session(relay, BATCHES, scheduler=scheduler, probe=False) as session:
+            prepare(session)
+            session.fork("home").result(HANG_S)
+            before = scheduler.state_dict()
+            raced(session, "main", "slim", steps=2)
+            assert relay.branch == "home" and scheduler.state_dict() == before
 
 
 # What comes of it -----------------------------------------------------------------------------------------------------
@@ -290,6 +300,9 @@ RATES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+ROUNDS = slice(0, ROUND), slice(ROUND, 2 * ROUND), slice(2 * ROUND, 2 * ROUND + 2), slice(2 * ROUND + 2, None)
+
+
 @pytest.mark.parametrize("kind", RATES)
 def test_every_branch_has_a_scheduler_of_its_own(kind: str) -> None:
     """As if each had trained alone from here, and at home the scheduler goes on."""
@@ -315,7 +328,8 @@ def test_every_branch_has_a_scheduler_of_its_own(kind: str) -> None:
         names: dict[str, Any] = {"__name__": "script"}
         exec(script, names)
         losses = names["reproduce"](relay, itertools.cycle(BATCHES), RATES[kind](relay.optimizer))
-    assert losses[3:][:steps] == ends["slim"] and losses[3 + steps :] == ends["main"]
+    slim, main, slim_again, main_again = (losses[3:][part] for part in ROUNDS)
+    assert slim + slim_again == ends["slim"] and main + main_again == ends["main"]
 
 
 def test_a_scheduler_that_cannot_be_kept_has_no_races(relay: Relay) -> None:

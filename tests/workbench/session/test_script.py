@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 import warnings
@@ -11,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from patience import HANG_S
 from sessions import WIDTH, assert_equal, make_batches, make_relay, mse, train
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from l2l_core import Drop, Duplicate, EmulatedDevice, Freeze, Insert, Relay, RelayConfig, Replace, Schedule, Swap
 from workbench.session.script import apply_code
@@ -110,7 +113,10 @@ def work(session: Session) -> list[float]:
     session.switch("wide").result(HANG_S)
     session.discard("gone").result(HANG_S)
     train(session, 1)
-    raced = [row.loss for racer in race.racers for row in racer.steps]
+    rows = [racer.steps for racer in race.racers]
+    raced = [
+        row.loss for part in (slice(0, 8), slice(8, 10)) for steps in rows for row in steps[part]
+    ]  # in rounds of 8
     return [*wide, *main, *raced, *losses()[-1:]]
 
 
@@ -131,6 +137,9 @@ def test_the_script_reads_as_what_was_done() -> None:
     with noisy_relay() as relay, Session(relay, BATCHES) as session:
         work(session)
         script = session.script()
+        race = session.snapshot().race
+    assert race is not None
+    last = {racer.name: racer.steps[-1].loss for racer in race.racers}
     lines = [line.strip() for line in script.splitlines()]
     begin = next(i for i, line in enumerate(lines) if line.startswith("train(3, loss="))
     assert lines[begin + 1] == "relay.apply(Insert(at=2, init='fresh', optimizer=0.5, warmup=3))"
@@ -141,7 +150,7 @@ def test_the_script_reads_as_what_was_done() -> None:
         "relay.config = replace(relay.config, micro_batches=6)",
         "relay.fork('wide')",
         "relay.apply(Duplicate(layers=slice(0, 2, None), mode='interleaved'), trust=True)",
-        "race({'main': 10, 'wide': 10})",
+        f"race({{'main': 10, 'wide': 10}}, {last})",
         "relay.discard('gone')",
     ]
     assert [line for line in lines if line in wanted] == wanted
@@ -232,6 +241,153 @@ def test_a_batch_that_was_left_out_is_left_out() -> None:
         losses, script = [row.loss for row in session.snapshot().steps], session.script()
     with make_relay() as relay:
         assert read(script)["reproduce"](relay, iter(source)) == losses and len(losses) == 2
+
+
+# What a script must not forget --------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_infinities_and_names_with_quotes_are_written_as_python_reads_them() -> None:
+    name = 'a\\n"""b\\'
+    with make_relay() as relay:
+        relay.fork(name)
+        with Session(relay, BATCHES, probe=False) as session:
+            session.edit(Duplicate(0, optimizer=numpy.float64(0.5))).result(HANG_S)
+            session.reconfigure(h2d_bytes_per_s=math.inf, d2h_bytes_per_s=numpy.float64(1e9))
+            train(session, 1)
+            script = session.script()
+        ends = state_of(relay)
+    assert (
+        "optimizer=0.5" in script
+        and "h2d_bytes_per_s=float('inf')" in script
+        and "numpy" not in script
+        and "np." not in script
+    )
+    assert f"after step 0 of {name}." in (read(script)["make_relay"].__doc__ or "")
+    with make_relay() as relay:
+        relay.fork(name)
+        assert_equal(again(script, relay)[1], ends)
+
+
+def test_a_race_that_goes_otherwise_is_noticed() -> None:
+    with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
+        session.fork("slim").result(HANG_S)
+        session.race("main", "slim", steps=1).result(HANG_S)
+        script = session.script()
+    with make_relay() as relay:
+        halve(relay)
+        with pytest.warns(UserWarning, match="the loss of step 1 of") as told:
+            read(script)["reproduce"](relay, itertools.cycle(BATCHES))
+    assert len(told) == 2
+
+
+def test_after_a_race_the_script_is_at_home_again() -> None:
+    with make_relay() as relay, Session(relay, BATCHES, probe=False) as session:
+        session.fork("slim").result(HANG_S)
+        session.race("slim", "main", steps=1).result(HANG_S)
+        train(session, 1)
+        script = session.script()
+        session.close()
+        ends = state_of(relay)
+    with make_relay() as relay:
+        assert_equal(again(script, relay)[1], ends)
+
+
+class Fresh(Schedule):
+    """A fresh layer before the fifth step and another one before the thirteenth."""
+
+    def edits(self, relay: Any) -> Sequence[Any]:
+        due = len(relay.stacks[""]) < {4: 5, 12: 6}.get(relay.steps, 0)
+        return [Insert(1, init="fresh")] if due else []
+
+
+def test_layers_that_a_schedule_makes_in_a_race_are_the_same_ones() -> None:
+    with make_relay() as relay, Session(relay, BATCHES, probe=False, schedule=Fresh()) as session:
+        session.fork("slim").result(HANG_S)
+        session.race("main", "slim", steps=16).result(HANG_S)
+        keys = [layer.key for layer in relay.stack]
+        script = session.script()
+        session.close()
+        ends = state_of(relay)
+    with make_relay() as relay:
+        _, states = again(script, relay, Fresh())
+        assert "L007" in keys or "L006" in keys
+        assert_equal(states, ends)
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.cat([x for x, _ in BATCHES]), torch.cat([y for _, y in BATCHES])), 6, True)
+
+
+def drawn() -> Any:
+    return torch.randn(6, 4), torch.ones(6, 1)
+
+
+@pytest.mark.parametrize("kind", ["loader", "function"])
+@pytest.mark.parametrize("home", ["main", "slim"])
+@pytest.mark.filterwarnings("error")
+def test_batches_that_draw_random_numbers_are_drawn_when_the_session_drew_them(kind: str, home: str) -> None:
+    source: Any = {"loader": shuffled, "function": lambda: drawn}[kind]
+    with make_relay() as relay:
+        torch.manual_seed(7)
+        with Session(relay, source(), probe=False) as session:
+            train(session, 1)
+            session.fork("slim").result(HANG_S)
+            train(session, 1)
+            session.switch(home).result(HANG_S)
+            session.race("main", "slim", steps=10).result(HANG_S)
+            train(session, 1)
+            session.forecast().result(HANG_S)  # its batch is drawn here, and trained on elsewhere
+            session.switch({"main": "slim", "slim": "main"}[home]).result(HANG_S)
+            train(session, 2)
+            script = session.script()
+        ends = state_of(relay)
+    with make_relay() as relay:
+        torch.manual_seed(7)
+        made = source()
+        batches = iter(made, object()) if callable(made) else itertools.chain.from_iterable(itertools.repeat(made))
+        read(script)["reproduce"](relay, batches)
+        assert_equal(state_of(relay), ends)
+
+
+def test_edits_of_a_schedule_before_a_step_that_failed_are_made() -> None:
+    bad: Any = (torch.ones(6, 5), torch.ones(6, 1))
+    source = [BATCHES[0], BATCHES[1], bad, *BATCHES[2:]]
+    with make_relay() as relay, Session(relay, source, probe=False, schedule=Growing()) as session:
+        session.run(4)
+        assert session.wait(HANG_S).state == "failed"
+        session.skip()
+        session.undo().result(HANG_S)
+        session.edit(Drop(0)).result(HANG_S)
+        script = session.script()
+        session.close()
+        ends = state_of(relay)
+    assert script.count("attempt(take())") == 1
+    with make_relay() as relay:
+        read(script)["reproduce"](relay, iter(source), Growing())
+        assert_equal(state_of(relay), ends)
+
+
+def test_edits_of_a_schedule_for_a_branch_that_left_a_race_are_made() -> None:
+    def fail(*_: Any) -> None:
+        if relay.branch == "slim" and relay.steps == 2:
+            raise ArithmeticError("too hot")
+
+    with make_relay() as relay, Session(relay, BATCHES, probe=False, schedule=Growing()) as session:
+        session.fork("slim").result(HANG_S)
+        session.switch("main").result(HANG_S)
+        hook = relay.model.register_forward_pre_hook(fail)
+        relay.stack[0].module.register_forward_pre_hook(fail)
+        race = session.race("slim", "main", steps=4).result(HANG_S)
+        assert race["slim"].left and race["slim"].tried and not race["main"].left
+        hook.remove()
+        script = session.script()
+        keys = {branch.name: branch.layers for branch in relay.branches}
+        session.close()
+    assert "tried=['slim']" in script
+    with make_relay() as relay:
+        again(script, relay, Growing())
+        assert {branch.name: branch.layers for branch in relay.branches} == keys and keys["slim"] == 5
 
 
 # What cannot be reproduced --------------------------------------------------------------------------------------------
