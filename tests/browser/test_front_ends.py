@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from lab import TOKEN, Bench, Lab, free_port, keep, serve, settings_of, until
 from nbformat.v4 import new_code_cell, new_notebook
-from patience import HANG_S
+from patience import HANG_S, rarely
 from tiny import RELAY
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def test_when_the_kernel_is_gone_the_still_takes_its_place(front_end: FrontEnd, 
     keep(page, f"{front_end.name}_restarted")
 
 
-@pytest.mark.parametrize("template", ["lab", "classic", "basic"])
+@pytest.mark.parametrize("template", ["lab", rarely("classic"), rarely("basic")])
 def test_exported_html_shows_the_pictures_without_a_network(template: str, browser: Browser, tmp_path: Path) -> None:
     notebook = write(tmp_path, RELAY, SHOW, "workbench.run(2)\nworkbench.wait()\nworkbench.close()")
     command = [sys.executable, "-m", "nbconvert", "--execute", "--to", "html", "--template", template, str(notebook)]
