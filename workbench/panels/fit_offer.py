@@ -40,7 +40,8 @@ class FitOffer:
             words = (
                 f"{format_bytes(fastest.device_bytes)} on the device, by the forecast"
                 if fastest is not None
-                else f"no settings help: by the forecast, the least is {format_bytes(found.smallest.budget_bytes)}"
+                else f"with as many micro-batches no settings help: the least is {format_bytes(found.smallest.budget_bytes)}, by "
+                "the forecast; the step will try other numbers, and say what fits"
             )
             self._words.value = f'<span class="l2l-caption">{escape(words)}</span>'
         self.widget.layout.display = "" if found is not None else "none"

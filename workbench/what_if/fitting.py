@@ -1,4 +1,8 @@
-"""Settings with which a step would fit its device, found among answers: nothing is run for it."""
+"""Settings with which a step would fit its device, found among answers: nothing is run for it.
+
+Other numbers of micro-batches are left to the step itself, which rehearses them where it does not fit: an answer stretches what
+was measured to them, which is good for a picture and too little for a promise (a fifth of the bytes has been missing).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from workbench.what_if.what_if import Answer
 
 
 def fitting(ask: Callable[[Question], Answer], question: Question, rows: int, most_s: float = math.inf) -> WhatFits:
-    """Look for micro-batches, layers ahead and a place of the stash with which the step asked for fits.
+    """Look for layers ahead and a place of the stash with which the step asked for fits.
 
     Args:
         ask: answers a question.
@@ -30,6 +34,8 @@ def fitting(ask: Callable[[Question], Answer], question: Question, rows: int, mo
         )
 
     def price(config: RelayConfig) -> Priced | None:
+        if config.micro_batches != question.micro_batches:
+            return None
         found = ask(replace(question, micro_batches=config.micro_batches, ahead=config.ahead, stash=config.stash))
         return Priced(config, found.peak_device_bytes, lambda: found.seconds)
 

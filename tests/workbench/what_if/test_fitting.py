@@ -21,14 +21,22 @@ def base() -> MeasuredStep:
         return MeasuredStep.of(relay.step(BATCH).trace)
 
 
-def test_what_fits_by_the_forecast_fits_on_a_device_of_that_size(base: MeasuredStep) -> None:
-    needed = answer(base, Question.of(base)).peak_device_bytes
-    asked = replace(Question.of(base), memory_bytes=0.8 * needed)
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7, 0.6])
+@pytest.mark.parametrize("ahead", [2, 3])
+def test_what_is_offered_fits_on_a_device_of_that_size(ahead: int, share: float) -> None:
+    with make_relay(RelayConfig(micro_batches=1, ahead=ahead, meter="always")) as relay:
+        relay.step(BATCH)
+        base = MeasuredStep.of(relay.step(BATCH).trace)
+    budget = int(share * answer(base, Question.of(base)).peak_device_bytes)
+    asked = replace(Question.of(base), memory_bytes=budget)
     found = fitting(lambda question: answer(base, question), asked, rows=6)
-    assert found.settings and found.fastest is not None and found.fastest.device_bytes <= 0.8 * needed
-    config = replace(RelayConfig(micro_batches=1, ahead=3), **found.settings)
-    with make_relay(config, EmulatedDevice(memory_bytes=int(0.8 * needed))) as relay:
-        assert relay.step(BATCH).peak_device_bytes <= 0.8 * needed
+    if found.fastest is None:
+        assert share < 0.8 and found.smallest.budget_bytes > budget
+        return
+    assert set(found.settings) <= {"ahead", "stash"} and found.fastest.device_bytes <= budget
+    config = replace(RelayConfig(micro_batches=1, ahead=ahead), **found.settings)
+    with make_relay(config, EmulatedDevice(memory_bytes=budget)) as relay:
+        assert relay.step(BATCH).peak_device_bytes <= budget
 
 
 def test_where_nothing_fits_the_least_is_told(base: MeasuredStep) -> None:
