@@ -3,7 +3,7 @@
     python docs/pictures/take.py                  all of them
     python docs/pictures/take.py relay card       some of them
 
-A relay is trained for a few steps, so take them on a quiet machine. What is drawn is what anybody sees there.
+`race.png` is what `tests/browser/test_race.py` keeps. A relay is trained for a few steps, so take them on a quiet machine. What is drawn is what anybody sees there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from lab import Bench, Lab, Notebook, find_chromium, serve_lab, until  # noqa: E
 EVENTS = 10  # from one frame of the animation to the next
 FRAME_MS, LAST_MS = 110, 1500
 COLOURS = 96
-RACE = "wb.fork('shallow'); wb.switch('shallow'); wb.edit(Drop(range(8, 20))); wb.switch('main')"
 
 
 def main() -> None:
@@ -40,30 +39,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, serve_lab(Path(folder)) as lab, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1440, "height": 1500}, device_scale_factor=1)
-        bench, notebook = open_bench(lab, page)
+        bench = open_bench(lab, page)
         for name in asked:
-            TAKEN[name](bench, notebook, page)
+            TAKEN[name](bench, page)
         browser.close()
 
 
-def open_bench(lab: Lab, page: Page) -> tuple[Bench, Notebook]:
+def open_bench(lab: Lab, page: Page) -> Bench:
     """The workbench of notebook 00, with a probe, after three steps."""
     cells = json.loads((ROOT / "notebooks" / "00_start_here.ipynb").read_text())["cells"]
     first = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
     if "probe=" not in first:
         first = first.replace(
-            "Workbench(relay, draw_batch", "Workbench(relay, draw_batch, probe=[draw_batch() for _ in range(4)]"
+            "Workbench(relay, draw_batch", "Workbench(relay, draw_batch, probe=[draw_batch() for _ in range(2)]"
         )
-    notebook = Notebook(page, lab, lab.write("pictures.ipynb", [first, "from l2l_core import Drop", RACE]))
-    notebook.run_cell(0), notebook.run_cell(1)
+    notebook = Notebook(page, lab, lab.write("pictures.ipynb", [first]))
+    notebook.run_cell(0)
     bench = notebook.bench(0)
     for step in range(1, 4):
         bench.press("Step")
         bench.wait_for_step(step)
-    return bench, notebook
+    return bench
 
 
-def take_relay(bench: Bench, notebook: Notebook, page: Page) -> None:
+def take_relay(bench: Bench, page: Page) -> None:
     """The last step event by event, as an animation."""
     bench.press("Relay")
     picture = bench.root.locator(".l2l-picks:visible")  # stays, while what is in it is drawn anew
@@ -94,14 +93,14 @@ def beside(frames: Sequence[Image.Image]) -> Image.Image:
     return whole
 
 
-def take_workbench(bench: Bench, notebook: Notebook, page: Page) -> None:
+def take_workbench(bench: Bench, page: Page) -> None:
     """The view of time, of the last step."""
     bench.press("Time")
     bench.root.locator("svg.l2l:visible").first.wait_for()
     bench.root.screenshot(path=HERE / "workbench.png")
 
 
-def take_card(bench: Bench, notebook: Notebook, page: Page) -> None:
+def take_card(bench: Bench, page: Page) -> None:
     """The card of a layer, after all of them were measured."""
     bench.press("Layers")
     bench.root.locator('tr[data-key="L006"]').click()
@@ -115,22 +114,10 @@ def take_card(bench: Bench, notebook: Notebook, page: Page) -> None:
     bench.root.locator(".l2l-card-panel").screenshot(path=HERE / "card.png")
 
 
-def take_race(bench: Bench, notebook: Notebook, page: Page) -> None:
-    """Two branches on the same batches."""
-    notebook.run_cell(2)
-    bench.press("Race")
-    bench.press("Start race")
-    until(
-        lambda: not bench.button("Start race").is_disabled() and "20" in bench.root.inner_text(), page, "the race", 300
-    )
-    bench.root.screenshot(path=HERE / "race.png")
-
-
-TAKEN: dict[str, Callable[[Bench, Notebook, Page], None]] = {
+TAKEN: dict[str, Callable[[Bench, Page], None]] = {
     "relay": take_relay,
     "workbench": take_workbench,
     "card": take_card,
-    "race": take_race,
 }
 
 if __name__ == "__main__":
