@@ -3,7 +3,8 @@
     python docs/pictures/take.py                  all of them
     python docs/pictures/take.py relay card       some of them
 
-`race.png` is what `tests/browser/test_race.py` keeps. A relay is trained for a few steps, so take them on a quiet machine. What is drawn is what anybody sees there.
+A relay is trained for a few steps, so take them on a quiet machine. What is drawn is what anybody sees there. `race.png` is
+what `tests/browser/test_race.py` keeps.
 """
 
 from __future__ import annotations
