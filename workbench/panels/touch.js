@@ -19,7 +19,9 @@ export default {
     plus.textContent = "+";
     plus.tabIndex = -1; // from the keyboard, the card inserts
     label.className = "l2l-dragged";
-    plus.hidden = label.hidden = true;
+    label.hidden = true;
+    const hidePlus = () => (plus.hidden = plus.disabled = true); // what cannot be pressed is not enabled
+    hidePlus();
 
     const draw = () => {
       const here = `[data-touch="${name}"]`, key = quoted(model.get("chosen"));
@@ -64,7 +66,7 @@ export default {
     const offerInsert = (event) => {
       if (event.target === plus) return;
       const cell = steers() && at(event, "[data-cell]");
-      plus.hidden = true;
+      hidePlus();
       if (!cell) return;
       const box = cell.getBoundingClientRect(), share = (event.clientX - box.left) / box.width;
       if (share > EDGE && share < 1 - EDGE) return;
@@ -72,6 +74,7 @@ export default {
       plus.dataset.next = cell.dataset.key;
       plus.dataset.behind = behind ? "1" : "";
       plus.title = `Insert a layer ${behind ? "behind" : "before"} ${cell.dataset.key}`;
+      plus.disabled = false;
       place(plus, behind ? box.right : box.left, box.top + box.height / 2);
     };
 
@@ -86,7 +89,7 @@ export default {
       if (!event.buttons) return endDrag(); // it was let go where nobody listens
       const far = Math.hypot(event.clientX - down.x, event.clientY - down.y) > FAR;
       if (!(down.drags && steers() && (over || far))) return;
-      plus.hidden = true;
+      hidePlus();
       over = at(event, "[data-cell]")?.dataset.key ?? down.key;
       label.textContent = `relay.apply(Move(layer='${down.key}', to='${over}'))`;
       place(label, event.clientX + 12, event.clientY + 14);
@@ -128,13 +131,13 @@ export default {
     };
     const inserted = () => {
       model.send({ insert: plus.dataset.next, behind: plus.dataset.behind === "1" });
-      plus.hidden = true;
+      hidePlus();
     };
 
     const listening = [
       ["pointerdown", pressed],
       ["pointermove", moved],
-      ["pointerleave", () => (plus.hidden = true)],
+      ["pointerleave", hidePlus],
       ["keydown", keyed],
       ["focusin", focused],
     ];
