@@ -47,6 +47,27 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+class Noisy(nn.Module):
+    """A residual block with dropout, that has a buffer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += float(self.training)
+        return x + torch.tanh(self.dropout(self.linear(x)))
+
+
+def noisy_relay() -> Relay:
+    """Four layers that draw random numbers and count their steps, in three micro-batches."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, WIDTH), *(Noisy() for _ in range(4)), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
+    config = RelayConfig(micro_batches=3, seed=5)
+    return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), list(model)[1:5], mse, config=config)
+
+
 def make_relay(config: RelayConfig | None = None, device: Device | None = None) -> Relay:
     """Four layers between two of the shell."""
     torch.manual_seed(0)

@@ -14,16 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from l2l_core.trace import LANES, PHASES, Trace, format_bytes
-from workbench.pictures import svg
-from workbench.pictures.labels import (
-    NARROWEST,
-    NARROWEST_TIP,
-    draw_labels,
-    draw_separators,
-    draw_tips,
-    draw_touched,
-    find_units,
-)
+from workbench.pictures import labels, svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour
@@ -80,25 +71,25 @@ def draw_timeline(
         parts += _draw_wells(LEFT, cursor)
     parts += [*_draw_axis(axis), *_draw_phases(now, axis)]
     px_s = axis.high / (RIGHT - LEFT)
-    narrowest_s = px_s * (NARROWEST_TIP if now_s is None else NARROWEST)
+    narrowest_s = px_s * (labels.NARROWEST_TIP if now_s is None else labels.NARROWEST)
     on = {lane: now.on(lane) for lane in LANES}
-    units = {lane: find_units(now, lane, on[lane], narrowest_s) for lane in LANES}
+    units = {lane: labels.find_units(now, lane, on[lane], narrowest_s) for lane in LANES}
     for lane, y in _lanes():
         exposed_s = summary.exposed[lane]
         parts += _draw_bars(_bars(now, on[lane], axis, LIVE_BARS if now_s is not None else 260), now, y)
-        parts += draw_separators(now, lane, on[lane], axis, y, LANE)
+        parts += labels.draw_separators(now, lane, on[lane], axis, y, LANE)
         exposed = make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis), (LEFT, RIGHT))
         parts += _draw_hatch(exposed, y)
-        parts += draw_labels(units[lane], exposed, axis, y + LANE / 2 + 4, numbers)
+        parts += labels.draw_labels(units[lane], exposed, axis, y + LANE / 2 + 4, numbers)
     parts += _draw_lane_names(summary)
     if now_s is not None:
         parts.append(svg.path(f"M{axis(min(now_s, axis.high)):.1f} {TOP - 6}V{AXIS}", style="axis", width=1.5))
     parts += [*_draw_legend(now, before), *_draw_figures(summary, now_s), *_draw_said(said)]
     if now_s is None:
         room = MOST_BYTES - sum(len(part.encode()) for part in parts)
-        parts += draw_tips([(units[lane], y) for lane, y in _lanes()], LANE, axis, numbers, room)
+        parts += labels.draw_tips([(units[lane], y) for lane, y in _lanes()], LANE, axis, numbers, room)
     else:
-        parts += draw_touched(units["compute"], TOP, LANE, axis, numbers)
+        parts += labels.draw_touched(units["compute"], TOP, LANE, axis, numbers)
     return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, said), parts)
 
 

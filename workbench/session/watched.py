@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from threading import Condition
 
@@ -15,7 +16,7 @@ from workbench.session.standing import Standing
 from workbench.session.worker import Worker
 
 
-class Watched:
+class Watched(ABC):
     """The part of a session that looks; questions are in `Questions`, commands in `Session`.
 
     Invariant: everything here is read under the session's lock.
@@ -28,9 +29,9 @@ class Watched:
     _run: Run
     _races: Races
 
+    @abstractmethod
     def pause(self) -> None:
         """Pause when the step under way is over."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         now = self.snapshot()

@@ -5,17 +5,26 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from patience import HANG_S
-from sessions import WIDTH, assert_equal, enter, held, make_batches, make_relay, mse, train, wait_until, weights_of
-from torch import nn
+from sessions import (
+    WIDTH,
+    assert_equal,
+    enter,
+    held,
+    make_batches,
+    make_relay,
+    noisy_relay,
+    train,
+    wait_until,
+    weights_of,
+)
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
-from l2l_core import Drop, EmulatedDevice, Freeze, Relay, RelayConfig
+from l2l_core import Drop, Freeze, Relay
 from workbench.session.flop import count_flop, tokens_of
 from workbench.session.judgement import Measured
 from workbench.session.race_values import ROUND, Race, Racer
@@ -24,26 +33,6 @@ from workbench.session.values import StepRow
 
 BATCHES = make_batches(7)
 HELD_OUT = make_batches(10)[7:]
-
-
-class Noisy(nn.Module):
-    """A residual block with dropout, that has a buffer too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += float(self.training)
-        return x + torch.tanh(self.dropout(self.linear(x)))
-
-
-def noisy_relay() -> Relay:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, WIDTH), *(Noisy() for _ in range(4)), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
-    config = RelayConfig(micro_batches=3, seed=5)
-    return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), list(model)[1:5], mse, config=config)
 
 
 def prepare(session: Session) -> None:

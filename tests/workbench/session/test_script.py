@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,16 @@ import numpy
 import pytest
 import torch
 from patience import HANG_S
-from sessions import WIDTH, assert_equal, make_batches, make_relay, mse, train
+from sessions import assert_equal, make_batches, make_relay, noisy_relay, train
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from l2l_core import Drop, Duplicate, EmulatedDevice, Freeze, Insert, Relay, RelayConfig, Replace, Schedule, Swap
+from l2l_core import Drop, Duplicate, Freeze, Insert, Relay, RelayConfig, Replace, Schedule, Swap
 from workbench.session.script import apply_code
 from workbench.session.session import Session
 
 BATCHES = make_batches(7)
-
-
-class Noisy(nn.Module):
-    """A residual block with dropout, that has a buffer too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += float(self.training)
-        return x + torch.tanh(self.dropout(self.linear(x)))
-
-
-def noisy_relay() -> Relay:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, WIDTH), *(Noisy() for _ in range(4)), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
-    config = RelayConfig(micro_batches=3, seed=5)
-    return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), list(model)[1:5], mse, config=config)
 
 
 def state_of(relay: Relay) -> list[torch.Tensor]:
