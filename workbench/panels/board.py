@@ -48,9 +48,11 @@ class Board:
         above: Sequence[ipywidgets.DOMWidget] = (),
     ) -> None:
         self._source = source
+        # first: a widget that was made stays in the registry of ipywidgets until somebody closes it
         check_view(view, views)
         stacked = [] if view is None or isinstance(view, str) else list(view)
         self._top = tuple(kind(source) for kind in top)
+        # of stacked views only those that were asked for are made: there are no buttons to turn to others
         made = {name: tuple(kind(source) for kind in views[name]) for name in stacked or views}
         first = None if stacked else view or next(iter(views))
         self.views = Views(made, first, lambda: self._show(self._source.snapshot()))
@@ -61,6 +63,7 @@ class Board:
         words.widget.add_class("l2l-glossary")
         bar = ipywidgets.HBox([self.views.buttons, tour.button, Present()])
         bar.add_class("l2l-viewbar")
+        # its rules are in force although the widget that holds them is not displayed
         style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
         self._notice, self._touch = Notice(), Touch(source, self._open_card)
         self.widget = ipywidgets.VBox(
@@ -96,6 +99,7 @@ class Board:
             panel.show(now)
 
     def _still(self, now: Snapshot) -> Bundle:
+        # of all views: a page without a kernel cannot turn to another one
         return bundle_of([picture for panel in self.panels for picture in panel.page(now)])
 
     def _ipython_display_(self) -> None:

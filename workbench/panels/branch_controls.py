@@ -49,6 +49,7 @@ class BranchControls:
         self.table.value = branches_table(now.branches).to_html(folded=False)
 
     def _fork(self) -> None:
+        # if the session has ended this raises, and the name stays to be read
         self._session.fork(self.name.value.strip())
         self.name.value = ""
 

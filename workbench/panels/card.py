@@ -115,6 +115,7 @@ class CardPanel(Panel):
         title = self.widget.children[0]
         title.value = f'<div class="l2l-heading">Card of a layer</div>{"" if row else f"<p>{_NOBODY}</p>"}'
         self._fill([(f"{full_name(one.key, numbers)} {one.name}", one.key) for one in now.layers], row)
+        # -1: nothing is chosen; then both buttons are enabled, and choose the first layer
         at = numbers[row.key] if row else -1
         self._before.disabled, self._after.disabled = at == 0 or not now.layers, at == len(now.layers) - 1
         self._of_one.layout.display = "" if row else "none"
@@ -145,6 +146,7 @@ class CardPanel(Panel):
         edits = edits_of(row, now.layers)
         for words in _EDITS:
             button, code = self._edits[words]
+            # `edits_of` has either Freeze or Unfreeze; they share a button, which keeps its place
             able = next((one for one in edits if one == words or (words, one) == ("Freeze", "Unfreeze")), None)
             button.disabled, button.description = able is None, able or words
             _set(code, "" if able is None else code_line(f"relay.apply({code_of(edits[able])})"))
@@ -163,6 +165,7 @@ class CardPanel(Panel):
         words = f"{left} measurements left" if left else self._trials.stopped
         _set(self._progress, f'<span class="l2l-caption" role="status">{words}</span>')
         known = (self._trials.found, now.layers, moment)
+        # by identity: trials and layers are replaced and never changed in place, so this costs nothing at every frame
         if self._charted[0] is not known[0] or self._charted[1] is not known[1] or self._charted[2] != moment:
             self._charted, picture = known, self._picture(now, moment)
             _set(self._chart, "" if picture is None else picture.svg)
@@ -196,6 +199,7 @@ class CardPanel(Panel):
     def _ask_facts(self, row: LayerRow, now: Snapshot) -> None:
         """Have the weights looked at, if they are another layer's or there was an edit since."""
         wanted = row.key, now.branch, len(now.journal)
+        # an ended session takes no question, and raises
         if wanted == self._looked or now.ended:
             return
         self._looked = wanted
@@ -217,9 +221,11 @@ class CardPanel(Panel):
         with self._drawing:  # another thread may be filling the list, and have put the old choice back
             if self._filling:
                 return
+        # without the lock: every panel that watches is drawn, under a lock of its own
         self._selection.choose(key)
 
     def _move(self, by: int) -> None:
+        # as they are now: there may have been an edit since the panel was drawn
         keys = [row.key for row in self.session.snapshot().layers]
         at = keys.index(self._selection.key) + by if self._selection.key in keys else 0
         self._selection.choose(keys[min(max(at, 0), len(keys) - 1)])

@@ -22,7 +22,7 @@ class _Cell:
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self.made: WeakSet[Any] = WeakSet()
+        self.made: WeakSet[Any] = WeakSet()  # weak: what was closed may go before its cell runs again
 
 
 _cells: dict[str, _Cell] = defaultdict(lambda: _Cell(""))
@@ -30,6 +30,7 @@ _cells: dict[str, _Cell] = defaultdict(lambda: _Cell(""))
 
 def has_cells() -> bool:
     """Whether there is a notebook; otherwise it is Python, or IPython in a terminal."""
+    # only a kernel's shell knows the message that it answers; get_ipython() is None in plain Python
     return hasattr(get_ipython(), "get_parent")
 
 
@@ -44,8 +45,9 @@ def belongs_to_cell(made: Closable) -> None:
     cell, run = current_cell()
     if not cell:
         return
+    # what this same run has made stays: one cell may show several
     if _cells[cell].run != run:
         for old in list(_cells[cell].made):
-            old.close(wait=False)
+            old.close(wait=False)  # it may be in the middle of a long step, and this cell would stand still
         _cells[cell] = _Cell(run)
     _cells[cell].made.add(made)

@@ -15,8 +15,10 @@ def offer(choice: Any, options: Iterable[tuple[str, Any]]) -> None:
     its place.
     """
     pairs = tuple(dict.fromkeys(options))
+    # setting options closes a list that somebody has open
     if tuple(choice.options) == pairs:
         return
+    # before the options are set: ipywidgets then chooses the first one
     old, at = choice.value, choice.index or 0
     with choice.hold_sync():  # one message, so that the page never shows another choice in between
         choice.options = pairs

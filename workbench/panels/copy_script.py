@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 import anywidget
 
+# Over plain http, but for localhost, a page has no `navigator.clipboard`: that throws too, and ends in the same `catch`.
+# The view is made anew each time the page shows the widget and the model stays, so it takes its listener off when it goes.
 _ESM = """
 function render({ model, el }) {
   el.classList.add("l2l-script");
@@ -69,6 +71,7 @@ function render({ model, el }) {
 export default { render };
 """
 
+# The class `widget-button` gives these buttons the look of the others, and a fixed width, which is taken back here.
 _CSS = """
 .l2l-script{display:flex;flex-flow:row wrap;align-items:center;gap:4px}
 .l2l-script button{flex:0 0 auto;width:auto;height:28px;line-height:28px}

@@ -59,6 +59,7 @@ class Display:
         elif self._closed:
             display(page, raw=True)
         else:
+            # two outputs: in JupyterLab a widget view hides whatever else its own output holds
             display({WIDGET: _view_of(self._widget)}, raw=True)
             same = self._output.display_id if self._output is not None else True  # so that one update reaches all
             self._output = display(page, raw=True, display_id=same)
@@ -74,6 +75,7 @@ class Display:
 
     def close(self) -> None:
         """Take the widget away and stop drawing; the still stays, up to date. Closing twice is fine."""
+        # before the lock is taken: the pump holds its own lock while it calls `_look`, which waits for this one
         if self._open:
             Pump.of(self._session).remove(self._look)
         with self._drawing:
@@ -98,6 +100,7 @@ class Display:
                 self._output.update(self._page(now), raw=True)
                 self._stilled = now.number
             self._seen = self._seen or bool(self._widget._view_count)
+            # as long as the page has said nothing, it may be showing the widget
             if self._widget._view_count or not self._seen:
                 self._show(now)
 

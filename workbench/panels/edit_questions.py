@@ -33,7 +33,7 @@ class EditQuestions:
         self.numbers: Numbers = {}
         self._first: str | None = None  # where a span began before somebody chose
         self._offered: object = None  # what of the layers the choices show
-        self._following = False
+        self._following = False  # whether it is the form itself that sets its choices
         self._kind = make_dropdown("edit", list(QUESTIONS), "140px")
         self._stack = make_dropdown("in", [], "170px")
         self.asked = _build()
@@ -63,6 +63,7 @@ class EditQuestions:
         if layers is self._layers:
             return False
         self._layers = layers
+        # rows are new ones after every step; what the choices show of them changes with edits alone
         known = [(row.key, row.name, row.stack, row.nbytes) for row in layers]
         if known == self._offered:
             return False
@@ -172,6 +173,7 @@ def _build() -> dict[str, Any]:
         "weight": ipywidgets.BoundedFloatText(0.5, min=0, max=1, step=0.1, description="weight", **sized("120px")),
         "optimizer": make_dropdown("optimizer state", ["fresh", "copy", "scaled"], "200px"),
         "factor": ipywidgets.FloatText(0.5, step=0.1, description="by", **sized("90px")),
+        # without a `max` it would be 100
         "warmup": ipywidgets.BoundedIntText(
             0, min=0, max=10**6, description="warm-up", tooltip="Number of updates until it learns at the full learning rate",
             **sized("130px"),

@@ -54,6 +54,7 @@ class EditsPanel(Panel):
         self._undo = self._button("Undo", "undo", "", self.session.undo)
         self._redo = self._button("Redo", "repeat", "", self.session.redo)
         for button in (self._undo, self._redo):
+            # they name what they would turn to; with a width of their own, nothing beside them moves
             button.layout.width = "212px"
         self._trouble = ipywidgets.HTML(layout={"display": "none"})
         self._branches = BranchControls(self.session, self._button)
@@ -78,7 +79,7 @@ class EditsPanel(Panel):
         return _box(ipywidgets.VBox, "l2l-list", _words("Queue: waits for its turn"), self._queue.commands, buttons)
 
     def draw(self, now: Snapshot) -> None:
-        self._title.value = _TITLE
+        self._title.value = _TITLE  # `fail` writes over it, so every frame writes it again
         if self._questions.follow(now.layers) and self._group:  # the layers have other numbers
             self._show_group(self._members.index if self._members.index is not None else -1)
         self._queue.draw(now)
@@ -162,6 +163,7 @@ class EditsPanel(Panel):
         """A widget's callback: an error is shown below the form."""
 
         def callback(*_: object) -> None:
+            # waits for a frame that is being drawn: while the form follows the layers, it takes every change for its own
             with self._drawing:
                 try:
                     self._error = False

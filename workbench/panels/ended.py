@@ -25,7 +25,7 @@ class Notice:
 def grey(widget: ipywidgets.Widget) -> None:
     """Disable every control below a widget, and stop what plays."""
     for one in _below(widget):
-        if one.has_trait("playing"):
+        if one.has_trait("playing"):  # it counts in the page, and would go on with its buttons grey
             one.playing = False
         if one.has_trait("disabled"):
             one.disabled = True

@@ -53,6 +53,7 @@ class ExplorePanel(Panel):
     def _open(self) -> None:
         with self._drawing:
             old, self._place.children = self._place.children, self._make()
+            # the registry of ipywidgets keeps a figure with all its data until it is closed
             for widget in old:
                 widget.close()
 

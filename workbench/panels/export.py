@@ -28,7 +28,7 @@ class ExportPanel(Panel):
 
     def build(self) -> ipywidgets.Box:
         self._said = ipywidgets.HTML()
-        undrawn = ipywidgets.HTML()
+        undrawn = ipywidgets.HTML()  # the first child, where `fail` writes
         self._folder = ipywidgets.Text(
             value=FOLDER,
             description="into the folder",
@@ -41,7 +41,8 @@ class ExportPanel(Panel):
         return ipywidgets.VBox([undrawn, row, self._said])
 
     def draw(self, now: Snapshot) -> None:
-        self.widget.children[0].value = ""  # what was written stays to be read until the next button
+        # only what `fail` has written; what a button has said stays to be read until the next one
+        self.widget.children[0].value = ""
 
     def still(self, now: Snapshot) -> Sequence[Picture | Table]:
         return []
@@ -74,7 +75,7 @@ class ExportPanel(Panel):
 
 def _written_html(written: Exported) -> str:
     path = written.path.resolve()
-    size = f", {format_bytes(path.stat().st_size)}" if path.is_file() else ""
+    size = f", {format_bytes(path.stat().st_size)}" if path.is_file() else ""  # TensorBoard gets a folder
     site = f'At <a href="{escape(written.site)}" target="_blank" rel="noopener"><u>{escape(written.site)}</u></a>: '
     what = f"{written.what[:1].upper()}{written.what[1:]}"
     words = f"{escape(what)} written{size}: <code>{escape(str(path))}</code><br>"

@@ -47,7 +47,7 @@ class FitOffer:
         self.widget.layout.display = "" if found is not None else "none"
 
     def _press(self) -> None:
-        found = self._found
+        found = self._found  # once: the thread of the forecasts may replace it meanwhile
         try:
             if found is not None:
                 self._session.reconfigure(**found.settings)

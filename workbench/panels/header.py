@@ -19,6 +19,7 @@ from workbench.session import Failure, Remedy, Session, Snapshot
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 AHEAD = (0, 1, 2, 3, 4)
 LINKS = tuple(n * 10.0**power for power in range(6, 11) for n in (1, 2, 5))  # bytes per second
+# infinity, because an option whose value is None means that nothing is selected
 _LINK_OPTIONS = (*((f"{format_bytes(value)}/s", value) for value in LINKS), ("unlimited", math.inf))
 _STEPS = 100
 
@@ -35,9 +36,9 @@ class HeaderPanel(Panel):
 
     def build(self) -> ipywidgets.DOMWidget:
         self._refused = False
-        self._follower: int | None = (
-            None  # thread that lets the controls follow: what they call then is no hand's doing
-        )
+        # The thread that lets the controls follow: what they call then is no hand's doing. Not a flag, since a press that
+        # comes from another thread meanwhile must count.
+        self._follower: int | None = None
         self._told: dict[Any, Any] = {}  # by widget, the setting that it was last made to show
         self._since = 0  # older snapshots do not have yet what was set here last
         self._title, self._progress = ipywidgets.HTML(), ipywidgets.HTML()
@@ -53,6 +54,7 @@ class HeaderPanel(Panel):
         self._step = _button("Step", "step-forward", "Train one step")
         self._stop = _button("Stop", "stop", "End the run when the step under way is over")
         self._back = _button("Take back", "reply", "Remove the newest waiting command from the queue")
+        # not `display`: its place stays free, so that no button moves when it comes
         self._back.layout.visibility = "hidden"
         self._steps = ipywidgets.BoundedIntText(
             _STEPS,
@@ -102,6 +104,7 @@ class HeaderPanel(Panel):
         self._link: ipywidgets.SelectionSlider | None = None
         if isinstance(self.session.relay.device, EmulatedDevice):
             self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "94px", "260px")
+            # before it is observed: new options make the first of them the value for a moment
             _move(self._link, _link_of(now))
             self._link.add_class("l2l-link")
             self._link.observe(self._guarded(self._change_link), "value")
@@ -119,9 +122,11 @@ class HeaderPanel(Panel):
         self._follow(now)
         if now.failure is not None:
             failure = now.failure
+            # of a step that is torn the batch is gone: some layers have learned from it
             skips = failure.during == "step" and failure.error != TornStep.__name__
             self._say(f"{title_of(failure, now.branch)}: {failure.message}", failure.traceback, failure.after, skips)
             self._offer(now, failure)
+        # what the panel itself has refused is in no snapshot: it stays until the next press
         elif self._trouble_box.layout.display != "none" and not self._refused:
             self._trouble_box.layout.display = "none"
 
@@ -133,7 +138,7 @@ class HeaderPanel(Panel):
         self._back.layout.visibility = "visible" if now.queued else "hidden"
 
     def _take_back(self) -> None:
-        for ticket in self.session.snapshot().tickets[-1:]:
+        for ticket in self.session.snapshot().tickets[-1:]:  # of none, if its turn has come
             self.session.cancel(ticket)
 
     def _follow(self, now: Snapshot) -> None:
@@ -230,13 +235,14 @@ def _button(words: str, icon: str, tip: str) -> ipywidgets.Button:
 
 def _slider(words: str, options: Sequence[Any], value: Any, label: str, width: str) -> ipywidgets.SelectionSlider:
     pairs = [option if isinstance(option, tuple) else (str(option), option) for option in options]
+    # a relay may have been made with a number that is not offered
     if value not in [v for _, v in pairs]:
         pairs = sorted([*pairs, (str(value), value)], key=lambda pair: pair[1])
     return ipywidgets.SelectionSlider(
         options=pairs,
         value=value,
         description=words,
-        continuous_update=False,
+        continuous_update=False,  # each value that the handle passes would be a setting of the next step
         style={"description_width": label},
         layout={"width": width},
     )

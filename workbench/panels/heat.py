@@ -48,5 +48,5 @@ class HeatPanel(Panel):
         return [show_heat(now.statistics, self._choice.value, now.changes)] if now.steps else []
 
     def _choose(self) -> None:
-        if self._now is not None:
+        if self._now is not None:  # at once: a session at rest sends no further snapshot
             self.show(self._now)

@@ -99,6 +99,7 @@ class InsidePanel(Panel):
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def draw(self, now: Snapshot) -> None:
+        # every time, since `fail` writes over it
         self.widget.children[0].value = '<div class="l2l-heading">Look inside</div>'
         numbers = number_layers(row.key for row in now.layers)
         self._offer([(full_name(row.key, numbers), row.key) for row in now.layers])
@@ -113,6 +114,7 @@ class InsidePanel(Panel):
         if tuple(self._layers.options) == tuple(options):
             return
         chosen = [key for key in self._layers.value if key in [key for _, key in options]]
+        # one message: with new options alone ipywidgets chooses nothing
         with self._layers.hold_sync():
             self._layers.options = options
             self._layers.value = chosen
@@ -195,6 +197,7 @@ class InsidePanel(Panel):
     def _forecast(self, now: Snapshot) -> str:
         """How many passes it would take."""
         layers = len(self._layers.value) or len(spaced(len(now.layers)))
+        # three find out whether the model writes from left to right
         passes = 1 + layers * (int(self._lens.value) + self._write.value) + (3 if self._write.value else 0)
         return "takes 1 pass of a micro-batch" if passes == 1 else f"takes up to {passes} passes of a micro-batch"
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import anywidget
 
+# The element is put on the page only after `render`, and has no workbench around it before: hence the wait for a frame. With
+# Ctrl or Cmd a key is not ours, so that shortcuts such as Ctrl+S stay those of the notebook.
 _ESM = """
 const choices = "select, .noUi-handle, .l2l-layers-box";
 const isOurs = (event) => !event.ctrlKey && !event.metaKey;

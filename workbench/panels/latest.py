@@ -25,13 +25,13 @@ class Latest:
             self._job = job
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread.start()  # under the lock: `wait` never joins a thread that has not begun
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to do; False if that takes longer."""
         with self._lock:
             thread = self._thread
-        if thread is not None:
+        if thread is not None:  # not under the lock, which the thread needs in order to end
             thread.join(timeout_s)
         return thread is None or not thread.is_alive()
 
@@ -40,6 +40,7 @@ class Latest:
             with self._lock:
                 job, self._job = self._job, None
                 if job is None:
+                    # under the same lock: whoever asks now starts another thread, and no job is left behind
                     self._thread = None
                     return
             job()

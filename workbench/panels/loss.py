@@ -21,6 +21,7 @@ class LossPanel(Panel):
         return ipywidgets.VBox([self._picture, self._fold.widget])
 
     def draw(self, now: Snapshot) -> None:
+        # the changes themselves, not their number: settings before the same step take the place of one another
         known = len(now.steps), now.changes, now.elsewhere, now.branch
         if known == self._drawn:
             return

@@ -41,6 +41,7 @@ class Panel(ABC):
         if not isinstance(found, self.looks_at):
             raise TypeError(f"{type(self).__name__} takes a Session or a Workbench, not a {type(session).__name__}")
         self.session: Any = found
+        # reentrant: what `draw` sets calls observers, on the same thread, which may draw again
         self._drawing = threading.RLock()  # the pump draws, and so do callbacks of widgets
         self.widget = self.build()
         self._notice: Notice | None = None  # where the panel stands alone
@@ -78,7 +79,7 @@ class Panel(ABC):
                 self.fail(error)
             if self._notice is not None:
                 self._notice.draw(now)
-            if now.ended:
+            if now.ended:  # last, since `draw` enables what an open session takes
                 grey(self.widget)
 
     def _show_alone(self, now: Snapshot) -> None:
@@ -113,7 +114,7 @@ class Panel(ABC):
         self._shown().close()
 
     def _shown(self) -> Display:
-        if self._display is None:
+        if self._display is None:  # made when it is shown by itself: a board has one of each for all its panels
             style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
             self._notice = Notice()
             self._touch = Touch(self.session)

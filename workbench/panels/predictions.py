@@ -55,6 +55,7 @@ class Predictions:
         (last, of_whole), (last_left, without) = _options(key, _keys(self._session.snapshot()))
         whole = self._session.look([last], **of_whole)
         self._waiting |= {key}
+        # the queue keeps its order: when this look is over, so is the first one, and `_take` need not wait for it
         self._session.look([last_left], **without).add_done_callback(partial(self._take, key, whole))
 
     def draw(self, row: LayerRow, now: Snapshot) -> None:

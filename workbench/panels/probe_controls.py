@@ -42,5 +42,5 @@ class ProbeControls:
             self._words.value = words
 
     def _turn(self, change: Any) -> None:
-        if self._session.probe_on != change["new"]:
+        if self._session.probe_on != change["new"]:  # otherwise it is `draw` that has set the switch
             self._session.probe_on = change["new"]

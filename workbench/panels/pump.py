@@ -18,7 +18,7 @@ from workbench.session import Snapshot, Source
 View = Callable[[Snapshot], None]
 
 HZ = 10.0
-SHARE = 0.03  # of a core
+SHARE = 0.03  # of a core; ten frames a second would take a tenth of one, beside a training step (docs/LOG.md)
 _QUIET_S = 0.5  # between two looks at a session where nothing happens
 
 
@@ -74,20 +74,24 @@ class Pump:
     def _work(self, session: Source) -> None:
         shown: Snapshot | None = None
         while True:
+            # processor time of this thread alone: while it waits for the interpreter, training has it
             began_s = time.thread_time()
             now = session.snapshot()
             with self._drawing:
                 if not self._views:
-                    self._thread = None
+                    self._thread = None  # under the lock: a view that comes now starts another thread
                     return
+                # a step under way grows without another number
                 if shown is None or now.number != shown.number or now.progress is not None:
                     self._draw(now)
                     self.frames += 1
                 shown = now
             cost_s = time.thread_time() - began_s
             self.busy_s += cost_s
+            # cost / (cost + pause) is at most the share
             left = self._alone.wait(max(1 / self._hz, cost_s / self._share - cost_s))
             if not left and now.progress is None and now.state != "running":
+                # not for good: meanwhile the last view may go, which does not change the session
                 session.wait_for_change(now.number, _QUIET_S)
 
     def _draw(self, now: Snapshot) -> None:

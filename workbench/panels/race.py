@@ -61,6 +61,7 @@ class RacePanel(Panel):
         self._pause.disabled = self._stop.disabled = not runs
         paused = race is not None and race.is_paused
         self._pause.description, self._pause.icon = ("Go on", "play") if paused else ("Pause race", "pause")
+        # of a race that is run the lengths are compared: to compare every step of every branch would take long
         known = race if race is None or race.is_over else _length(race), self._axis.value, len(now.branches) > 1
         if known == self._drawn:
             return
@@ -81,7 +82,7 @@ class RacePanel(Panel):
         old = self._names.options
         if tuple(old) != tuple(names):
             chosen = [name for name in names if name in self._names.value or name not in old]
-            with self._names.hold_sync():
+            with self._names.hold_sync():  # one message, so that the page never shows a list with nothing chosen
                 self._names.options = names
                 self._names.value = chosen
             self._choose()
@@ -92,6 +93,7 @@ class RacePanel(Panel):
         self._race.disabled = runs or len(self._names.value) < 2
 
     def _ask(self) -> None:
+        # the first name is the one that the others are compared with
         first = self._first.value
         self.session.race(first, *(name for name in self._names.value if name != first), steps=self._steps.value)
 

@@ -60,13 +60,14 @@ class MomentsPanel(RelayPanel):
 
     def draw(self, now: Snapshot) -> None:
         self._now = now
-        if now.shown is self._played and self._picture.value:
+        if now.shown is self._played and self._picture.value:  # the player stays where a person has put it
             return
         self._take(now.shown)
         if (step := self._moments()) is None or not step.count:
             self._picture.value = '<p class="l2l-empty">No step up to here was recorded whole.</p>'
             return
         self._at.value = step.telling()
+        # the slider alone would draw nothing where it has stood at this event already
         assert now.shown is not None, "there are moments"
         self._put(step.at(step.telling()), now.shown.layers)
 
@@ -88,6 +89,7 @@ class RacedPanel(Panel):
         self._axis.disabled = race is None
         if race is None:
             self._picture.value = '<p class="l2l-empty">No race was over by this moment.</p>'
+            # else an open fold would go on showing the race of a later moment
             self._fold.show(lambda: Table("Race", ("branch",), ()))
             return
         self._picture.value = draw_race(race, self._axis.value)

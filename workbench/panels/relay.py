@@ -87,7 +87,7 @@ class RelayPanel(Panel):
         if shown is None:
             return
         self._as_now = None
-        self._placing = True
+        self._placing = True  # a range that shrinks moves the slider, and that is no hand's doing
         try:
             last = max(1, shown.trace.counts[0] - 1)
             for widget in (self._play, self._at):

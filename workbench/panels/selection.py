@@ -21,13 +21,14 @@ class Selection:
 
     def __init__(self) -> None:
         self.key: str | None = None
+        # weak: a selection lives as long as its source, while panels come and go with their cells
         self._watching: list[WeakMethod[Callable[[], None]]] = []
 
     def among(self, layers: Sequence[LayerRow]) -> LayerRow | None:
         """The chosen one of these layers; without it, nothing is chosen from now on."""
         row = next((row for row in layers if row.key == self.key), None)
         if row is None:
-            self.key = None
+            self.key = None  # and nobody is told: this is asked while panels draw, under their locks
         return row
 
     def choose(self, key: str | None) -> None:

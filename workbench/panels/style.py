@@ -15,6 +15,8 @@ from workbench.pictures import (
 )
 from workbench.what_if import picture as what_if
 
+# Narrow means the workbench, not the window (`@container`): beside other panes a wide window leaves it little room.
+# `touch-action:none` is for fingers, which would scroll the page where they should drag a layer.
 _PANELS = """
 .l2l-workbench{container:l2l/inline-size;max-width:1240px;padding:6px 14px 6px;overflow:hidden;color:var(--jp-ui-font-color1);
 border:1px solid var(--jp-border-color2,#8884);border-radius:6px}

@@ -30,6 +30,7 @@ class TimelinePanel(Panel):
             return
         self._span_s = sweep.span_s
         self._picture.value = draw_timeline(**sweep._asdict())
+        # once for a step, and not at every frame: an open fold makes its table anew each time it is shown one
         if (shown := now.shown) is not None and self._tabled is not shown:
             self._tabled = shown
             self._fold.show(lambda: timeline_table(shown.trace))

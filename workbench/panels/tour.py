@@ -64,6 +64,7 @@ class Tour:
 
     def __init__(self, views: Views, top: ipywidgets.DOMWidget) -> None:
         self._views, self._top = views, top
+        # stacked, only those views are there that were asked for
         self._stops = [stop for stop in STOPS if not stop.view or stop.view in views.names]
         self._at: int | None = None
         self.button = _button(

@@ -111,5 +111,5 @@ class Trials:
         """Wait until a run under way has made a step."""
         now = first = self._session.snapshot()
         while now.state == "running" and now.step == first.step and not (now.ended or self._stop.is_set()):
-            self._session.wait_for_change(now.number, 0.2)
+            self._session.wait_for_change(now.number, 0.2)  # seconds; `stop` does not wake it
             now = self._session.snapshot()

@@ -34,7 +34,7 @@ class VerdictPanel(Panel):
             words = "No step yet: press Run, or Step." if not now.steps else f"{now.shown_words.capitalize()}."
             self._told, self._line.value = None, verdict_html("", [words])
             return
-        # nobody reads what changes all the time
+        # nobody reads what changes all the time, and `bound_by` takes milliseconds; but a switch of branches shows at once
         in_a_hurry = now.state == "running" and time.monotonic() < self._next_s
         told = self._told is not None and self._told.branch == shown.branch and in_a_hurry
         if told or (self._told is shown and self._named == now.shown_words):

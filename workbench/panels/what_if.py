@@ -124,6 +124,7 @@ class WhatIfPanel(Panel):
 
     def draw(self, now: Snapshot) -> None:
         self._steps.note(now)
+        # `fail` writes into the line, so it is set to what was said last
         self._now, self._line.value = now, self._said
         self._rehearse.layout.display = "none" if now.last is not None else ""
         following = Question.next_of(now)
@@ -187,8 +188,9 @@ class WhatIfPanel(Panel):
         """One line: what the next step will need, and how far off that was the last time."""
         began_s = time.thread_time()
         try:
-            now = self._now
+            now = self._now  # once: `draw` replaces it while this thread works
             last, foreseen = self._ask(Question.next_of(now))
+            # of the same branch, since `draw` forgets what was foreseen on another one; and at least one step later
             if last is not None and self._foreseen is not None and self._foreseen[1:] < (now.branch, now.step):
                 self._error = forecast_error(self._foreseen[0], last) or self._error
             self._foreseen = foreseen, now.branch, now.step

@@ -84,7 +84,7 @@ class Controls:
             for name, value in values.items():
                 widget, shown = self._by_name[name], _shown(value)
                 if name in _SLIDERS and shown not in [v for _, v in widget.options]:
-                    with widget.hold_sync():
+                    with widget.hold_sync():  # one message: new options alone choose the first of them
                         widget.options = sorted([*widget.options, (show(name, value), shown)], key=lambda pair: pair[1])
                         widget.value = shown
                 elif widget.value != shown:
@@ -100,6 +100,7 @@ class Controls:
     def _slider(self, name: str) -> ipywidgets.SelectionSlider:
         words, values, label, width = _SLIDERS[name]
         options = sorted({*values, _shown(getattr(self.base, name))})
+        # it answers while it is dragged, unlike the sliders of the header: a question sets nothing
         return ipywidgets.SelectionSlider(
             options=[(show(name, _plain(value)), value) for value in options],
             value=_shown(getattr(self.base, name)),
@@ -120,6 +121,7 @@ class Controls:
         )
 
 
+# a new field of a question needs a control
 assert {*_SLIDERS, *_CHOICES} == {field.name for field in fields(Question)}
 
 

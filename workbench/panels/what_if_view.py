@@ -59,7 +59,7 @@ class View:
     def reset(self) -> None:
         """Back to the base."""
         self.controls.reset()
-        self._ask_anew()
+        self._ask_anew()  # controls call it only for a hand that moves them
 
     def _ask_anew(self) -> None:
         """A hand has moved something: what Apply said is of the past."""
