@@ -20,7 +20,7 @@ def branches_table(branches: Sequence[Branch]) -> Table:
             str(branch.steps),
             str(branch.layers),
             "–" if branch.loss is None else f"{branch.loss:.4g}",
-            "–" if branch.active else format_bytes(branch.nbytes),
+            "–" if branch.active else format_bytes(branch.nbytes),  # the present one is the live state itself
         )
         for branch in branches
     ]

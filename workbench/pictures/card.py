@@ -29,6 +29,7 @@ def moment_words(moment: Moment, now: Moment) -> str:
     where = f" of {moment.branch}" if moment.branch != now.branch else ""
     if moment == now:
         return f"after step {moment.step}"
+    # the same branch and step: only changes lie between
     since = " and edits or settings since" if moment[:2] == now[:2] else f", now it is step {now.step}"
     return f"old: after step {moment.step}{where}{since}"
 

@@ -53,6 +53,7 @@ def draw_figures(statistics: Statistics, key: str) -> str:
 
 
 def _bars(counts: tuple[int, ...]) -> str:
+    # a bar has one px at least: a single weight among millions is seen, too
     height, wide = Scale(0, max(counts), 0, _BOTTOM - _TOP), WIDTH / len(counts)
     return "".join(
         f"M{i * wide + 0.5:.1f} {_BOTTOM}v{-max(height(count), 1):.1f}h{wide - 1:.1f}V{_BOTTOM}z"
@@ -69,7 +70,7 @@ def _curve(
     logarithmic = kind.logarithmic
     if logarithmic:
         fine &= values > 0
-    steps = ((first + last) / 2)[fine]
+    steps = ((first + last) / 2)[fine]  # the middle, where a column stands for several steps
     y = np.log10(values[fine].astype(np.float64)) if logarithmic else values[fine].astype(np.float64)
     if not len(steps):
         yield svg.text(0, 12, f"{kind.words}: none yet", style="small dim")

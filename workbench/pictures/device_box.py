@@ -27,7 +27,7 @@ def draw_device(
         say(x + 58, y - 10, shorten(device, 30), style="dim"),
         svg.rect(x, y, width, height, style="card", r=6),
     ]
-    slots = moment.slots or (Slot(None, 0.0),) * 2
+    slots = moment.slots or (Slot(None, 0.0),) * 2  # before the first step: as many as the default settings have
     shown = slots[:_MOST_SLOTS]
     columns = 1 if len(shown) <= 5 else 2
     rows = -(-len(shown) // columns)
@@ -109,6 +109,7 @@ def _draw_slot(
         parts.append(say(x + 102, middle - 11, words, size=12.5, strong=busy))
         if slot.layer in numbers:
             parts.append(say(x + 102, middle + 21, f"key {shorten(slot.layer, 18)}", size=10, style="dim"))
+    # transparent and last: a pointer meets only what is painted, and of that what is on top
     touched = svg.rect(x, y, width, height, fill="transparent", r=4, key=slot.layer)
     if computes:
         return [*parts, *_draw_turns(*bar, moment, colour), touched]
@@ -158,7 +159,7 @@ def _draw_memory(x: float, y: float, width: float, moment: Moment, budget_bytes:
     """Bytes on the device by category, against the budget or the highest known."""
     used = moment.device
     total = sum(used.values())
-    whole = max(budget_bytes or 0, moment.device_peak_bytes, total, 1)
+    whole = max(budget_bytes or 0, moment.device_peak_bytes, total, 1)  # 1: before the first step all of them are 0
     limit = f" of {format_bytes(budget_bytes)}" if budget_bytes else ""
     parts = [
         say(x, y - 6, "memory", size=11, style="dim"),

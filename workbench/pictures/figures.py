@@ -64,11 +64,12 @@ def timeline_figure(trace: Trace) -> go.Figure:
         range=[len(lanes) - 0.5, -0.5],  # compute on top
         tickmode="array",
         tickvals=lanes,
-        fixedrange=True,
+        fixedrange=True,  # people zoom into time, and lanes stay as they are
     )
     if len(columns.kind) > MOST_BARS:
         figure.update_yaxes(tickvals=list(range(len(lanes))), ticktext=lanes)
     figure.update_xaxes(title="seconds since the step began", range=[0, columns.end_s or 1.0])
+    # overlay, or plotly puts kinds side by side; a letter that would be smaller than 9 px is left out
     figure.update_layout(barmode="overlay", bargap=0.2, uniformtext={"minsize": 9, "mode": "hide"})
     return _finish(figure, f"Step {trace.step} on {trace.device or '?'}", 380)
 
@@ -184,7 +185,7 @@ def _bars_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str
         textangle=0,
         textfont={"color": ink_on(colour)},
         hovertext=hovers,
-        hovertemplate="%{hovertext}<extra></extra>",
+        hovertemplate="%{hovertext}<extra></extra>",  # an empty extra: no second box with the name of the trace
     )
 
 
@@ -268,7 +269,7 @@ def _finish(figure: go.Figure, title: str, height: int) -> go.Figure:
         font={"color": _INK},
         legend={"orientation": "h", "y": -0.3, "yanchor": "top", "x": 0, "xanchor": "left", "traceorder": "normal"},
         uirevision="l2l",  # zoom and hidden kinds stay when the data change
-        showlegend=True,
+        showlegend=True,  # plotly leaves it out where there is a single trace
     )
     figure.update_xaxes(gridcolor=_GRID, zeroline=False, linecolor=_GRID)
     figure.update_yaxes(gridcolor=_GRID, zeroline=False, linecolor=_GRID)

@@ -20,7 +20,7 @@ from workbench.session import LayerRow
 
 MOST_FRAMES = 1_500
 _PARTS = "\x00"  # between picture, table and sentence of a frame
-_BETWEEN = re.compile(r"(?<=>)(?=<)|(?<=\x00)|(?=\x00)")
+_BETWEEN = re.compile(r"(?<=>)(?=<)|(?<=\x00)|(?=\x00)")  # tags apart, and the separators as pieces of their own
 
 
 class Frames(NamedTuple):
@@ -48,7 +48,7 @@ class Frames(NamedTuple):
     def pack(self) -> str:
         """Everything as JSON, compressed, in base64; the same for the same step."""
         text = json.dumps(self._asdict(), ensure_ascii=False, separators=(",", ":"))
-        return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+        return b64encode(gzip.compress(text.encode(), mtime=0)).decode()  # without mtime, gzip notes the time of day
 
 
 def relay_frames(
@@ -67,6 +67,7 @@ def relay_frames(
         drawn = draw_relay(moment, keys, names=names, frozen=frozen, device=trace.device, budget_bytes=budget_bytes)
         text = _PARTS.join((drawn, relay_table(moment, keys).to_html(folded=False), describe(moment, keys)))
         frames.append([known.setdefault(piece, len(known)) for piece in _BETWEEN.split(text)])
+    # rounded up: the first frame in which the visit has begun, if there is one
     visits = sorted({-(-i // pace) for i in moments.visits()} & set(range(len(frames))))
     start = min(moments.telling() // pace, len(frames) - 1) if frames else 0
     return Frames(tuple(known), frames, visits, start, moments.count)

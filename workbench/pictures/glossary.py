@@ -39,6 +39,7 @@ def term(word: str, shown: str = "") -> str:
     Raises:
         KeyError: the glossary does not have it.
     """
+    # not as a `title`, which browsers show to a resting pointer alone; the style shows `data-means` to the keyboard, too
     means = escape(GLOSSARY[word], quote=True)
     words = escape(shown or word)
     return f'<span class="l2l-term" tabindex="0" role="note" aria-label="{words}: {means}" data-means="{means}">{words}</span>'

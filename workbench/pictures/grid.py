@@ -14,7 +14,8 @@ class Grid:
     """Places of `count` cells in a box: few large ones in one or two rows, many narrow ones in more."""
 
     def __init__(self, count: int, x: float, y: float, width: float, height: float) -> None:
-        count = max(count, 1)
+        count = max(count, 1)  # a stack without layers has a box as well
+        # of many cells each is about one and a half times as high as wide
         rows = 1 if count <= 8 else 2 if count <= 32 else max(2, round(math.sqrt(count * height / width / 1.5)))
         self.columns = -(-count // rows)
         rows = -(-count // self.columns)
@@ -34,6 +35,7 @@ class Grid:
 
     def all_boxes(self) -> str:
         """Commands of all cells."""
+        # from cell to cell by relative moves, which are short; with five digits, since their roundings add up
         wide, high = _brief(self.pitch_x - self.gap), _brief(self.pitch_y - self.gap)
         box = f"h{wide}v{high}h-{wide}z"
         return "".join(
@@ -110,7 +112,7 @@ class Grid:
 
     def versions(self, keys: Sequence[str], inks: Mapping[str | None, str], versions: Mapping[str, int]) -> list[str]:
         """How often each layer was updated, in cells that have room for it below the number."""
-        longest = max((len(str(version)) for version in versions.values()), default=99) + 1
+        longest = max((len(str(version)) for version in versions.values()), default=99) + 1  # of none, none has room
         if self.pitch_y <= 50 or self.pitch_x < 5.4 * longest + 3:
             return []
         parts = []

@@ -74,6 +74,7 @@ def facts_of(now: Snapshot) -> list[str]:
 
 
 def _pace_s(now: Snapshot) -> float:
+    # the median: one slow step, as the first one often is, does not count
     recent = sorted(row.seconds for row in now.steps[-_RECENT:])
     return recent[len(recent) // 2]
 
@@ -105,6 +106,7 @@ def progress_html(now: Snapshot) -> str:
 
 
 def _bar(now: Snapshot) -> str:
+    # None: without end; 0: no run so far
     if now.target is None:
         return f"<span>{now.done} steps, until stopped</span>"
     if not now.target:
@@ -126,7 +128,7 @@ def _settings(now: Snapshot) -> dict[str, object]:
     links = {
         words: "unlimited" if figures.get(name) is None else f"{format_bytes(figures[name])}/s"
         for name, words in (("h2d_bytes_per_s", "link to the device"), ("d2h_bytes_per_s", "link from the device"))
-        if name in figures
+        if name in figures  # a device whose link is real need not state any
     }
     return {
         "micro-batches": config.micro_batches,
@@ -142,6 +144,6 @@ def _settings(now: Snapshot) -> dict[str, object]:
 def count_words(number: int) -> str:
     """A number for people, three digits: "1.22 M"."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * scale:
+        if number >= 0.9995 * scale:  # three digits of 999,900 would be "1e+03 k"
             return f"{number / scale:.3g} {unit}"
     return str(number)

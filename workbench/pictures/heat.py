@@ -121,6 +121,7 @@ def _columns_of_pixels(statistics: Statistics) -> NDArray[np.intp]:
     span = int(high - low) + 1
     count = min(span, RIGHT - LEFT)
     columns = np.full(count, -1, np.intp)
+    # starts are rounded down and stops up, so no step is without a pixel; of two in one, the later is seen
     starts = ((statistics.first - int(low)) * count // span).tolist()
     stops = (-(-(statistics.last + 1 - int(low)) * count // span)).tolist()
     for column, (start, stop) in enumerate(zip(starts, stops, strict=True)):
@@ -130,7 +131,7 @@ def _columns_of_pixels(statistics: Statistics) -> NDArray[np.intp]:
 
 def _spread(cells: NDArray[np.uint8], columns: NDArray[np.intp]) -> NDArray[np.uint8]:
     """(rows, pixels): cells where their steps are, 0 between them."""
-    return np.hstack([cells, np.zeros((len(cells), 1), np.uint8)])[:, columns]
+    return np.hstack([cells, np.zeros((len(cells), 1), np.uint8)])[:, columns]  # -1 takes the zeros at the end
 
 
 def _crosses(statistics: Statistics, rows: Rows, x: Scale, top: float, pitch: float) -> str:
@@ -139,6 +140,7 @@ def _crosses(statistics: Statistics, rows: Rows, x: Scale, top: float, pitch: fl
     if size <= 0.8:
         return ""
     lines, before = [], (-1, 0.0)
+    # in the record inf is a figure that was not finite, and NaN is none at all
     for row, column in np.argwhere(np.isinf(rows.values)).tolist():
         middle = x((int(statistics.first[column]) + int(statistics.last[column])) / 2)
         if before[0] == row and middle < before[1] + 3 * size:

@@ -66,11 +66,12 @@ class Rows(NamedTuple):
         if per_row <= 1:
             return Rows(values, there, 1, values)
         starts = np.arange(0, len(tracks), per_row)
-        joined = np.fmax.reduceat(values, starts)
+        joined = np.fmax.reduceat(values, starts)  # fmax passes over NaN, which is no figure
         if kind_of(figure).over == "mean":
             finite = np.isfinite(values)
             count = np.add.reduceat(finite, starts, dtype=np.int64)
             sums = np.add.reduceat(np.where(finite, values, 0), starts, dtype=np.float64)
+            # a row without a finite figure keeps what it has: inf, or none
             joined = np.where(count > 0, sums / np.maximum(count, 1), joined).astype(np.float32)
         return Rows(joined, np.logical_or.reduceat(there, starts), per_row, values)
 
@@ -126,7 +127,7 @@ def _notable(values: Cells, in_stack: int) -> Sequence[int]:
     if len(values) <= TABLE_UP_TO:
         return range(len(values))
     chosen = {*range(ENDS), *range(in_stack - ENDS, in_stack), *range(in_stack, len(values))[-ENDS:]}
-    highest = np.fmax.reduce(values, axis=1, initial=np.nan)
+    highest = np.fmax.reduce(values, axis=1, initial=np.nan)  # before the first step there are no columns to reduce
     known = np.flatnonzero(~np.isnan(highest))
     known = known[np.argsort(highest[known], kind="stable")]
     return sorted({i for i in chosen if i >= 0} | {*known[:NOTABLE].tolist(), *known[-NOTABLE:].tolist()})

@@ -150,6 +150,7 @@ def _curve(shown: Sequence[Passing], figure: Figure, wide: float, numbers: Numbe
         said = show_figure(10**value if figure.logarithmic else value)
         tip = f"layer {full_name(shown[i].key, numbers)}: {figure.words} {said}"
         yield svg.rect(across(i) - 3, up(value) - 3, 6, 6, fill=figure.colour, r=3, tip=tip)
+    # a number needs 20 px
     every = math.ceil(20 * len(shown) / (wide - _LEFT))
     for i, one in enumerate(shown):
         if i % every == 0:

@@ -73,7 +73,7 @@ def attention_table(seen: Inside, numbers: Numbers) -> Table:
 
 
 def _figures(maps: NDArray[np.float64]) -> Sequence[str]:
-    logs = np.log(np.where(maps > 0, maps, 1.0))
+    logs = np.log(np.where(maps > 0, maps, 1.0))  # 0 log 0 counts as 0
     return show_figure(float(-(maps * logs).sum(-1).mean())), f"{float(maps[..., 0].mean()):.1%}"
 
 

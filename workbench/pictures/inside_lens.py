@@ -44,6 +44,7 @@ def show_lens(seen: Inside, numbers: Numbers, decode: Decode | None) -> Picture:
     first = f", the first {POSITIONS} positions of {length}" if length > POSITIONS else ""
     length = min(length, POSITIONS)
     row = seen.tokens.get(seen.micro_batches[0])
+    # one more than is shown, for what comes next; a single prediction is for the whole row, and stands at no token
     given = [] if row is None or length == 1 else [show_token(t, decode) for t in row[: length + 1].tolist()]
     wide = (WIDTH - _LEFT - _RIGHT) / len(shown)
     parts = [svg.text(0, 12, f"{title}: {row_words(seen)}{first}", style="small"), *_sides(given, length)]

@@ -16,6 +16,7 @@ from workbench.session import NOT_MEASURED, Change, Judged, entry_words, turns_o
 
 MOST = 100  # newest entries that are shown
 
+# A height of its own, so that what is below does not move as entries come.
 STYLE = """
 .l2l-journal{height:10.5em;overflow:auto;border:1px solid var(--jp-border-color2,#8886);
 color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color1,Canvas);
@@ -136,6 +137,7 @@ def _judgement(said: str, judged: Judged | None) -> str:
     """The cell of the probe, with a mark in colour where there is a verdict; what was not measured is grey, and told whole."""
     if judged is None:
         return f'<td class="l2l-unknown" title="{said}">{said}</td>'
+    # the words are escaped already, so the mark may become markup
     for mark, colour in _COLOURS.items():
         said = said.replace(mark, f'<b style="color:{colour}">{mark}</b>')
     return f"<td>{said}</td>"

@@ -99,6 +99,7 @@ def draw_tips(
         room: in bytes.
     """
     tips: list[str] = []
+    # at some 140 bytes each they would have no room, so they are not even made
     if sum(len(units) for units, _ in lanes) >= 400:
         return tips
     for units, y in lanes:
@@ -172,6 +173,7 @@ def _long(
     busy_s = np.add.reduceat(columns.stop_s[on] - columns.start_s[on], first)
     nbytes = np.add.reduceat(columns.nbytes[on], first)
     extent_s = columns.stop_s[on[last]] - columns.start_s[on[first]]
+    # what takes no time has no unit, even if `at_least_s` is 0
     long = np.flatnonzero(extent_s >= max(at_least_s, 1e-300))
     long = np.sort(long[np.argsort(-extent_s[long], kind="stable")[:at_most]])
     return [

@@ -31,7 +31,7 @@ def draw_strip(
         numbers: of the layers.
     """
     visits = [_Visits.of(columns, compute, time, numbers) for columns, compute in steps]
-    every = _choose(visits[-1])
+    every = _choose(visits[-1])  # of the step before, if there is one: it is whole, so labels hold still
     yield rect(time.first, top, time.last - time.first, HEIGHT, style="well")
     yield text(time.first - 8, top + 12.5, "layer", style="small dim", anchor="end")
     yield from visits[0].draw(top, time.first, cursor, every)
@@ -65,6 +65,7 @@ class _Visits:
         kind = columns.kind[compute]
         backward = kind == kinds.get("backward", -1)
         events = np.flatnonzero((backward | (kind == kinds.get("forward", -1))) & (columns.visit[compute] >= 0))
+        # `unique` gives the first events by number of the visit; sorted, they are in order of time again
         first = events[np.sort(np.unique(columns.visit[compute[events]], return_index=True)[1])]
         starts_s = columns.start_s[compute[first]]
         end_s = columns.stop_s[compute[events]].max(initial=0.0)
@@ -75,6 +76,7 @@ class _Visits:
 
     def goes_on(self) -> NDArray[np.bool_]:
         """(visits,): whether the layer is the one before, as it is where forward turns into backward."""
+        # cut, since of no visits `append` would still make one
         return np.append(False, self.layer[1:] == self.layer[:-1])[: len(self.layer)]
 
     def centres(self) -> NDArray[np.float64]:

@@ -181,7 +181,7 @@ def _trained(layer: LayerRow) -> str:
         return "frozen"
     if layer.num_trained is None or layer.num_trained >= layer.num_params:
         return ""
-    return f"trains {min(99, 100 * layer.num_trained / layer.num_params):.2g} %"
+    return f"trains {min(99, 100 * layer.num_trained / layer.num_params):.2g} %"  # 100 % would say all of it
 
 
 def _more(count: int) -> str:
@@ -200,6 +200,7 @@ def _ends(figures: Sequence[float | None]) -> tuple[float, float]:
     known = list(_positive(figures))
     if not known:
         return 1e-3, 1.0
+    # a little lower than the smallest figure, so that it has a bar, too
     low, high = math.floor(math.log10(min(known)) - 0.3), math.ceil(math.log10(max(known)))
     return 10.0**low, 10.0 ** max(high, low + 2)
 

@@ -103,11 +103,13 @@ def _steps_scale(curves: Sequence[Curve], points: Sequence[Point], changes: Sequ
 def loss_scale(losses: Sequence[float]) -> tuple[Scale, list[float]]:
     """An axis from one round value to another, and the round values between."""
     low, high = min(losses, default=0.0), max(losses, default=1.0)
+    # losses that are all the same get room around them
     if not high - low > 1e-9 * max(abs(low), abs(high), 1e-30):
         room = max(0.5 * abs(high), 1e-12) if high else 0.5
         low, high = low - room, high + room
     marks = ticks(low, high, 7)
     pace = marks[1] - marks[0] if len(marks) > 1 else high - low
+    # 1e-9: an end that is round but for its last bits is a mark itself
     first, last = math.floor(low / pace + 1e-9), math.ceil(high / pace - 1e-9)
     return Scale(first * pace, last * pace, BOTTOM, TOP), [i * pace for i in range(first, last + 1)]
 
@@ -141,6 +143,7 @@ def _last(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
 
 def _crosses(broken: Floats, x: Scale) -> Iterator[str]:
     """Steps whose loss is not finite, on the axis."""
+    # rounded to places 4 px apart: of thousands of steps no more crosses are drawn than can be told apart
     at = sorted({APART * round(x(step) / APART) for step in broken.tolist()})
     d = "".join(f"M{a - 4:.1f} {BOTTOM - 4}l8 8m0 -8l-8 8" for a in at)
     if d:

@@ -58,7 +58,7 @@ class Curve(NamedTuple):
     @property
     def window(self) -> int:
         """Steps of the moving mean, 0 without one."""
-        return max(9, len(self.loss) // 50) | 1 if len(self.loss) >= SMOOTH_FROM else 0
+        return max(9, len(self.loss) // 50) | 1 if len(self.loss) >= SMOOTH_FROM else 0  # odd: as many before as after
 
     def smooth(self) -> Floats:
         """(steps,): the mean of so many steps around each, fewer at the ends."""
@@ -75,7 +75,7 @@ def draw_curve(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
         return
     columns = np.floor(x.first + (x.last - x.first) * (curve.step - x.low) / (x.high - x.low)).astype(np.int64)
     firsts = np.flatnonzero(np.append(True, columns[1:] != columns[:-1]))
-    if len(firsts) * 2 >= len(columns):
+    if len(firsts) * 2 >= len(columns):  # two steps in a column, or fewer: every loss is drawn
         d = _line([x(step) for step in curve.step.tolist()], [y(loss) for loss in curve.loss.tolist()])
     else:
         lows, highs = (y.first + (y.last - y.first) * (f.reduceat(curve.loss, firsts) - y.low) / (y.high - y.low)

@@ -169,6 +169,7 @@ def _under(plot: Plot, scale: Scale, time: Scale, steps: Sequence[_Step], cursor
     yield _well(plot, LEFT, RIGHT)
     for step in steps[1:]:
         yield _ghost(step.columns, plot, scale, time)
+        # covers what of the ghost is left of the cursor
         yield rect(LEFT, plot.top - 2, cursor - LEFT, plot.bottom - plot.top + 2, style="page")
         yield _well(plot, LEFT, cursor)
 
@@ -234,6 +235,7 @@ def _peak(plot: Plot, scale: Scale, time: Scale, step: _Step, so_far: str, numbe
         f'<tspan class="dim" dx="4">{escape(rest)}</tspan></text>'
     )
     x, y = time((found.began_s + found.t_s) / 2), max(scale(found.nbytes), plot.top)
+    # opacity as a style: as an attribute it would lose against the rule of the class
     yield f'<circle cx="{min(x, RIGHT):.1f}" cy="{y:.1f}" r="4" class="card" stroke-width="1.5" style="stroke-opacity:1"/>'
 
 

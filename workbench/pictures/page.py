@@ -27,6 +27,7 @@ def bundle_of(shown: Sequence[Picture | Table]) -> dict[str, str]:
     """Pictures with their tables, and tables, as one output by MIME type; its SVG is the first picture."""
     tables = [one.table if isinstance(one, Picture) else one for one in shown]
     pictures = [one.svg for one in shown if isinstance(one, Picture)]
+    # it stands where there are no widgets, and so none of their style sheets
     body = "".join(one.to_html() for one in shown)
     return {
         "text/html": f"<style>{STYLE}</style><div>{body}</div>",

@@ -34,6 +34,7 @@ class Table:
     def to_text(self) -> str:
         """Aligned columns of plain text."""
         lines = [self.header, *self.rows]
+        # a row of another length raises, here or in the strict zip
         widths = [max(len(str(row[i])) for row in lines) for i in range(len(self.header))]
         shown = [
             "  ".join(

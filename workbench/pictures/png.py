@@ -21,6 +21,7 @@ def write_png(pixels: NDArray[np.uint8], palette: Sequence[Colour]) -> bytes:
     return b"".join(
         [
             b"\x89PNG\r\n\x1a\n",
+            # 8 bits a pixel, colours by palette (3); the three zeros are the only compression and filter, and no interlace
             _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
             _chunk(b"PLTE", bytes(value for colour in palette for value in colour[:3])),
             _chunk(b"tRNS", bytes(colour[3] for colour in palette)),

@@ -156,6 +156,7 @@ def _draw_link(moment: Moment, numbers: Numbers) -> list[str]:
         y = _TOP + 46 + row * 62
         moves = work is not None and work.kind == kind
         layer = work.layer if moves and work is not None else under_way
+        # in between: under way, but the lane does not carry it at this moment
         strength = 1.0 if moves else 0.55 if under_way is not None else 0.16
         words = kind if layer in (None, "") else f"{kind} {short_name(layer or '', numbers)}"
         if kind in ("stash", "fetch", "batch") and moves and work is not None and work.k >= 0:

@@ -69,7 +69,7 @@ def _draw(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[P
     middle, top = x(math.log10(ridge)), y(math.log10(flops_per_s))
     parts.append(text(middle - 12, top - 8, "the link binds ◂", anchor="end", style="dim"))
     parts.append(text(middle + 12, top - 8, f"▸ the device binds, {prefixed(flops_per_s)}FLOP/s", style="dim"))
-    for point in points:
+    for point in points:  # the opacity as a style, which wins over the rule of the class
         px, py = x(math.log10(point.intensity)), y(math.log10(point.flops_per_s))
         parts.append(
             f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" class="card" stroke-width="2" style="stroke-opacity:1"/>'

@@ -64,6 +64,7 @@ class Shades(NamedTuple):
     def pixels(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
         """Numbers of colours in `palette`, one for each value."""
         finite = np.isfinite(values)
+        # no NaN is cast to an integer, which warns; the high end itself belongs to the last shade
         shade = 1 + np.minimum(SHADES * self.place(np.where(finite, values, self.low)), SHADES - 1).astype(np.uint8)
         return np.where(finite, shade, np.where(np.isinf(values), NOT_FINITE, NONE)).astype(np.uint8)
 
@@ -133,6 +134,7 @@ def _round_ends(known: NDArray[np.float32], usual: tuple[float, float] | None) -
 
 def _nearly_all(known: NDArray[np.float64]) -> tuple[float, float]:
     """The lowest and the highest of some values, without those that may lie outside."""
+    # figures that are there, not values between two: so of fewer than two hundred none lies outside
     low = np.percentile(known, _OUTSIDE, method="lower")
     return float(low), float(np.percentile(known, 100 - _OUTSIDE, method="higher"))
 

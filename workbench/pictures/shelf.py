@@ -88,17 +88,21 @@ def _draw_cells(
             parts += _draw_gradient(grid, i, max(0.12, 0.55 * travel.share))
             parts.append(svg.path(grid.boxes(i), stroke=VERMILION, fill="none", width=grid.frame))
     parts += _draw_gradient(grid, [place[key] for key in moment.arrived if key in place and key not in solid], 0.55)
+    # after slots and gradients, so that the mark lies over them
     updated = [place[key] for key in moment.updated if key in place and key not in solid]
     parts.append(svg.path(grid.boxes(updated, high=grid.mark), fill=SKY))
     for key, colour in solid.items():
         box = grid.boxes([place[key]], grow=0.0 if grid.legible else 2.0)
         parts.append(svg.path(box, fill=colour, stroke="currentColor", width=grid.frame))
+    # without the paths of states that no layer is in
     parts = [part for part in parts if ' d=""' not in part]
     inks = {key: ink_on(colour) for key, colour in solid.items()}
+    # cells fill from below: at two thirds the colour has reached the number, and the version earlier
     inks |= {key: "#fff" for key, share in filled.items() if share > 0.66}
     low_inks = inks | {key: "#fff" for key, share in filled.items() if share > 0.45}
     parts += grid.numbers(keys, inks, moment.layer)
     parts += grid.versions(keys, low_inks, versions)
+    # of a thousand cells the tips would be most of the picture
     if len(keys) <= 64:
         parts += [grid.tip(i, key, _tip(key, place, names, versions, key in frozen)) for i, key in enumerate(keys)]
     return parts

@@ -19,6 +19,7 @@ Place = tuple[float, str]  # px, what was changed
 def steps_scale(seen: Sequence[float], changes: Sequence[Change] = ()) -> Scale:
     """From the first of these steps to the last, with room for all of the last one, which is half a step to either side."""
     first, last = min(seen, default=0.0), max([*seen, *(change.step for change in changes)], default=1.0)
+    # not from 0 where that would leave a fifth of the axis empty, as in a run that is continued
     low = 0.0 if first <= max(last / 5, 1.0) else first - 1.0
     return Scale(low, max(last + 0.5, low + 10.0), LEFT, RIGHT)  # so that the first steps do not stretch it each
 

@@ -16,6 +16,7 @@ PAGE = "var(--jp-layout-color1,Canvas)"  # the colour behind the picture
 
 def document(width: float, height: float, title: str, description: str, parts: Iterable[str], left: float = 0) -> str:
     """A whole picture from `left` on, with a title and a description for those who do not see it."""
+    # with its own style: in a file there is no page around it that would have one
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="l2l" viewBox="{left:g} 0 {width:g} {height:g}" width="100%" role="img" '
         f'aria-label="{escape(title)}" style="display:block;height:auto">'

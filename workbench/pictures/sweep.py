@@ -41,6 +41,7 @@ def sweep_of(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
             return None
         return Sweep(last, None, None, _steady(span_s, last.end_s), now.last.names)
     part = Columns.of(now.progress.trace, now.progress.events, now.progress.samples)
+    # as long as the step before, too: the axis must not move when the step ends
     end_s = max(now.progress.now_s, last.end_s if last is not None else 0.0)
     return Sweep(part, last, now.progress.now_s, _steady(span_s, end_s), now.progress.trace.names)
 
@@ -71,4 +72,4 @@ def words_of_sweep(now: Snapshot, sweep: Sweep | None) -> str:
 
 def _steady(span_s: float, end_s: float) -> float:
     """The end of the axis: it moves only when it must, or when most of the axis is empty."""
-    return span_s if 0 < end_s <= span_s <= 2 * end_s else round_up(1.05 * end_s)
+    return span_s if 0 < end_s <= span_s <= 2 * end_s else round_up(1.05 * end_s)  # 0: a step without events

@@ -56,12 +56,14 @@ def text_view(now: Snapshot, *, columns: int = COLUMNS, encoding: str = "utf-8")
 def print_view(now: Snapshot, file: TextIO) -> None:
     """The same to a file: as wide as its terminal, and with colour if that has it."""
     console = Console(file=file)
+    # an old console of Windows would show the codes for colours as letters
     writes_ansi = console.is_terminal and not console.no_color and not console.legacy_windows
     system = console.color_system if writes_ansi else None
     file.write(_render(now, min(console.width, MOST_COLUMNS), file.encoding or "utf-8", system) + "\n")
 
 
 def _render(now: Snapshot, columns: int, encoding: str, colours: str | None) -> str:
+    # forced, because a buffer is no terminal; without highlight, because rich would colour numbers of its own accord
     buffer, columns = io.StringIO(), max(columns, LEAST_COLUMNS)
     console = Console(
         file=buffer, width=columns, color_system=colours, force_terminal=colours is not None, highlight=False

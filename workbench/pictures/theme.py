@@ -61,9 +61,11 @@ KIND_LETTERS: Mapping[str, str] = {
 
 LANE_NAMES: Mapping[str, str] = {"compute": "compute", "h2d": "host → device", "d2h": "device → host", "eps": "EPS"}
 
+# On these hues white would have a contrast of about 3 or less; on the others it has more.
 _DARK_TEXT = (ORANGE, SKY, YELLOW, PURPLE, GREY)
 
-# In a notebook the variables are JupyterLab's and follow its theme. By itself a picture has the system's colours.
+# In a notebook the variables are JupyterLab's and follow its theme. By itself a picture has the system's colours; `svg:root` is
+# only one that is opened as a file.
 STYLE = """
 svg:root{color-scheme:light dark}
 .l2l{color:var(--jp-ui-font-color1,CanvasText);fill:currentColor;

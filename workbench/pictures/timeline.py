@@ -66,7 +66,7 @@ def draw_timeline(
     height = HEIGHT + (len(PHASES) * SLOT + 10 if said else 0)
     parts = [*_draw_wells(LEFT, RIGHT)]
     if before is not None and now_s is not None:
-        cursor = axis(min(now_s, axis.high))
+        cursor = axis(min(now_s, axis.high))  # left of it, the ghost is covered by the colour of the page
         parts += [_draw_ghost(before, axis), svg.rect(LEFT, TOP, cursor - LEFT, AXIS - TOP, style="page")]
         parts += _draw_wells(LEFT, cursor)
     parts += [*_draw_axis(axis), *_draw_phases(now, axis)]
@@ -88,7 +88,7 @@ def draw_timeline(
     if now_s is None:
         room = MOST_BYTES - sum(len(part.encode()) for part in parts)
         parts += labels.draw_tips([(units[lane], y) for lane, y in _lanes()], LANE, axis, numbers, room)
-    else:
+    else:  # no tooltips in a picture that is replaced many times a second
         parts += labels.draw_touched(units["compute"], TOP, LANE, axis, numbers)
     return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, said), parts)
 

@@ -58,6 +58,7 @@ def _when(moments: Sequence[Moment], now: Moment) -> str:
 
 def _most_telling(known: Sequence[Trial]) -> Sequence[Trial]:
     """All of a few, in order; of many those with the largest changes, and what could not be measured last."""
+    # 1 for what could not be measured, which is behind all others: theirs are 0 or less
     sizes = sorted((-max(map(abs, _bounds(one)), default=-1.0), i) for i, one in enumerate(known))
     return [known[i] for i in sorted(i for _, i in sizes[:MOST])]
 
@@ -101,6 +102,7 @@ def _bar(one: Trial, left: float, slot: float, up: Scale, name: str) -> Iterator
     x = left + slot / 2 - (wide if one.how == "without" else 0)
     top, bottom = sorted((up(one.judged.change), up(0)))
     tip = f"{name}, {TRIAL_WORDS[one.how]}: {one.words}"
+    # one px for no change: it was measured
     yield svg.rect(x, top, wide, max(bottom - top, 1), fill=COLOURS[one.how], tip=tip, key=one.key)
     if bounds[0] != bounds[-1]:
         yield svg.path(

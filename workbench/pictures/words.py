@@ -22,6 +22,7 @@ def say(
     fill: str = "",
 ) -> str:
     """Words of a size; `svg.text` has the sizes of the theme only."""
+    # the size is an attribute, and a class that has a size would win over it: `small` has no place here
     named = f' class="{style}"' if style else ""
     placed = f' text-anchor="{anchor}"' if anchor != "start" else ""
     heavy = ' font-weight="600"' if strong else ""
@@ -42,6 +43,7 @@ def shorten(words: str, most: int) -> str:
 def draw_stash(x: float, y: float, width: float, moment: Moment, place: str) -> list[str]:
     """Stash bytes at one place; the number of inputs stands where they are kept."""
     nbytes = (moment.device if place == "device" else moment.host).get("stash", 0)
+    # both places by one measure, so that their bars can be compared
     share = nbytes / moment.stash_peak_bytes if moment.stash_peak_bytes else 0.0
     words = [f"{moment.stashed} inputs"] if moment.stash == place and moment.stashed else []
     words += [format_bytes(nbytes)] if nbytes else []
