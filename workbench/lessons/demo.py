@@ -171,7 +171,7 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
         device.torch_device,
     )
     in_core_bytes = start_in_core().measure_peak_bytes(looks[0])
-    in_core = start_in_core()
+    in_core = start_in_core()  # another one: measuring has trained the first for two steps
     entropy = byte_entropy(corpus.held_out)
     for name, level in levels_of(entropy, settings.target):
         recorder.log_level(name, level)

@@ -119,7 +119,7 @@ class _Box:
 def _compare(prediction: Prediction, formula: float, measured: float) -> Picture:
     rows = [("your prediction", prediction.answer), ("formula", formula), ("measured", measured)]
     cells = [(name, _with_unit(value, prediction.unit), _error(value, measured)) for name, value in rows]
-    cells[2] = (*cells[2][:2], "")
+    cells[2] = (*cells[2][:2], "")  # the measured number would be "exact" of itself
     note = "" if prediction.answer is not None else "Lock a number in the box above, then run this cell again."
     table = Table(f"In numbers: {prediction.question}", ("", "value", "off by"), cells, note)
     return Picture(_draw(prediction.question, table.rows, [value for _, value in rows]), table)
