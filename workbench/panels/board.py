@@ -26,7 +26,7 @@ Kind = Callable[[Any], Panel]
 
 
 class Board:
-    """Panels that are always seen over views of which one is. Made in a cell again, it replaces what the cell had made.
+    """Shows some panels always, and below them one view of several. Made in a cell again, it replaces what the cell had made.
 
     Args:
         source: gives the snapshots.
@@ -74,11 +74,11 @@ class Board:
         self._display = Display(source, self.widget, self._show, self._still, lambda now: print_view(now, sys.stdout))
 
     def snapshot(self) -> Snapshot:
-        """What the panels show."""
+        """Return what the panels show."""
         return self._source.snapshot()
 
     def close(self, wait: bool = True) -> None:
-        """Leave a still picture in the notebook."""
+        """Take the widgets off the page, and leave a still picture in the notebook."""
         self._display.close()
 
     def __repr__(self) -> str:

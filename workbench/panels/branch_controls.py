@@ -12,7 +12,7 @@ from workbench.session import Session, Snapshot
 
 
 class BranchControls:
-    """What `Session.fork`, `switch` and `discard` can do, by hand.
+    """Offers by hand what `Session.fork`, `switch` and `discard` do.
 
     Args:
         session: is steered.

@@ -48,7 +48,7 @@ _EDITS = {
 
 
 class CardPanel(Panel):
-    """One layer, chosen by list or by pointer; all of it is asked of the session, so training goes on meanwhile.
+    """Shows one layer, chosen by list or by pointer; all of it is asked of the session, so training goes on meanwhile.
 
     Weights are looked at when the layer is chosen, after edits, and on demand, never at every step. All controls are native
     ones: Tab reaches them, arrow keys choose in the list, Space and Enter press.

@@ -29,13 +29,13 @@ _cells: dict[str, _Cell] = defaultdict(lambda: _Cell(""))
 
 
 def has_cells() -> bool:
-    """Whether there is a notebook; otherwise it is Python, or IPython in a terminal."""
+    """Tell whether there is a notebook; otherwise it is Python, or IPython in a terminal."""
     # only a kernel's shell knows the message that it answers; get_ipython() is None in plain Python
     return hasattr(get_ipython(), "get_parent")
 
 
 def current_cell() -> tuple[str, str]:
-    """Identity of the cell that runs and of this run of it; empty strings outside of a notebook."""
+    """Return identities of the cell that runs and of this run of it; empty strings outside of a notebook."""
     parent = get_ipython().get_parent() if has_cells() else {}
     return parent.get("metadata", {}).get("cellId", ""), parent.get("header", {}).get("msg_id", "")
 

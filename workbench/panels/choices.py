@@ -29,15 +29,15 @@ def offer(choice: Any, options: Iterable[tuple[str, Any]]) -> None:
 
 
 def make_dropdown(words: str, options: Iterable[Any], width: str) -> ipywidgets.Dropdown:
-    """With its words before it."""
+    """Make a dropdown with its words before it."""
     return ipywidgets.Dropdown(options=list(options), description=words, **sized(width))
 
 
 def make_list(rows: int) -> ipywidgets.Select:
-    """A list of fixed height, of which one line is chosen."""
+    """Make a list that is `rows` lines high, of which one line is chosen."""
     return ipywidgets.Select(options=[], rows=rows, layout={"width": "auto"})
 
 
 def sized(width: str) -> dict[str, Any]:
-    """Layout of a control with its words before it: as wide as this in all."""
+    """Return the layout of a control with its words before it; `width` is that of both together, as "240px"."""
     return {"layout": {"width": width}, "style": {"description_width": "initial"}}

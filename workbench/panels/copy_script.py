@@ -84,7 +84,7 @@ border:1px solid var(--jp-border-color2,#8886)}
 
 
 class CopyScript(anywidget.AnyWidget):
-    """Two buttons, and the text once it is open.
+    """Shows two buttons, and the text once it is open.
 
     Args:
         script: gives the text as it is now; called when somebody asks.

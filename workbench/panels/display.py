@@ -69,7 +69,7 @@ class Display:
             Pump.of(self._session).add(self._look)
 
     def bundle(self) -> Bundle:
-        """Widget and still as one output, for pages that choose between them; once closed, the still alone."""
+        """Return widget and still as one output, for pages that choose between them; once closed, the still alone."""
         page = self._page(self._session.snapshot())
         return page if self._closed else {WIDGET: _view_of(self._widget), **page}
 

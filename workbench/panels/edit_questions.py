@@ -15,7 +15,7 @@ from workbench.session import END, NEEDS_CODE, PREVIOUS, QUESTIONS, LayerRow, ap
 
 
 class EditQuestions:
-    """The controls of the form. Choices change only when the stack does, and keep what a person has chosen.
+    """Holds the controls of the form. Choices change only when the stack does, and keep what a person has chosen.
 
     Args:
         guarded: makes a widget's callback of an action, and shows its error.
@@ -47,11 +47,11 @@ class EditQuestions:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answers make an edit."""
+        """Tells whether the answers make an edit."""
         return self._kind.value != "Replace" and bool(self._rows)
 
     def edit(self) -> Edit:
-        """The edit that the answers make.
+        """Return the edit that the answers make.
 
         Raises:
             ValueError: as of `make_edit`.
@@ -59,7 +59,7 @@ class EditQuestions:
         return make_edit(self._kind.value, {name: one.value for name, one in self.asked.items()}, self._rows)
 
     def follow(self, layers: Sequence[LayerRow]) -> bool:
-        """Offer the layers that there are; whether they are others."""
+        """Offer the layers that there are; return whether they are others than before."""
         if layers is self._layers:
             return False
         self._layers = layers
@@ -80,7 +80,7 @@ class EditQuestions:
         return True
 
     def reset(self) -> None:
-        """An edit has been taken from the form: a span is one layer again, so that the next press takes no more."""
+        """Make a span one layer again, since an edit was taken from the form: the next press takes no more than one."""
         self._following = True
         try:
             self._take_one()

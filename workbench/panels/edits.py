@@ -24,7 +24,7 @@ _TITLE = '<div class="l2l-heading">Edit the stack of layers</div>'
 
 
 class EditsPanel(Panel):
-    """Grow, drop and move layers between two steps, also while a run is under way.
+    """Grows, drops and moves layers between two steps, also while a run is under way.
 
     Apply puts the edit of the form into the queue; its turn comes when the step under way is over. Choices change only when
     the stack does: what a person has open or chosen stays while training goes on. All controls are native ones, with

@@ -11,13 +11,13 @@ from workbench.session import Snapshot
 
 
 class Notice:
-    """The line, above everything else; there is none as long as the session is open."""
+    """Shows the line, above everything else; there is none as long as the session is open."""
 
     def __init__(self) -> None:
         self.widget = ipywidgets.HTML(layout={"display": "none"})
 
     def draw(self, now: Snapshot) -> None:
-        """Say it as soon as it is so, also while a last step is still under way."""
+        """Show the line as soon as the session has ended, also while its last step is still under way."""
         self.widget.value = f'<div class="l2l-ended" role="status">{escape(now.ended)}</div>' if now.ended else ""
         self.widget.layout.display = "" if now.ended else "none"
 

@@ -25,7 +25,7 @@ _NOTHING = "nothing"
 
 
 class ExplorePanel(Panel):
-    """One plotly figure of the last finished step.
+    """Shows one plotly figure of the last finished step.
 
     It does not follow the session: a figure that one zooms into must hold still. Newest step brings it up to date.
     """
@@ -45,7 +45,7 @@ class ExplorePanel(Panel):
         return ipywidgets.VBox([ipywidgets.HBox([self._choice, self._again]), self._place])
 
     def draw(self, now: Snapshot) -> None:
-        """Nothing: the figure holds still."""
+        """Do nothing: the figure holds still."""
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
         return ()

@@ -19,7 +19,7 @@ FOLDER = "exports"  # beside the notebook, where its kernel works
 
 
 class ExportPanel(Panel):
-    """The step that is seen for Perfetto and PyTorch's memory viewer, the run so far for TensorBoard and as a report.
+    """Writes the step that is seen for Perfetto and PyTorch's memory viewer, the run so far for TensorBoard and as a report.
 
     Files go into a folder that a person may name; what is there already is never written over.
     """

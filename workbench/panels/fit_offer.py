@@ -14,7 +14,7 @@ from workbench.session import Session
 
 
 class FitOffer:
-    """The settings that were found, as a button with what they would need; hidden while the next step fits.
+    """Offers the settings that were found, as a button with what they would need; hidden while the next step fits.
 
     Args:
         session: gets the settings.
@@ -30,7 +30,7 @@ class FitOffer:
         self.widget.add_class("l2l-buttons")
 
     def show(self, found: WhatFits | None) -> None:
-        """Offer what was found; None: nothing is needed, or known."""
+        """Offer what was found; None if nothing is needed, or nothing is known."""
         self._found = found
         if found is not None:
             settings, fastest = found.settings, found.fastest

@@ -10,7 +10,7 @@ from workbench.pictures import Table
 
 
 class Fold:
-    """A button that opens and closes a table. What was last shown is drawn when it opens, then at every `show`.
+    """Opens and closes a table with a button. What was last shown is drawn when it opens, then at every `show`.
 
     It is a button because an `ipywidgets.Accordion` cannot be reached from the keyboard.
     """

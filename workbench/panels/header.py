@@ -25,7 +25,7 @@ _STEPS = 100
 
 
 class HeaderPanel(Panel):
-    """State, buttons and settings.
+    """Shows the state, the buttons and the settings.
 
     Sliders act on the next step. All controls are ordinary buttons and sliders: Tab reaches them, Space and Enter press
     buttons, arrow keys move sliders.
@@ -36,7 +36,7 @@ class HeaderPanel(Panel):
 
     def build(self) -> ipywidgets.DOMWidget:
         self._refused = False
-        # The thread that lets the controls follow: what they call then is no hand's doing. Not a flag, since a press that
+        # The thread that lets the controls follow: what they call then was done by no person. Not a flag, since a press that
         # comes from another thread meanwhile must count.
         self._follower: int | None = None
         self._told: dict[Any, Any] = {}  # by widget, the setting that it was last made to show
@@ -142,7 +142,7 @@ class HeaderPanel(Panel):
             self.session.cancel(ticket)
 
     def _follow(self, now: Snapshot) -> None:
-        """Let the sliders show settings that were changed elsewhere, and only those: a hand may be on another one."""
+        """Let the sliders show settings that were changed elsewhere, and only those: a person may be moving another one."""
         if now.number < self._since:
             return
         values = {

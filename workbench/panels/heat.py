@@ -1,4 +1,4 @@
-"""What every layer told of its training, over the steps of a session."""
+"""Figures of every layer over the steps of a session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.session import Snapshot
 
 
 class HeatPanel(Panel):
-    """Gradient norm, update-to-weight ratio or influence of every layer as a heat map, on the axis of the loss."""
+    """Shows gradient norm, update-to-weight ratio or influence of every layer as a heat map, on the axis of the loss."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._now: Snapshot | None = None

@@ -41,7 +41,7 @@ _OFF = (
 
 
 class InsidePanel(Panel):
-    """Activations, attention, and what the head says at each depth, of chosen layers and one row.
+    """Shows activations, attention, and what the head says at each depth, of chosen layers and one row.
 
     Nothing runs unless Look is pressed; then it is the session's thread that looks, between two steps. All controls are native
     ones: Tab reaches them, in the list of layers arrow keys choose, with Shift several.

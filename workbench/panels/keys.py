@@ -41,6 +41,6 @@ export default {
 
 
 class KeepsKeys(anywidget.AnyWidget):
-    """Invisible; choices in the workbench that it is in, or else in its box, get the keys that are pressed on them."""
+    """Gives choices the keys that are pressed on them: those in its workbench, or else in its box. It is invisible."""
 
     _esm = _ESM

@@ -14,7 +14,7 @@ from workbench.session import LayerRow, Snapshot
 
 
 class LayersPanel(Panel):
-    """Sizes, versions and statistics of the layers, as of the last step; a press or an arrow key chooses one."""
+    """Shows sizes, versions and statistics of the layers, as of the last step; a press or an arrow key chooses one."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn: tuple[Sequence[LayerRow] | None, str | None] = None, None

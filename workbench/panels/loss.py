@@ -13,7 +13,7 @@ from workbench.session import Change, Snapshot
 
 
 class LossPanel(Panel):
-    """The loss of every step, with the changes that were made in between, and other branches beside it."""
+    """Shows the loss of every step, with the changes that were made in between, and other branches beside it."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn: tuple[int, Sequence[Change], object, str] = (-1, (), None, "")

@@ -26,7 +26,7 @@ from workbench.session import Snapshot
 
 
 class MemoryPanel(Panel):
-    """Bytes by category over the step, the device's budget, and what in-core training would need.
+    """Shows bytes by category over the step, the device's budget, and what in-core training would need.
 
     A step that the device had no room for is shown up to where it failed, until something runs again.
     """

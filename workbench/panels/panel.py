@@ -22,7 +22,7 @@ from workbench.session import Session, Snapshot, Source
 
 
 class Panel(ABC):
-    """One view of a session.
+    """Shows one view of a session.
 
     At the end of a cell it shows itself and follows the session. Inside a `Workbench`, that does so for all its panels.
 
@@ -52,7 +52,7 @@ class Panel(ABC):
 
     @abstractmethod
     def build(self) -> ipywidgets.Box:
-        """The panel's widget, made once; at its foot is said whose it is."""
+        """Make the panel's widget, once. Its first child should be an `ipywidgets.HTML`: there `fail` writes."""
 
     @abstractmethod
     def draw(self, now: Snapshot) -> None:
@@ -60,10 +60,10 @@ class Panel(ABC):
 
     @abstractmethod
     def still(self, now: Snapshot) -> Sequence[Picture | Table]:
-        """The same as pictures with their tables, or as tables."""
+        """Return the same as pictures with their tables, or as tables."""
 
     def whose(self, now: Snapshot) -> str:
-        """Of which branch and step is what is to be seen."""
+        """Say of which branch and step is what is to be seen."""
         return now.state_words
 
     def show(self, now: Snapshot) -> None:
@@ -91,7 +91,7 @@ class Panel(ABC):
         self.widget.children[0].value = failure_html(self._blame(error), traceback.format_exc())
 
     def page(self, now: Snapshot) -> Sequence[Picture | Table]:
-        """The still, or what went wrong with it."""
+        """Return the still, or what went wrong with it."""
         try:
             return [belonging(one, self._whose_still(now)) for one in self.still(now)]
         except Exception as error:
@@ -138,7 +138,7 @@ class Panel(ABC):
 
 
 def failure_html(message: str, details: str, after: str = "") -> str:
-    """A message, what holds now, and a folded traceback."""
+    """Write a message, what holds now, and a folded traceback, as HTML."""
     first, _, rest = message.partition("\n")
     more = f"<pre>{escape(rest)}</pre>" if rest else ""
     then = f"<p>{escape(after)}</p>" if after else ""
@@ -147,5 +147,5 @@ def failure_html(message: str, details: str, after: str = "") -> str:
 
 
 def code_html(words: str, code: str) -> str:
-    """A line of code to copy, and what it is for."""
+    """Write a line of code to copy, and what it is for, as HTML."""
     return f'<div class="l2l-caption">{escape(words)}<pre>{escape(code)}</pre></div>'

@@ -16,7 +16,7 @@ from workbench.session import LayerRow, Moment, Session, Snapshot
 
 
 class Compared(NamedTuple):
-    """Predictions with and without a layer, or why there are none, and when they were made."""
+    """Holds predictions with and without a layer, or why there are none, and when they were made."""
 
     examples: Examples | None
     why_not: str
@@ -24,7 +24,7 @@ class Compared(NamedTuple):
 
 
 class Predictions:
-    """Two looks at the first row of the probe, one of them with a layer left out; only when somebody asks.
+    """Looks twice at the first row of the probe, one time with a layer left out; only when somebody asks.
 
     Args:
         session: looks.
@@ -47,7 +47,7 @@ class Predictions:
         self.line, self.picture = ipywidgets.HTML(), ipywidgets.HTML()
 
     def ask(self, key: str) -> None:
-        """Look when the turn comes.
+        """Look when the turn comes; `key` is the layer's.
 
         Raises:
             RuntimeError: the session is closed.
@@ -59,7 +59,7 @@ class Predictions:
         self._session.look([last_left], **without).add_done_callback(partial(self._take, key, whole))
 
     def draw(self, row: LayerRow, now: Snapshot) -> None:
-        """Show those of a layer."""
+        """Show the predictions of a layer."""
         waits, found = row.key in self._waiting, self.found.get(row.key)
         self.button.disabled = waits or row.stack is None
         said = "is being looked at, or waits for its turn" if waits else ""
@@ -73,7 +73,7 @@ class Predictions:
         _set(self.picture, "" if examples is None else examples_html(examples, self._session.decode))
 
     def still(self, key: str) -> Sequence[Table]:
-        """Those of a layer as a table, if there are any."""
+        """Return the predictions of a layer as a table, if there are any."""
         found = self.found.get(key)
         return [] if found is None or found.examples is None else [examples_table(found.examples, self._session.decode)]
 

@@ -24,6 +24,6 @@ export default { render };
 
 
 class Present(anywidget.AnyWidget):
-    """The button; where a page does not let itself be filled, it does nothing."""
+    """Shows the button; where a page does not let itself be filled, it does nothing."""
 
     _esm = _ESM

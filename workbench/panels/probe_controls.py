@@ -12,7 +12,7 @@ from workbench.session import Session, Snapshot
 
 
 class ProbeControls:
-    """A checkbox and a line of words.
+    """Shows a checkbox and a line of words.
 
     Args:
         session: whose probe it is.

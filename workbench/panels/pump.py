@@ -1,4 +1,4 @@
-"""Brings snapshots to those who look at a session: a thread that is always late rather than ever in the way.
+"""Brings snapshots to those who look at a session, on a thread that comes late rather than slow training down.
 
 Training must not notice that somebody looks. So the newest snapshot is taken and older ones are forgotten, at most so
 many times a second, and the thread works for at most a small share of the time: the longer a frame takes to draw, the
@@ -41,7 +41,7 @@ class Pump:
 
     @staticmethod
     def of(session: Source) -> Pump:
-        """The pump that all panels of a session share."""
+        """Return the pump that all panels of a session share."""
         with _making:
             return _pumps.setdefault(session, Pump(session))
 

@@ -12,7 +12,7 @@ from workbench.session import Session, Snapshot
 
 
 class QueueControls:
-    """The commands that wait, whoever gave them. What is pressed shows here at once, not when the page is next drawn.
+    """Shows the commands that wait, whoever gave them. What is pressed shows at once, not when the page is next drawn.
 
     Args:
         session: whose queue it is.

@@ -20,7 +20,7 @@ _CHOOSE = "Choose two or more, then press Start race."
 
 
 class RacePanel(Panel):
-    """Branches train in turn on the same batches, and are seen over steps, compute or seconds.
+    """Lets branches train in turn on the same batches, and shows them over steps, compute or seconds.
 
     All controls are native ones: Tab reaches them; in the list of branches arrow keys choose, with Shift several.
     """
@@ -124,7 +124,7 @@ class RacePanel(Panel):
 
 
 def race_axis() -> ipywidgets.ToggleButtons:
-    """Over what a race is drawn."""
+    """Make the buttons that say over what a race is drawn."""
     return ipywidgets.ToggleButtons(
         options=[(words, name) for name, words in AXES.items()],
         description="over",

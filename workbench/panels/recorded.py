@@ -30,7 +30,7 @@ STATE = "recorded"
 
 
 class FactsPanel(Panel):
-    """What was trained and where, and the settings at that moment."""
+    """Shows what was trained and where, and the settings at that moment."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._title, self._settings = ipywidgets.HTML(), ipywidgets.HTML()
@@ -45,7 +45,7 @@ class FactsPanel(Panel):
 
 
 class MomentsPanel(RelayPanel):
-    """The relay picture of a step that is over: there is nothing live, so the player stands in mid-backward at first.
+    """Shows the relay picture of a step that is over: nothing is live, so the player stands in mid-backward at first.
 
     It shows the newest step that was recorded whole, with the layers that there were in it.
     """
@@ -73,7 +73,7 @@ class MomentsPanel(RelayPanel):
 
 
 class RacedPanel(Panel):
-    """The last race that was over by then."""
+    """Shows the last race that was over by then."""
 
     looks_at = Recording
 
@@ -100,7 +100,7 @@ class RacedPanel(Panel):
 
 
 class JournalPanel(Panel):
-    """What was edited so far."""
+    """Shows what was edited so far."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._table = ipywidgets.HTML()

@@ -20,7 +20,7 @@ _PACES = {"slow": 600, "normal": 200, "fast": 50}  # milliseconds per event
 
 
 class RelayPanel(Panel):
-    """Where every layer is and what every lane does, with the line of the algorithm.
+    """Shows where every layer is and what every lane does, with the line of the algorithm.
 
     Live, it follows the session. The player goes through the last finished step: event by event, visit by visit, or
     playing; the picture then stays with that step, whatever the session does, until Live is pressed.
@@ -87,7 +87,7 @@ class RelayPanel(Panel):
         if shown is None:
             return
         self._as_now = None
-        self._placing = True  # a range that shrinks moves the slider, and that is no hand's doing
+        self._placing = True  # a range that shrinks moves the slider, and no person has
         try:
             last = max(1, shown.trace.counts[0] - 1)
             for widget in (self._play, self._at):
@@ -157,7 +157,7 @@ class RelayPanel(Panel):
             self._fold.show(lambda: relay_table(moment, keys))
 
     def _before(self, keys: Sequence[str]) -> Moments | None:
-        """The last step, told with the layers of the one under way: it foretells them."""
+        """The last step, read with the layers of the one under way: what happened in it says what is still to come."""
         step = self._moments()
         if step is None or self._played is None or step.keys == tuple(keys):
             return step

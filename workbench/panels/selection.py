@@ -10,7 +10,7 @@ from workbench.session import LayerRow, Source
 
 
 class Selection:
-    """The key of a layer, or None.
+    """Holds the key of the chosen layer, or None.
 
     It stays with its layer through edits, whatever its number is then, and falls to None when the layer goes. Panels ask
     when they draw. Whoever watches is told of what a person chooses, and must hold no lock of another panel when choosing.
@@ -25,7 +25,7 @@ class Selection:
         self._watching: list[WeakMethod[Callable[[], None]]] = []
 
     def among(self, layers: Sequence[LayerRow]) -> LayerRow | None:
-        """The chosen one of these layers; without it, nothing is chosen from now on."""
+        """Return the chosen one of these layers; if it is not among them, nothing is chosen from now on."""
         row = next((row for row in layers if row.key == self.key), None)
         if row is None:
             self.key = None  # and nobody is told: this is asked while panels draw, under their locks
@@ -46,7 +46,7 @@ class Selection:
 
 
 def selection_of(source: Source) -> Selection:
-    """The selection that all panels on a source share."""
+    """Return the selection that all panels on a source share."""
     with _making:
         return _selections.setdefault(source, Selection())
 

@@ -14,7 +14,7 @@ from workbench.session import ShownStep, Snapshot
 
 
 class TimelinePanel(Panel):
-    """Lanes over time, exposed copies hatched, overlap in figures. What binds each phase stands behind the verdict."""
+    """Shows lanes over time, exposed copies hatched, and overlap in figures. `WhyPanel` says what binds each phase."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._span_s = self._next_s = 0.0

@@ -16,7 +16,7 @@ from workbench.session import Session, Snapshot, Source, edits_of
 
 
 class Touch(anywidget.AnyWidget):
-    """Invisible; makes every part of a board that carries a layer's key a way to choose that layer.
+    """Makes every part of a board that carries a layer's key a way to choose that layer. It is invisible.
 
     Which one is chosen is marked in the page itself, so no picture is drawn again for it. Where the source is a session,
     a cell of the relay picture can be dragged to another one's place, and between two cells a layer can be inserted.
@@ -71,7 +71,7 @@ class Touch(anywidget.AnyWidget):
 
 
 def touched(picture: ipywidgets.HTML) -> ipywidgets.HTML:
-    """A picture in which layers can be chosen with the keyboard too."""
+    """Let layers be chosen in a picture with the keyboard too; return the picture."""
     picture.tabbable = True
     picture.add_class("l2l-picks")
     return picture

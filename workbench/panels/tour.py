@@ -14,7 +14,7 @@ POINTED = "l2l-pointed"
 
 
 class Stop(NamedTuple):
-    """A part of the page: a view, or "" for the buttons at the top; and what is said of it."""
+    """Names a part of the page, which is a view, or "" for the buttons at the top; and what is said of it."""
 
     view: str
     title: str
@@ -55,7 +55,7 @@ STOPS: Sequence[Stop] = (
 
 
 class Tour:
-    """A button, and while the tour lasts a strip with a text and Back, Next and Leave.
+    """Shows a button, and while the tour lasts a strip with a text and Back, Next and Leave.
 
     Args:
         views: are turned to.

@@ -17,7 +17,7 @@ _WORDS: Mapping[How, str] = {"without": "without {}", "twice": "with {} twice"}
 
 
 class Trials:
-    """What was found out about layers, and what is still being measured.
+    """Holds what was found out about layers, and measures what is asked for.
 
     Between two measurements of a sweep the session has nothing of it in its queue until a run has made a step, so that neither a
     run nor other commands wait for the whole sweep.
@@ -42,7 +42,7 @@ class Trials:
         self.stopped = ""
 
     def ask(self, key: str, how: How, more: int = 0) -> Future[Judged]:
-        """Measure one layer when its turn comes; the queue says which, and that so many `more` come after it.
+        """Measure one layer when its turn comes; the queue says which, and that `more` others come after it.
 
         Raises:
             RuntimeError: the session is closed.

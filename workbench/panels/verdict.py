@@ -17,7 +17,7 @@ PACE_S = 1.0
 
 
 class VerdictPanel(Panel):
-    """What binds the last step, how much of its copying is hidden, and whether it fits."""
+    """Says what binds the last step, how much of its copying is hidden, and whether it fits."""
 
     says_whose = True
 
@@ -51,7 +51,7 @@ class VerdictPanel(Panel):
 
 
 class WhyPanel(Panel):
-    """What binds each phase of the step that the timeline shows, and what would help; closed until somebody asks."""
+    """Says what binds each phase of the step that the timeline shows, and what would help; closed until somebody opens it."""
 
     says_whose = True
 

@@ -12,7 +12,7 @@ Made = Mapping[str, Sequence[Panel]]
 
 
 def check_view(view: str | Sequence[str] | None, names: Collection[str]) -> None:
-    """Refuse what is no view.
+    """Refuse a name that is no view.
 
     Raises:
         ValueError: names it, and those that there are.
@@ -25,7 +25,7 @@ def check_view(view: str | Sequence[str] | None, names: Collection[str]) -> None
 
 
 class Views:
-    """One view at a time behind buttons, or several stacked.
+    """Shows one view at a time behind buttons, or several stacked.
 
     The buttons are buttons because the bar of an `ipywidgets.Tab` cannot be reached from the keyboard.
 
@@ -54,7 +54,7 @@ class Views:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the views that can be seen."""
+        """Names of the views that can be seen."""
         return tuple(self._made)
 
     @property
@@ -78,11 +78,11 @@ class Views:
         self.buttons.value = name
 
     def of(self, kind: type[Panel]) -> str | None:
-        """The view in which there is a panel of this kind, if there is one."""
+        """Return the name of the view in which there is a panel of this kind, if there is one."""
         return next((name for name, made in self._made.items() if any(isinstance(one, kind) for one in made)), None)
 
     def box(self, name: str) -> ipywidgets.DOMWidget:
-        """The part of the page that a view has."""
+        """Return the part of the page that a view has."""
         return self._boxes[name]
 
     def _turn(self) -> None:

@@ -41,7 +41,7 @@ SEARCH_S = 0.5  # for settings that fit, where the next step would not
 
 
 class WhatIf:
-    """What if, without a session: for lessons, and for traces and profiles from files.
+    """Answers "what if" without a session: for lessons, and for traces and profiles from files.
 
     Args:
         step: the trace of a finished training step, or a profile.
@@ -61,7 +61,7 @@ class WhatIf:
 
     @property
     def answer(self) -> Answer:
-        """To what the controls ask now."""
+        """The answer to what the controls ask now."""
         return self._ask(self._view.controls.question())[1]
 
     def _ask(self, question: Question) -> tuple[Answer | None, Answer]:
@@ -73,7 +73,7 @@ class WhatIf:
 
 
 class WhatIfPanel(Panel):
-    """The forecast of the next step, what became of it, and, unfolded, what other settings would give.
+    """Shows the forecast of the next step, what became of it, and, unfolded, what other settings would give.
 
     Apply hands those settings to the next step that can be set between two steps; another number of layers is an edit, which
     has a button of its own. Alone the panel begins unfolded.

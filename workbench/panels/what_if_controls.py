@@ -41,7 +41,7 @@ _CHOICES: dict[
 
 
 class Controls:
-    """One control per field of a question; `changed` is called when a hand has moved one.
+    """Has one control for each field of a question; `changed` is called when a person has moved one.
 
     Attributes:
         widget: all of them.
@@ -50,7 +50,7 @@ class Controls:
 
     def __init__(self, base: Question, changed: Callable[[], None]) -> None:
         self.base, self._changed = base, changed
-        self._follower: int | None = None  # thread that moves controls; what they call then is no hand's doing
+        self._follower: int | None = None  # thread that moves controls; what they call then was done by no person
         self._by_name: dict[str, Any] = {}
         order = ("depth", "width", "memory_bytes", "micro_batches", "same_batch", "ahead", "stash", "precision")
         for name in (*order, "h2d_bytes_per_s", "d2h_bytes_per_s"):
@@ -61,11 +61,11 @@ class Controls:
         self.widget.add_class("l2l-settings")
 
     def question(self) -> Question:
-        """What is asked now."""
+        """Return what is asked now."""
         return Question(**{name: _plain(widget.value) for name, widget in self._by_name.items()})
 
     def follow(self, base: Question) -> bool:
-        """Let controls that stand at the old base stand at the new one; a hand's own settings stay. Whether one has moved."""
+        """Move controls that stand at the old base to the new one; settings of a person stay. Return whether one has moved."""
         old, self.base = self.base, base
         return self._put({n: getattr(base, n) for n in self._by_name if getattr(self.question(), n) == getattr(old, n)})
 

@@ -19,7 +19,7 @@ _MOST = 2  # ways to another depth
 
 
 class DepthOffer:
-    """One line per way to the depth of the slider: a button, what it does, and the line of code. Hidden at the present depth.
+    """Offers a line for each way to the depth of the slider: a button, what it does, and its code. Hidden at the present depth.
 
     Args:
         session: is asked for the edit.

@@ -18,7 +18,7 @@ Ask = Callable[[Question], tuple[Answer | None, Answer]]
 
 
 class View:
-    """Controls, picture, words and figures of a what-if, whatever the costs come from.
+    """Shows controls, picture, words and figures of a what-if, whatever the costs come from.
 
     A slider that moves asks anew; the answer is made on a thread of its own, the newest question first.
 
@@ -27,7 +27,7 @@ class View:
         ask: the measured step and the answer to a question.
         buttons: before Reset.
         below: widgets under the buttons.
-        moved: is called when a hand has moved something.
+        moved: is called when a person has moved something.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class View:
         self.latest.ask(self._show)
 
     def reset(self) -> None:
-        """Back to the base."""
+        """Put the controls back to the base, and answer that."""
         self.controls.reset()
-        self._ask_anew()  # controls call it only for a hand that moves them
+        self._ask_anew()  # controls call it only when a person moves them
 
     def _ask_anew(self) -> None:
-        """A hand has moved something: what Apply said is of the past."""
+        """Answer anew, since a person has moved something; what Apply said is of the past."""
         self.note.value = ""
         self._moved()
         self.refresh()
 
     def still(self) -> Picture:
-        """Picture and table of the present question."""
+        """Return picture and table of the present question."""
         was, now = self._ask(self.controls.question())
         return Picture(draw_what_if(row_of(was) if was else None, row_of(now)), what_if_table(was, now))
 
@@ -86,7 +86,7 @@ class View:
 
 
 def words_html(was: Answer | None, now: Answer) -> str:
-    """What is asked and what differs, as a list."""
+    """Write what is asked and what differs, as a list in HTML."""
     head = "The settings of the measured step." if was is not None else "No step has been measured yet."
     if was is not None and (asked := changed_settings(was.question, now.question)):
         head = escape("; ".join(asked))
@@ -96,7 +96,7 @@ def words_html(was: Answer | None, now: Answer) -> str:
 
 
 def box(kind: type[ipywidgets.Box], name: str, *children: ipywidgets.DOMWidget) -> ipywidgets.Box:
-    """Widgets together, with a class of the style sheet."""
+    """Put widgets together, with a class of the style sheet."""
     made = kind(children)
     made.add_class(name)
     return made

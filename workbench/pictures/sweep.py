@@ -1,4 +1,4 @@
-"""What the pictures of time show of a session: like an oscilloscope, the step under way over the one before.
+"""What the pictures of time show of a session: the step under way, drawn over the step before.
 
 Left of the cursor is the step under way, right of it what the last step did there. So the whole picture is always there
 and only the cursor moves. Steps that are over in a few frames are shown when they are finished.
