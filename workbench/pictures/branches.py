@@ -12,7 +12,7 @@ _HEADER = ("branch", "", "step", "layers", "loss", "host bytes")
 
 
 def branches_table(branches: Sequence[Branch]) -> Table:
-    """One line per branch; bytes are those that a branch holds beside the present state."""
+    """Make a table with one line per branch; its bytes are those that the branch holds beside the present state."""
     rows = [
         (
             branch.name,

@@ -25,7 +25,7 @@ STYLE = """
 
 
 def moment_words(moment: Moment, now: Moment) -> str:
-    """When something was measured; of another moment, that it is old."""
+    """Say when something was measured; of another moment than `now`, that it is old."""
     where = f" of {moment.branch}" if moment.branch != now.branch else ""
     if moment == now:
         return f"after step {moment.step}"
@@ -35,7 +35,7 @@ def moment_words(moment: Moment, now: Moment) -> str:
 
 
 def facts_html(row: LayerRow, numbers: Numbers, facts: LayerFacts | None) -> str:
-    """What a layer is; `facts` are None as long as nobody has looked."""
+    """Write what a layer is, as HTML; `facts` are None as long as nobody has looked."""
     said = " · ".join(escape(words) for words in _facts(row, facts))
     parts = "" if facts is None else "".join(_part_row(*cells) for cells in _parts(facts))
     more = 0 if facts is None else len(facts.parts) - PARTS_UP_TO
@@ -45,12 +45,12 @@ def facts_html(row: LayerRow, numbers: Numbers, facts: LayerFacts | None) -> str
 
 
 def code_line(code: str) -> str:
-    """A line of code, which a click selects as a whole."""
+    """Write a line of code as HTML, which a click selects as a whole."""
     return f'<span class="l2l-code"><code>{escape(code)}</code></span>'
 
 
 def trial_html(trial: Trial | None, waits: str, now: Moment) -> str:
-    """What was found, and when; or what it waits for."""
+    """Write what was found, and when, as HTML; or what it waits for."""
     if waits:
         return f'<span class="l2l-caption" role="status">{escape(waits)}</span>'
     if trial is None:
@@ -60,7 +60,7 @@ def trial_html(trial: Trial | None, waits: str, now: Moment) -> str:
 
 
 def card_table(row: LayerRow, numbers: Numbers, facts: LayerFacts | None, found: Sequence[Trial], now: Moment) -> Table:
-    """The card in words."""
+    """Make a table of what the card says."""
     rows = [("name", row.name), *(("fact", words) for words in _facts(row, facts))]
     if facts is not None:
         rows += [("parameter", " ".join(cells)) for cells in _parts(facts)]
@@ -73,7 +73,7 @@ def card_table(row: LayerRow, numbers: Numbers, facts: LayerFacts | None, found:
 
 
 def spread_words(facts: LayerFacts) -> str:
-    """Mean, deviation and ends of the weights, and when they were looked at."""
+    """Say mean, deviation and ends of the weights, and when they were looked at."""
     broken = f"{facts.broken:,} weights are not finite; " if facts.broken else ""
     if not facts.counts:
         return f"{broken}no finite weights, after step {facts.step}"

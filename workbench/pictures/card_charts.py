@@ -22,7 +22,7 @@ COLOURS = {"grad_norm": VERMILION, "update_ratio": BLUE, "influence": GREEN}
 
 
 def draw_histogram(facts: LayerFacts) -> str:
-    """Bars of equal width, as high as the bin has weights."""
+    """Draw bars of equal width as an SVG, each as high as its bin has weights."""
     words = f"weights: {spread_words(facts)}"
     bars = "" if not facts.counts else svg.path(_bars(facts.counts), fill=BLUE)
     ends = []
@@ -41,7 +41,7 @@ def draw_histogram(facts: LayerFacts) -> str:
 
 
 def draw_figures(statistics: Statistics, key: str) -> str:
-    """Gradient norm, update over weight and influence of a layer over the steps, side by side."""
+    """Draw gradient norm, update over weight and influence of a layer over the steps, side by side, as an SVG."""
     tracks = [track for track in statistics.stack if track.key == key]
     known = {figure: statistics.values(figure, tracks)[0] if tracks else np.array([], np.float32) for figure in FIGURES}
     wide = (WIDTH - _APART * (len(FIGURES) - 1)) / len(FIGURES)

@@ -21,7 +21,7 @@ def draw_device(
     device: str,
     budget_bytes: int | None,
 ) -> list[str]:
-    """The device in a box of at least 250 pixels height, with a title above it."""
+    """Draw the device in a box of at least 250 pixels height, with a title above it; sizes are in pixels."""
     parts = [
         say(x, y - 10, "device", size=15, strong=True),
         say(x + 58, y - 10, shorten(device, 30), style="dim"),

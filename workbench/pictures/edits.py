@@ -15,7 +15,7 @@ STYLE = """
 
 
 def outlook_html(does: str, facts: Sequence[str], code: str = "") -> str:
-    """Three lines, of which the last two may be empty: what an edit would do, what that means in figures, and its code."""
+    """Write three lines, of which the last two may be empty: what an edit would do, what that means in figures, and its code."""
     lines = [" · ".join(map(escape, facts)), code_line(code) if code else ""]
     # an empty line keeps its height, so that the buttons below stay where they are
     more = "".join(f"<p>{line or '&nbsp;'}</p>" for line in lines)

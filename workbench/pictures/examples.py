@@ -22,7 +22,7 @@ STYLE = """
 
 
 class Examples(NamedTuple):
-    """Two looks at one row, each with what the head says behind the last layer: of the whole model, and without a layer."""
+    """Holds two looks at one row, of the whole model and without a layer, each with what the head says behind the last layer."""
 
     whole: Inside
     without: Inside
@@ -39,7 +39,7 @@ class Examples(NamedTuple):
 
 
 def examples_html(found: Examples, decode: Decode | None) -> str:
-    """A column for every position: what the row has there, and the likeliest token with and without the layer."""
+    """Write a column for every position: what the row has there, and the likeliest token with and without the layer."""
     if found.why_not:
         return f'<p class="l2l-caption">No predictions: {escape(found.why_not)}</p>'
     rows = [("in the row", _given(found, decode)), *_said(found, decode)]
@@ -55,7 +55,7 @@ def examples_html(found: Examples, decode: Decode | None) -> str:
 
 
 def examples_table(found: Examples, decode: Decode | None) -> Table:
-    """The same as a table, a row for every position."""
+    """Make a table of the same, with a row for every position."""
     if found.why_not:
         return Table("Predictions with and without the layer", ("position",), [], f"None: {found.why_not}")
     (_, whole), (_, without) = _said(found, decode)

@@ -48,7 +48,7 @@ _GRID, _INK = "rgba(128,128,128,.3)", "#888"
 
 
 def timeline_figure(trace: Trace) -> go.Figure:
-    """All events of a step on four lanes, one plotly trace per kind; hovering names layer, micro-batch, bytes, time."""
+    """Draw all events of a step on four lanes, a plotly trace per kind; hovering names layer, micro-batch, bytes, time."""
     columns, numbers = Columns.of(trace), number_layers(trace.names)
     figure = go.Figure()
     draw = _bars_of if len(columns.kind) <= MOST_BARS else _lines_of
@@ -77,7 +77,7 @@ def timeline_figure(trace: Trace) -> go.Figure:
 def memory_figure(
     trace: Trace, place: str, budget_bytes: int | None = None, in_core_bytes: int | None = None
 ) -> go.Figure:
-    """Bytes in use at a place over a step, stacked by category.
+    """Draw the bytes in use at a place over a step, stacked by category.
 
     Args:
         trace: of the step.
@@ -135,7 +135,7 @@ def memory_figure(
 
 
 def loss_figure(runs: Mapping[str, Sequence[StepRow]], changes: Sequence[Change] = ()) -> go.Figure:
-    """Loss over steps for one or several runs, with a line where something changed between two steps.
+    """Draw the loss over steps for one or several runs, with a line where something changed between two steps.
 
     Losses that are not finite are gaps. `runs` maps names to finished steps.
     """

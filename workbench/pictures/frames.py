@@ -24,7 +24,7 @@ _BETWEEN = re.compile(r"(?<=>)(?=<)|(?<=\x00)|(?=\x00)")  # tags apart, and the 
 
 
 class Frames(NamedTuple):
-    """Frames of a step.
+    """Holds the frames of a step.
 
     Attributes:
         pieces: of markup, each once.
@@ -41,12 +41,12 @@ class Frames(NamedTuple):
     events: int
 
     def frame(self, number: int) -> tuple[str, str, str]:
-        """Picture, table in HTML, and a sentence; the page's script does the same."""
+        """Return picture, table in HTML, and a sentence; the page's script does the same."""
         picture, table, words = "".join(self.pieces[i] for i in self.frames[number]).split(_PARTS)
         return picture, table, words
 
     def pack(self) -> str:
-        """Everything as JSON, compressed, in base64; the same for the same step."""
+        """Return everything as JSON, compressed, in base64; the same for the same step."""
         text = json.dumps(self._asdict(), ensure_ascii=False, separators=(",", ":"))
         return b64encode(gzip.compress(text.encode(), mtime=0)).decode()  # without mtime, gzip notes the time of day
 
@@ -54,7 +54,7 @@ class Frames(NamedTuple):
 def relay_frames(
     trace: Trace, layers: Sequence[LayerRow], budget_bytes: int | None = None, at_most: int = MOST_FRAMES
 ) -> Frames:
-    """All events of a finished step, or every second, third, ... if there are more than `at_most`."""
+    """Draw all events of a finished step, or every second, third, ... if there are more than `at_most`."""
     names = {layer.key: layer.name for layer in layers}
     frozen = [layer.key for layer in layers if layer.frozen]
     moments = Moments.of(trace)

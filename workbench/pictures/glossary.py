@@ -30,7 +30,7 @@ GLOSSARY: Mapping[str, str] = {
 
 
 def term(word: str, shown: str = "") -> str:
-    """A word as HTML that tells what it means to a pointer, to the keyboard and to screen readers.
+    """Write a word as HTML that tells what it means to a pointer, to the keyboard and to screen readers.
 
     Args:
         word: of the glossary.
@@ -46,7 +46,7 @@ def term(word: str, shown: str = "") -> str:
 
 
 def glossary_table() -> Table:
-    """All of them."""
+    """Make a table of all words and what they mean."""
     return Table("The words of a relay", ("word", "means"), list(GLOSSARY.items()))
 
 

@@ -11,7 +11,7 @@ from workbench.pictures.words import say
 
 
 class Grid:
-    """Places of `count` cells in a box: few large ones in one or two rows, many narrow ones in more."""
+    """Finds places of `count` cells in a box: few large ones in one or two rows, many narrow ones in more. Sizes are in px."""
 
     def __init__(self, count: int, x: float, y: float, width: float, height: float) -> None:
         count = max(count, 1)  # a stack without layers has a box as well
@@ -34,7 +34,7 @@ class Grid:
         self.mark = min(0.3, max(4.0, self.pitch_y * 0.1) / self.pitch_y)
 
     def all_boxes(self) -> str:
-        """Commands of all cells."""
+        """Return the commands of a path that draws all cells."""
         # from cell to cell by relative moves, which are short; with five digits, since their roundings add up
         wide, high = _brief(self.pitch_x - self.gap), _brief(self.pitch_y - self.gap)
         box = f"h{wide}v{high}h-{wide}z"
@@ -45,7 +45,7 @@ class Grid:
         )
 
     def boxes(self, cells: Sequence[int], high: float = 1.0, grow: float = 0.0) -> str:
-        """Commands of some cells, each up to a share of its height, `grow` larger on each side."""
+        """Return commands that draw some cells, each up to a share of its height, `grow` px larger on each side."""
         parts = []
         for x, y, width, height in self._spans(cells):
             top, wide, tall = y + height * (1 - high) - grow, _brief(width + 2 * grow), height * high + 2 * grow
@@ -53,7 +53,7 @@ class Grid:
         return "".join(parts)
 
     def hatch(self, cells: Sequence[int], high: float = 1.0) -> str:
-        """Commands of slanted lines over some cells, each up to a share of its height; of one level line if they are small."""
+        """Return commands of slanted lines over cells, up to a share of their height; of one level line where they are small."""
         if not self.legible:
             return "".join(f"M{x:.1f} {y + h * (1 - high / 2):.1f}h{w:.1f}" for x, y, w, h in self._spans(cells))
         pitch = max(3.0, min(6.0, self.pitch_x / 3))
@@ -80,7 +80,7 @@ class Grid:
         return self.x + column * self.pitch_x, self.y + row * self.pitch_y
 
     def numbers(self, keys: Sequence[str], inks: Mapping[str | None, str], strong: str | None) -> list[str]:
-        """Numbers in cells that have room for them, or one before each row."""
+        """Write numbers into cells that have room for them, or one before each row."""
         if not self.legible:
             step = -(-11 // int(self.pitch_y + 1))  # rows that are too low for a number each
             return [
@@ -111,7 +111,7 @@ class Grid:
         ]
 
     def versions(self, keys: Sequence[str], inks: Mapping[str | None, str], versions: Mapping[str, int]) -> list[str]:
-        """How often each layer was updated, in cells that have room for it below the number."""
+        """Write how often each layer was updated, into cells that have room for it below the number."""
         longest = max((len(str(version)) for version in versions.values()), default=99) + 1  # of none, none has room
         if self.pitch_y <= 50 or self.pitch_x < 5.4 * longest + 3:
             return []
@@ -130,7 +130,7 @@ class Grid:
         return x + (self.pitch_x - self.gap) / 2, y + (self.pitch_y - self.gap) * up
 
     def tip(self, i: int, key: str, words: str) -> str:
-        """Words under the pointer, over a whole cell, which can be touched."""
+        """Put words under the pointer, over a whole cell, which can be touched."""
         cell = f'<path d="{self.boxes([i])}" fill-opacity="0"{svg.of_layer(key)} data-cell="">'
         return f"{cell}<title>{escape(words)}</title></path>"
 

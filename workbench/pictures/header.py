@@ -17,7 +17,7 @@ _RECENT = 10  # steps that the pace is taken from
 
 
 def header_html(now: Snapshot, called: str = "") -> str:
-    """One line: the state, or what it is called here, and the facts."""
+    """Write one line: the state, or what it is called here, and the facts."""
     colour, words = STATE_COLOURS[now.state], called or state_said(now)
     state = f'<span class="l2l-state" style="border-color:{colour}">{STATE_SIGNS[now.state]} {words}</span>'
     facts = " · ".join(escape(fact) for fact in facts_of(now))
@@ -35,31 +35,31 @@ _FAILED = {
 
 
 def title_of(failure: Failure, branch: str) -> str:
-    """What failed and with which error, in a few words; on which branch, if that is not this one."""
+    """Say what failed and with which error, in a few words; on which branch, if that is not this one."""
     where = f" on branch {failure.branch}" if failure.branch != branch else ""
     return f"{_FAILED[failure.during].format(step=failure.step)}{where}: {failure.error}"
 
 
 def header_picture(now: Snapshot, called: str = "") -> Picture:
-    """The same facts as a picture of one line with a table of what is set."""
+    """Make a picture of the same facts, in one line, with a table of what is set."""
     words = f"{called or state_said(now)}: {' · '.join(facts_of(now))}"
     line = svg.document(960, 26, words, words, [svg.text(0, 17, words, style="strong")])
     return Picture(line, settings_table(now, words))
 
 
 def settings_table(now: Snapshot, note: str = "") -> Table:
-    """The settings of the next step."""
+    """Make a table of the settings of the next step."""
     rows = [(name, str(value)) for name, value in _settings(now).items()]
     return Table("Settings of the next step", ("setting", "value"), rows, note)
 
 
 def state_said(now: Snapshot) -> str:
-    """The state in a word or a few."""
+    """Say the state in a word or a few."""
     return "pausing after this step" if now.pausing else now.state
 
 
 def facts_of(now: Snapshot) -> list[str]:
-    """What trains on what, how far it is, the last loss and the pace."""
+    """Say what trains on what, how far it is, the last loss and the pace."""
     facts = [
         now.model,
         f"{len(now.layers)} layers",
@@ -80,12 +80,12 @@ def _pace_s(now: Snapshot) -> float:
 
 
 def waits_for(now: Snapshot) -> str:
-    """What commands in the queue wait for."""
+    """Say what commands in the queue wait for."""
     return f"waits for {now.busy} to end" if now.busy else "is next"
 
 
 def pending_html(now: Snapshot) -> str:
-    """What the newest command waits for, and its place in the queue; nothing if none waits."""
+    """Write what the newest command waits for, and its place in the queue; nothing if none waits."""
     if not now.queued:
         return ""
     count = len(now.queued)
@@ -95,7 +95,7 @@ def pending_html(now: Snapshot) -> str:
 
 
 def progress_html(now: Snapshot) -> str:
-    """How far the run is, and what waits for which command or step to end."""
+    """Write how far the run is, and what waits for which command or step to end."""
     queued = ""
     if now.queued:
         words = f"{waits_for(now)}: " if now.busy else "next: "
@@ -142,7 +142,7 @@ def _settings(now: Snapshot) -> dict[str, object]:
 
 
 def count_words(number: int) -> str:
-    """A number for people, three digits: "1.22 M"."""
+    """Write a number for people, with three digits: "1.22 M"."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * scale:  # three digits of 999,900 would be "1e+03 k"
             return f"{number / scale:.3g} {unit}"

@@ -44,7 +44,7 @@ _GREY: Sequence[Colour] = ((0, 0, 0, 0), (*bytes.fromhex(GREY[1:]), 110))  # typ
 
 
 def draw_heat(statistics: Statistics, figure: str, changes: Sequence[Change] = (), *, title: str = "") -> str:
-    """An SVG of one figure of the layers over steps.
+    """Draw one figure of the layers over steps, as an SVG.
 
     Args:
         statistics: the record.
@@ -86,7 +86,7 @@ def draw_heat(statistics: Statistics, figure: str, changes: Sequence[Change] = (
 
 
 def show_heat(statistics: Statistics, figure: str, changes: Sequence[Change] = ()) -> Picture:
-    """The picture and the table behind it."""
+    """Return the picture and the table behind it."""
     return Picture(draw_heat(statistics, figure, changes), heat_table(statistics, figure))
 
 

@@ -28,7 +28,7 @@ Cells = NDArray[np.float32]
 
 
 def kind_of(figure: str) -> Kind:
-    """How a figure is shown.
+    """Return how a figure is shown.
 
     Raises:
         ValueError: no such figure.
@@ -39,12 +39,12 @@ def kind_of(figure: str) -> Kind:
 
 
 def round_numbers() -> Iterator[int]:
-    """1, 2, 5, 10, 20, 50, and so on."""
+    """Count up in round numbers: 1, 2, 5, 10, 20, 50, and so on."""
     return (factor * 10**power for power in count_up() for factor in (1, 2, 5))
 
 
 class Rows(NamedTuple):
-    """What is drawn: (rows, columns) figures, and whether any of a row's layers was in the stack.
+    """Holds what is drawn: (rows, columns) figures, and whether any of a row's layers was in the stack.
 
     Attributes:
         values: as of `Statistics.values`, the largest or the mean of a row's layers.
@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 
     @staticmethod
     def join(statistics: Statistics, tracks: Sequence[Track], figure: str, at_most: int) -> Rows:
-        """Neighbouring layers in one row, so that there are at most so many."""
+        """Put neighbouring layers into one row, so that there are at most `at_most` rows."""
         values, there = statistics.values(figure, tracks), statistics.there(tracks)
         per_row = next(number for number in round_numbers() if number * at_most >= len(tracks))
         if per_row <= 1:
@@ -77,7 +77,7 @@ class Rows(NamedTuple):
 
 
 def say_extremes(statistics: Statistics, values: Cells, kind: Kind) -> list[str]:
-    """Sentences: the largest and the smallest finite figure of the layers in the stack, and how many are not finite."""
+    """Say the largest and the smallest finite figure of the layers in the stack, and how many are not finite."""
     finite = np.isfinite(values)
     said = []
     for name, lowest in (("Largest", False), ("Smallest", True)):
@@ -92,19 +92,19 @@ def say_extremes(statistics: Statistics, values: Cells, kind: Kind) -> list[str]
 
 
 def call_track(statistics: Statistics, layer: int) -> str:
-    """A layer of the stack, by its place in it."""
+    """Return the full name of a layer of the stack, by its place in it."""
     keys = [track.key for track in statistics.stack]
     return full_name(keys[layer], number_layers(keys))
 
 
 def say_steps(statistics: Statistics, column: int) -> str:
-    """When a column was: "at step 7", or "in steps 9 to 12"."""
+    """Say when a column was: "at step 7", or "in steps 9 to 12"."""
     first, last = int(statistics.first[column]), int(statistics.last[column])
     return f"at step {last}" if first == last else f"in steps {first} to {last}"
 
 
 def heat_table(statistics: Statistics, figure: str) -> Table:
-    """Figures of the layers at a few steps: up to 60 layers all of them, of more both ends and the notable ones.
+    """Make a table of figures at a few steps: up to 60 layers all of them, of more both ends and the notable ones.
 
     Raises:
         ValueError: no such figure.

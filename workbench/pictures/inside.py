@@ -28,7 +28,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Figure(NamedTuple):
-    """A figure of layers over depth: its name, its colour, how it is read, and how its axis is."""
+    """Says of a figure of layers over depth its name, its colour, how it is read, and how its axis is."""
 
     words: str
     colour: str
@@ -46,40 +46,40 @@ _ADDED = Kind("added / stream", logarithmic=True, over="largest")
 
 
 def drawn_of(seen: Inside) -> list[Passing]:
-    """The layers of the first micro-batch that are drawn, in order."""
+    """Return the layers of the first micro-batch that are drawn, in order."""
     of_first = [one for one in seen.passings if one.micro_batch == seen.micro_batches[0]]
     return evenly(of_first, MOST)
 
 
 def evenly(items: Sequence[Passing], at_most: int) -> list[Passing]:
-    """At most so many of them, both ends included."""
+    """Choose at most so many of them, both ends included."""
     if len(items) <= at_most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (at_most - 1))] for i in range(at_most)]
 
 
 def cost_words(seen: Inside) -> str:
-    """What the look has cost."""
+    """Say what the look has cost."""
     passes = f"{seen.passes} {'pass' if seen.passes == 1 else 'passes'} of a micro-batch"
     return f"took {format_seconds(seen.seconds)} for {passes}, keeps {format_bytes(seen.nbytes)} on the host"
 
 
 def row_words(seen: Inside) -> str:
-    """Which rows were looked at."""
+    """Say which rows were looked at."""
     several = len(seen.micro_batches) > 1
     numbers = ", ".join(map(str, seen.micro_batches))
     return f"micro-batch{'es' if several else ''} {numbers}, row {seen.row}"
 
 
 def show_token(token: int, decode: Decode | None) -> str:
-    """A token as text with its spaces to be seen; its number where nobody can decode it."""
+    """Write a token as text with its spaces to be seen; as its number where nobody can decode it."""
     if decode is None:
         return str(token)
     return decode([token]).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
 
 
 def show_stream(seen: Inside, numbers: Numbers) -> Picture:
-    """Figures over depth, and below them what each layer adds at each position of the row."""
+    """Draw figures over depth, and below them what each layer adds at each position of the row."""
     title, shown = "The stream over depth", drawn_of(seen)
     losses = {one.key: one.loss for one in seen.depths if one.micro_batch == seen.micro_batches[0]}
     figures = [*_FIGURES]
@@ -98,7 +98,7 @@ def show_stream(seen: Inside, numbers: Numbers) -> Picture:
 
 
 def stream_table(seen: Inside, numbers: Numbers) -> Table:
-    """The same in words, of all layers and micro-batches."""
+    """Make a table of the same, of all layers and micro-batches."""
     header = ("layer", "micro-batch", "mean", "deviation", "rms", "zeros", "not finite", "added / stream", "cosine")
     rows = []
     for one in seen.passings:

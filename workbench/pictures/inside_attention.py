@@ -24,7 +24,7 @@ _KIND = Kind("share of attention", logarithmic=False, over="largest")
 
 
 def show_attention(seen: Inside, numbers: Numbers, key: str | None) -> Picture:
-    """Maps of the row; `key` is the layer whose heads are shown, None the last one that has any."""
+    """Draw maps of the row; `key` is the layer whose heads are shown, None the last one that has any."""
     title, shown = "Attention", drawn_of(seen)
     having = [one for one in shown if one.attention]
     table = attention_table(seen, numbers)
@@ -59,7 +59,7 @@ def show_attention(seen: Inside, numbers: Numbers, key: str | None) -> Picture:
 
 
 def attention_table(seen: Inside, numbers: Numbers) -> Table:
-    """What there is of each layer: how spread out its heads look, and how much they look at the first position."""
+    """Say of each layer how spread out its heads look, and how much they look at the first position."""
     rows = []
     for one in seen.passings:
         for at, maps in enumerate(one.attention):

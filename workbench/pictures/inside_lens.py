@@ -28,7 +28,7 @@ STYLE = """
 
 
 def show_lens(seen: Inside, numbers: Numbers, decode: Decode | None) -> Picture:
-    """Positions from top to bottom, depths from left to right; the fuller the colour, the surer the model would be."""
+    """Draw positions from top to bottom, depths from left to right; the fuller the colour, the surer the model would be."""
     title = "What the head says at each depth"
     depths = [one for one in seen.depths if one.micro_batch == seen.micro_batches[0]]
     shown = (
@@ -55,7 +55,7 @@ def show_lens(seen: Inside, numbers: Numbers, decode: Decode | None) -> Picture:
 
 
 def lens_table(seen: Inside, numbers: Numbers, decode: Decode | None) -> Table:
-    """Of the first micro-batch: the loss of each depth, and its likeliest token at every position that is kept."""
+    """List of the first micro-batch the loss of each depth, and its likeliest token at every position that is kept."""
     depths = [one for one in seen.depths if one.micro_batch == seen.micro_batches[0]]
     row = seen.tokens.get(seen.micro_batches[0])
     given = [] if row is None else [show_token(token, decode) for token in row.tolist()]
@@ -83,7 +83,7 @@ def _layers(count: int) -> str:
 
 
 def text_html(seen: Inside, numbers: Numbers, decode: Decode | None) -> str:
-    """What each depth writes behind the same beginning, which is marked."""
+    """Write what each depth writes behind the same beginning, which is marked."""
     lines = "".join(
         f'<tr><th scope="row">{escape(_depth_words(one, numbers))}</th><td>{_written_html(seen, one, decode)}</td></tr>'
         for one in seen.written
@@ -92,7 +92,7 @@ def text_html(seen: Inside, numbers: Numbers, decode: Decode | None) -> str:
 
 
 def text_table(seen: Inside, numbers: Numbers, decode: Decode | None) -> Table:
-    """The same as a table."""
+    """Make a table of the same."""
     rows = [(_depth_words(one, numbers), one.why_not or _said(one.tokens, decode)) for one in seen.written]
     return Table("Text at each depth", ("depth", "goes on with"), rows, _text_words(seen))
 

@@ -18,7 +18,7 @@ _LEFT, _TOP, _PITCH, _HIGH = 44, 40, 24, 34  # px; a ridge may reach into the on
 
 
 def show_spreads(seen: Inside, numbers: Numbers) -> Picture:
-    """Ridges, each as high as its fullest bin, and a table of the same in words."""
+    """Draw a histogram for each layer, as high as its fullest bin, and make a table of the same in words."""
     title = "Activations behind each layer"
     shown = [(one, one.left) for one in drawn_of(seen) if one.left is not None and one.left.counts]
     rows = [

@@ -58,7 +58,7 @@ _EMPTY = "No edit yet. What is applied appears here, with the loss of the probe 
 
 
 def draw_journal(journal: Sequence[Entry], changes: Sequence[Change] = ()) -> str:
-    """An HTML table in a box that scrolls, newest entry first; edits that are undone are struck through.
+    """Write an HTML table in a box that scrolls, newest entry first; edits that are undone are struck through.
 
     Args:
         journal: of a relay.
@@ -82,7 +82,7 @@ def draw_journal(journal: Sequence[Entry], changes: Sequence[Change] = ()) -> st
 
 
 def journal_table(journal: Sequence[Entry], changes: Sequence[Change] = ()) -> Table:
-    """The same in text, newest entry first."""
+    """Make a table of the same in text, newest entry first."""
     gone, known = _gone(journal), _known(changes)
     shown = journal[: -MOST - 1 : -1]
     rows = [

@@ -25,7 +25,7 @@ _SURFACE = "var(--jp-layout-color1,Canvas)"
 
 
 class Unit(NamedTuple):
-    """Events that a reader sees as one bar."""
+    """Sums up events that a reader sees as one bar."""
 
     start_s: float
     stop_s: float
@@ -37,7 +37,7 @@ class Unit(NamedTuple):
 
 
 def draw_labels(units: Sequence[Unit], hatched: Bars, axis: Scale, y: float, numbers: Numbers) -> Iterator[str]:
-    """Letter and number in the middle of every unit that has room for them, all in one size; `y` is the baseline.
+    """Write letter and number in the middle of every unit that has room for them, in one size; `y` is the baseline, in px.
 
     A halo keeps hatching off the letters, and separators where there is room for it.
     """
@@ -61,14 +61,14 @@ def draw_labels(units: Sequence[Unit], hatched: Bars, axis: Scale, y: float, num
 
 
 def label(kind: str, layer: str, numbers: Numbers) -> str:
-    """ "F6" for a forward visit of layer 6; the letter alone for what is no layer's."""
+    """Return "F6" for a forward visit of layer 6; the letter alone for what is no layer's."""
     return KIND_LETTERS.get(kind, kind) + str(numbers.get(layer, ""))
 
 
 def draw_separators(
     columns: Columns, lane: str, on: NDArray[np.intp], axis: Scale, top: float, height: float
 ) -> Iterator[str]:
-    """Thin lines between bars that touch: between units of 4 px or more, and between events of 6 px or more."""
+    """Draw thin lines between bars that touch: between units of 4 px or more, and between events of 6 px or more."""
     px_per_s = (axis.last - axis.first) / axis.high
     start_s, stop_s = columns.start_s[on], columns.stop_s[on]
     if len(on) < 2:
@@ -90,7 +90,7 @@ def draw_separators(
 def draw_tips(
     lanes: Sequence[tuple[Sequence[Unit], float]], height: float, axis: Scale, numbers: Numbers, room: int
 ) -> list[str]:
-    """Invisible boxes with a tooltip over every unit of 2 px or more; none at all if they need more than `room` bytes.
+    """Put a tooltip over every unit of 2 px or more, by invisible boxes; none at all if they need more than `room` bytes.
 
     Args:
         lanes: units and y of each.
@@ -112,7 +112,7 @@ def draw_tips(
 
 
 def draw_touched(units: Sequence[Unit], y: float, height: float, axis: Scale, numbers: Numbers) -> Iterator[str]:
-    """Invisible boxes over the units of a lane that are a layer's, by which it can be chosen; what tips do, without words."""
+    """Put invisible boxes over units that are a layer's, by which it can be chosen; they are tips without words."""
     for unit in units:
         if unit.layer in numbers:
             low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
@@ -130,7 +130,7 @@ def _tell(unit: Unit, numbers: Numbers) -> str:
 
 
 def find_units(columns: Columns, lane: str, on: NDArray[np.intp], at_least_s: float, at_most: int = 400) -> list[Unit]:
-    """Units of a lane that last `at_least_s` or longer, in order; the longest ones if there are too many.
+    """Return units of a lane that last `at_least_s` or longer, in order; the longest ones if there are too many.
 
     Args:
         on: the events of the lane, by start.

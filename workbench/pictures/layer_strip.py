@@ -21,7 +21,7 @@ EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 def draw_strip(
     steps: Sequence[tuple[Columns, NDArray[np.intp]]], time: Scale, cursor: float, top: float, numbers: Numbers
 ) -> Iterator[str]:
-    """The strip, `HEIGHT` px high, and a line of words under it.
+    """Draw the strip, `HEIGHT` px high, and a line of words under it.
 
     Args:
         steps: columns and their compute events by start: the step up to the cursor, and the one before from there on.

@@ -58,7 +58,7 @@ _INFLUENCE = "1 minus the mean cosine between the layer's input and output: near
 def draw_layers(
     layers: Sequence[LayerRow], *, computing: str = "", changed: Collection[str] = (), selected: str = ""
 ) -> str:
-    """An HTML table of the layers, in a box that scrolls.
+    """Write an HTML table of the layers, in a box that scrolls.
 
     Args:
         layers: the stack, in order.
@@ -92,7 +92,7 @@ def draw_layers(
 
 
 def layers_table(layers: Sequence[LayerRow]) -> Table:
-    """The same in text: up to 60 layers all of them, of more the ends and the notable ones."""
+    """Make a table of the same in text: up to 60 layers all of them, of more the ends and the notable ones."""
     numbers = range(len(layers)) if len(layers) <= TEXT_UP_TO else _shown(layers, ())
     rows, names = [], number_layers(layer.key for layer in layers)
     for number in numbers:

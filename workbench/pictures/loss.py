@@ -43,7 +43,7 @@ def draw_loss(
     branch: str = "",
     others: Mapping[str, Sequence[Lossy]] | None = None,
 ) -> str:
-    """An SVG of the loss over steps.
+    """Draw the loss over steps, as an SVG.
 
     Args:
         steps: finished steps, in order; a loss that is not finite is left out of the curve and marked on the axis.
@@ -80,7 +80,7 @@ def draw_loss(
 
 
 def loss_table(steps: Sequence[StepRow], changes: Sequence[Change] = ()) -> Table:
-    """At most 20 steps: the first, the last, and some between; what changed since the row before."""
+    """List at most 20 steps: the first, the last, and some between; and what changed since the row before."""
     shown = sorted({round(i * (len(steps) - 1) / 19) for i in range(20)}) if len(steps) > 20 else range(len(steps))
     rows, since = [], -math.inf
     for row in (steps[i] for i in shown):
@@ -101,7 +101,7 @@ def _steps_scale(curves: Sequence[Curve], points: Sequence[Point], changes: Sequ
 
 
 def loss_scale(losses: Sequence[float]) -> tuple[Scale, list[float]]:
-    """An axis from one round value to another, and the round values between."""
+    """Return an axis from one round value to another, and the round values between."""
     low, high = min(losses, default=0.0), max(losses, default=1.0)
     # losses that are all the same get room around them
     if not high - low > 1e-9 * max(abs(low), abs(high), 1e-30):
@@ -118,7 +118,7 @@ def loss_scale(losses: Sequence[float]) -> tuple[Scale, list[float]]:
 
 
 def draw_loss_axis(y: Scale, marks: Sequence[float], name: str, named: bool) -> Iterator[str]:
-    """A rule and a number at every mark, and what is measured along them."""
+    """Draw a rule and a number at every mark, and what is measured along them."""
     digits = max(0, -math.floor(math.log10(marks[1] - marks[0]) + 1e-9))
     yield path("".join(f"M{LEFT} {y(mark):.1f}H{RIGHT}" for mark in marks), style="rule")
     for mark in marks if named else ():

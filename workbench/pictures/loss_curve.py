@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 class Lossy(Protocol):
-    """A finished step, as far as its loss goes."""
+    """Has the number and the loss of a finished step."""
 
     @property
     def step(self) -> int: ...  # from 1
@@ -37,7 +37,7 @@ class Lossy(Protocol):
 
 
 class Curve(NamedTuple):
-    """Finite losses and their steps; steps without."""
+    """Holds finite losses with their steps, and the steps whose loss is not finite."""
 
     step: Floats
     loss: Floats
@@ -45,23 +45,23 @@ class Curve(NamedTuple):
 
     @staticmethod
     def of(steps: Sequence[Lossy]) -> Curve:
-        """The losses of steps in order."""
+        """Read the losses of steps, which are in order."""
         step = np.fromiter(map(attrgetter("step"), steps), np.float64, len(steps))
         loss = np.fromiter(map(attrgetter("loss"), steps), np.float64, len(steps))
         fine = np.isfinite(loss)
         return Curve(step[fine], loss[fine], step[~fine])
 
     def range(self) -> list[float]:
-        """The lowest and the highest loss, nothing if there is none."""
+        """Return the lowest and the highest loss, nothing if there is none."""
         return [float(self.loss.min()), float(self.loss.max())] if len(self.loss) else []
 
     @property
     def window(self) -> int:
-        """Steps of the moving mean, 0 without one."""
+        """Number of steps of the moving mean, 0 without one."""
         return max(9, len(self.loss) // 50) | 1 if len(self.loss) >= SMOOTH_FROM else 0  # odd: as many before as after
 
     def smooth(self) -> Floats:
-        """(steps,): the mean of so many steps around each, fewer at the ends."""
+        """Return (steps,): the mean of `window` steps around each, fewer at the ends."""
         reach = np.arange(len(self.loss))
         first = np.maximum(reach - self.window // 2, 0)
         last = np.minimum(reach + self.window // 2 + 1, len(self.loss))
@@ -70,7 +70,7 @@ class Curve(NamedTuple):
 
 
 def draw_curve(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
-    """The curve, faint under its moving mean if there is one."""
+    """Draw the curve, faint under its moving mean if there is one."""
     if len(curve.step) < 2:
         return
     columns = np.floor(x.first + (x.last - x.first) * (curve.step - x.low) / (x.high - x.low)).astype(np.int64)
@@ -92,7 +92,7 @@ def draw_curve(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def draw_others(aside: Mapping[str, Curve], x: Scale, y: Scale) -> Iterator[str]:
-    """Other branches, each with its name at its end, and names apart from each other."""
+    """Draw other branches, each with its name at its end, and names apart from each other."""
     named: list[tuple[float, float]] = []
     for i, (name, curve) in enumerate(aside.items()):
         if not len(curve.step):

@@ -35,7 +35,7 @@ FAR, FAR_AT_FIRST = 4.0, 20.0  # and the budget up to so many times the bytes in
 
 
 class Plot(NamedTuple):
-    """Where one place is drawn."""
+    """Says where one place is drawn."""
 
     place: str
     name: str
@@ -61,7 +61,7 @@ def draw_memory(
     top_bytes: float | None = None,
     failed: Failed | None = None,
 ) -> str:
-    """An SVG of what fills device and host over a step.
+    """Draw what fills device and host over a step, as an SVG.
 
     Args:
         now: the step, or as much of it as there is.
@@ -108,7 +108,7 @@ def draw_memory(
 
 
 def show_memory(trace: Trace, in_core_bytes: int | None = None, span_s: float | None = None) -> Picture:
-    """Picture and table of a step that is over, or of one that failed, up to that moment.
+    """Return picture and table of a step that is over, or of one that failed, up to that moment.
 
     Args:
         trace: of the step.

@@ -21,7 +21,7 @@ MOST_POINTS = 3000  # of all areas together; beyond, columns are two or four pix
 def stacked_areas(
     levels: Levels, scale: Scale, time: Scale, left: float, right: float, plain: bool = False
 ) -> Iterator[str]:
-    """The areas between two edges in pixels, one path each; `plain` ones have no textures."""
+    """Draw the areas between two edges in pixels, one path each; `plain` ones have no textures."""
     if not len(levels.totals) or right <= left:
         return
     for pixels in (1, 2, 4):

@@ -22,7 +22,7 @@ Cases = Mapping[str, Mapping[str, int]]  # by the name of a case: bytes by categ
 
 
 def show_memory_bars(title: str, cases: Cases, budget_bytes: int | None = None) -> Picture:
-    """Picture and table of several cases.
+    """Return picture and table of several cases.
 
     Args:
         title: what is compared.
@@ -38,7 +38,7 @@ def show_memory_bars(title: str, cases: Cases, budget_bytes: int | None = None) 
 
 
 def draw_memory_bars(title: str, cases: Cases, budget_bytes: int | None = None) -> str:
-    """The picture; arguments as of `show_memory_bars`."""
+    """Draw the picture; arguments are those of `show_memory_bars`."""
     bottom = TOP + PITCH * len(cases)
     most = max(_total(held) for held in cases.values())
     bytes_to_px = Scale(0.0, round_up(max(most, budget_bytes or 0)), LEFT, RIGHT)

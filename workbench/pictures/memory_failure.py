@@ -18,14 +18,14 @@ _CHARACTERS = 112  # that fit beside "failed at"
 
 
 def reach_bytes(failed: Failed | None) -> int:
-    """How high the device's axis must reach to show it."""
+    """Return how high the device's axis must reach to show the failure, in bytes; 0 without one."""
     if failed is None or not failed.asked_bytes:
         return 0
     return min(failed.held_bytes + failed.asked_bytes, round(_MOST * max(failed.held_bytes, 1)))
 
 
 def draw_failure(failed: Failed, scale: Scale, cursor: float, left: float, title_y: float) -> Iterator[str]:
-    """A cross at what would have been in use, the way there, and what was asked for.
+    """Draw a cross at what would have been in use, the way there, and what was asked for.
 
     Args:
         failed: how the step ended.

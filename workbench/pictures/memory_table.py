@@ -12,7 +12,7 @@ _OTHER = CATEGORIES.index("other")
 
 
 def memory_table(trace: Trace, in_core_bytes: int | None = None) -> Table:
-    """Bytes by category when the device and when the host are fullest, the budget, and the need in core."""
+    """List bytes by category when the device and when the host are fullest, the budget, and the need in core."""
     peaks = [trace.peak_sample(place) for place in PLACES]
     held = [dict(peak.bytes_by_category) if peak else {} for peak in peaks]
     rows = [
@@ -43,12 +43,12 @@ def _note(trace: Trace, kept: int) -> str:
 
 
 def kept_bytes(host: Levels) -> int:
-    """Bytes that the host keeps for undo and branches where it is fullest: all that is "other" there."""
+    """Return the bytes that the host keeps for undo and branches where it is fullest: all that is "other" there."""
     return int(host.nbytes[host.totals.argmax(), _OTHER]) if len(host.totals) else 0
 
 
 def when(peak: Peak, numbers: Numbers, with_event: bool = True) -> str:
-    """The moment of a peak, and what is computed then."""
+    """Say the moment of a peak, and what is computed then."""
     at = f"at {format_seconds((peak.began_s + peak.t_s) / 2)}"  # in the middle of what is computed, as it is marked
     if not with_event or not peak.kind:
         return at

@@ -17,14 +17,14 @@ STYLE = """
 
 
 def belonging(one: Picture | Table, whose: str) -> Picture | Table:
-    """The same, saying of which branch and step it is."""
+    """Return the same, saying of which branch and step it is."""
     return (
         replace(one, table=replace(one.table, whose=whose)) if isinstance(one, Picture) else replace(one, whose=whose)
     )
 
 
 def bundle_of(shown: Sequence[Picture | Table]) -> dict[str, str]:
-    """Pictures with their tables, and tables, as one output by MIME type; its SVG is the first picture."""
+    """Put pictures with their tables, and tables, into one output by MIME type; its SVG is the first picture."""
     tables = [one.table if isinstance(one, Picture) else one for one in shown]
     pictures = [one.svg for one in shown if isinstance(one, Picture)]
     # it stands where there are no widgets, and so none of their style sheets

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header: what a picture shows, in words.
+    """Holds rows of text under a header: what a picture shows, in words.
 
     Attributes:
         title: what the table lists.
@@ -32,7 +32,7 @@ class Table:
         return f"{self.title} ({self.whose})" if self.whose else self.title
 
     def to_text(self) -> str:
-        """Aligned columns of plain text."""
+        """Write aligned columns of plain text."""
         lines = [self.header, *self.rows]
         # a row of another length raises, here or in the strict zip
         widths = [max(len(str(row[i])) for row in lines) for i in range(len(self.header))]
@@ -46,7 +46,7 @@ class Table:
         return "\n".join([self.heading, *shown, *([self.note] if self.note else [])])
 
     def to_html(self, *, folded: bool = True) -> str:
-        """An HTML table, inside a fold unless `folded` is off."""
+        """Write an HTML table, inside a fold unless `folded` is off."""
         head = "".join(f'<th scope="col">{escape(str(cell))}</th>' for cell in self.header)
         body = "".join(
             "<tr>"
@@ -66,13 +66,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG and the table behind it, which says whose both are. At the end of a cell it shows itself."""
+    """Holds an SVG and the table behind it, which says whose both are. At the end of a cell it shows itself."""
 
     svg: str
     table: Table
 
     def to_html(self) -> str:
-        """The picture, the table in a fold, and above them whose they are."""
+        """Write the picture, the table in a fold, and above them whose they are."""
         whose = f'<div class="l2l-caption">{escape(self.table.whose)}</div>' if self.table.whose else ""
         return f"{whose}{self.svg}{self.table.to_html()}"
 

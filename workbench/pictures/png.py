@@ -13,7 +13,7 @@ Colour = tuple[int, int, int, int]  # red, green, blue, opacity, each from 0 to 
 
 
 def write_png(pixels: NDArray[np.uint8], palette: Sequence[Colour]) -> bytes:
-    """A PNG of (height, width) numbers of colours; at least one pixel, at most 256 colours."""
+    """Write a PNG of (height, width) numbers of colours; at least one pixel, at most 256 colours."""
     height, width = pixels.shape
     assert height and width and len(palette) <= 256 and int(pixels.max()) < len(palette), (pixels.shape, len(palette))
     lines = np.zeros((height, width + 1), np.uint8)  # before each line the number of its filter: none

@@ -7,7 +7,7 @@ from workbench.session import ProbeRow
 
 
 def probe_words(probe: ProbeRow) -> str:
-    """As "4 batches, 0.8 s per measurement: training batches from step 1 on; give probe=[...] for held-out ones"."""
+    """Say it as "4 batches, 0.8 s per measurement: training batches from step 1 on; give probe=[...] for held-out ones"."""
     cost = "cost not known yet" if probe.seconds is None else f"{format_seconds(probe.seconds)} per measurement"
     count = f"up to {probe.most}" if probe.batches is None else str(probe.batches)
     return f"{count} batch{'' if probe.batches == 1 else 'es'}, {cost}: {_source(probe)}"

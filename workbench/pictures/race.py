@@ -34,12 +34,12 @@ LINE = 24.0  # px, of a branch
 
 
 def show_race(race: Race, axis: Axis = "steps") -> Picture:
-    """The picture and its table."""
+    """Return the picture and its table."""
     return Picture(draw_race(race, axis), race_table(race))
 
 
 def draw_race(race: Race, axis: Axis = "steps") -> str:
-    """An SVG of a race, over this axis.
+    """Draw a race over this axis, as an SVG.
 
     Raises:
         ValueError: there is no such axis.
@@ -72,7 +72,7 @@ def draw_race(race: Race, axis: Axis = "steps") -> str:
 
 
 def race_table(race: Race) -> Table:
-    """A row per branch, the difference at equal compute among it, and what has to be known to read it."""
+    """List a row per branch, the difference at equal compute among it, and what has to be known to read it."""
     first = race.racers[0]
     header = ("branch", "layers", "steps", "loss", "probe", "FLOP", "seconds", "peak memory",
               "probe at equal FLOP", "training loss there")  # fmt: skip

@@ -37,7 +37,7 @@ _SEAM = 728.0  # left of it memory and link, right of it the algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What a relay picture shows beside the moment.
+    """Says what a relay picture shows beside the moment.
 
     Attributes:
         keys: the stack, in order, which says the layers' numbers.
@@ -59,7 +59,7 @@ class Scene:
 
 
 def draw_relay(moment: Moment, keys: Sequence[str], **scene: Any) -> str:
-    """The picture as an SVG string.
+    """Draw the picture as an SVG string.
 
     Args:
         moment: from `Moments`; `Moment()` if there is no step yet.
@@ -71,7 +71,7 @@ def draw_relay(moment: Moment, keys: Sequence[str], **scene: Any) -> str:
 
 
 def relay_html(moment: Moment, scene: Scene) -> str:
-    """The same as HTML in two halves, memory and link, and the algorithm, which a narrow page puts below one another."""
+    """Write the same as HTML in two halves, memory with link, and algorithm; a narrow page puts one below the other."""
     moment, left, right = _halves(moment, scene)
     halves = (
         svg.document(_SEAM, HEIGHT, "Relay", describe(moment, scene.keys), left),
@@ -111,7 +111,7 @@ STYLE = """
 
 
 def describe(moment: Moment, keys: Sequence[str]) -> str:
-    """The moment in a sentence or two; `keys` as of `draw_relay`."""
+    """Say the moment in a sentence or two; `keys` are those of `draw_relay`."""
     numbers = number_layers(keys)
     if moment.phase == "idle":
         return "No step is under way; all layers rest in the EPS."
@@ -132,7 +132,7 @@ def describe(moment: Moment, keys: Sequence[str]) -> str:
 
 
 def event_of(moment: Moment) -> str:
-    """Which event it is, counted from 1: "event 143 of 528"."""
+    """Say which event it is, counted from 1: "event 143 of 528"."""
     of = f" of {moment.count}" if moment.count else ""
     return f"event {moment.i + 1}{of}"
 
@@ -246,7 +246,7 @@ def _draw_foot(moment: Moment, layers: int) -> list[str]:
 
 
 def relay_table(moment: Moment, keys: Sequence[str]) -> Table:
-    """The same in words: what lanes do, what slots hold, where gradients and inputs are."""
+    """Say the same in words: what lanes do, what slots hold, where gradients and inputs are."""
     numbers = number_layers(keys)
 
     def call(key: str | None) -> str:
@@ -285,7 +285,7 @@ def relay_table(moment: Moment, keys: Sequence[str]) -> Table:
 
 
 def show_relay(trace: Trace, i: int | None = None) -> Picture:
-    """A step at event `i`, by time of start; default: a moment in mid-backward at which every lane works."""
+    """Show a step at event `i`, by time of start; default is a moment in mid-backward at which every lane works."""
     moments = Moments.of(trace)
     if not moments.count:
         moment = Moment()

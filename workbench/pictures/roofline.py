@@ -20,7 +20,7 @@ UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 class Point(NamedTuple):
-    """Something that was measured."""
+    """Names something that was measured, with its figures."""
 
     name: str
     intensity: float  # operations per byte of the link
@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 def show_roofline(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[Point]) -> Picture:
-    """Picture and table.
+    """Return picture and table.
 
     Args:
         title: what is shown.
@@ -115,6 +115,6 @@ def _table(title: str, flops_per_s: float, bytes_per_s: float, points: Sequence[
 
 
 def prefixed(value: float) -> str:
-    """A number to three digits, with the prefix of its unit."""
+    """Write a number to three digits, with the prefix of its unit."""
     factor, prefix = next((unit for unit in UNITS if value >= unit[0] * 0.9995), UNITS[-1])
     return f"{value / factor:.3g} {prefix}"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Scale(NamedTuple):
-    """A linear map from values to pixels."""
+    """Maps values to pixels, linearly."""
 
     low: float  # value at `first`
     high: float  # value at `last`
@@ -15,13 +15,13 @@ class Scale(NamedTuple):
     last: float
 
     def __call__(self, value: float) -> float:
-        """Where `value` lies, in pixels; values outside lie outside."""
+        """Return where `value` lies, in pixels; values outside lie outside."""
         # of an empty range every value lies at `first`
         return self.first + (self.last - self.first) * (value - self.low) / ((self.high - self.low) or 1.0)
 
 
 def ticks(low: float, high: float, at_most: int) -> list[float]:
-    """Round values from `low` to `high`, steps of 1, 2 or 5 times a power of ten, `at_most` of them (2 or more)."""
+    """Return round values from `low` to `high`, in steps of 1, 2 or 5 times a power of ten, `at_most` of them (2 or more)."""
     rough = (high - low) / (at_most - 1)
     if not rough > 0:  # not `<=`: NaN ends here as well
         return [low]
@@ -31,7 +31,7 @@ def ticks(low: float, high: float, at_most: int) -> list[float]:
 
 
 def round_up(value: float) -> float:
-    """The next of 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8 times a power of ten: the end of an axis that should not jump."""
+    """Return the next of 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8 times a power of ten: the end of an axis that should not jump."""
     if not value > 0:  # NaN as well
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -40,7 +40,7 @@ def round_up(value: float) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` for people: three digits with s, ms or µs."""
+    """Write `seconds` for people: three digits with s, ms or µs."""
     size = abs(seconds)
     if size >= 0.9995:  # three digits of 999.6 ms would be "1e+03"
         return f"{seconds:.3g} s" if size < 999.5 else f"{seconds:.0f} s"

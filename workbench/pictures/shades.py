@@ -20,7 +20,7 @@ _OUTSIDE = 0.5  # percent of the figures at either end that may lie outside, so 
 
 
 class Kind(NamedTuple):
-    """A figure of layers, as far as showing it goes.
+    """Says how a figure of layers is shown.
 
     Attributes:
         words: what it is called.
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 class Shades(NamedTuple):
-    """A scale from its low end, the first shade, to its high end, the last one."""
+    """Maps figures to shades, from its low end, the first shade, to its high end, the last one."""
 
     low: float
     high: float
@@ -46,7 +46,7 @@ class Shades(NamedTuple):
 
     @staticmethod
     def of(values: NDArray[np.float32], kind: Kind) -> Shades:
-        """Round ends around the finite values."""
+        """Make a scale with round ends around the finite values."""
         known = values[np.isfinite(values)].astype(np.float64)
         if kind.logarithmic:
             low, high = _round_ends(known[known > 0], kind.usual)
@@ -55,14 +55,14 @@ class Shades(NamedTuple):
         return Shades(low, high, kind.logarithmic, bool((known < low).any()), bool((known > high).any()))
 
     def place(self, values: NDArray | float) -> NDArray:
-        """Where values lie between the ends, in [0, 1]; values outside at the ends, NaN stays."""
+        """Return where values lie between the ends, in [0, 1]; values outside lie at the ends, NaN stays."""
         exact, low, high = np.asarray(values, np.float64), self.low, self.high
         if self.logarithmic:
             exact, low, high = np.log10(np.maximum(exact, low)), math.log10(low), math.log10(high)
         return np.clip((exact - low) / (high - low), 0.0, 1.0)
 
     def pixels(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Numbers of colours in `palette`, one for each value."""
+        """Return numbers of colours in `palette`, one for each value, in the shape of `values`."""
         finite = np.isfinite(values)
         # no NaN is cast to an integer, which warns; the high end itself belongs to the last shade
         shade = 1 + np.minimum(SHADES * self.place(np.where(finite, values, self.low)), SHADES - 1).astype(np.uint8)
@@ -70,7 +70,7 @@ class Shades(NamedTuple):
 
 
 def palette() -> list[Colour]:
-    """Nothing, the shades from little to much, and the colour of what is not finite."""
+    """Return the colours: nothing, the shades from little to much, and that of what is not finite."""
     stops = np.array([_rgb(colour) for colour in LITTLE_TO_MUCH], np.float64)
     at = np.linspace(0, len(stops) - 1, SHADES)
     red, green, blue = (
@@ -81,7 +81,7 @@ def palette() -> list[Colour]:
 
 
 def draw_bar(shades: Shades, kind: Kind, left: float, right: float, y: float) -> Iterator[str]:
-    """All shades from left to right, with the values of some of them below, and what is usual above."""
+    """Draw all shades from left to right, with the values of some of them below, and what is usual above."""
 
     def x(value: float) -> float:
         return left + (right - left) * float(shades.place(value))
@@ -99,7 +99,7 @@ def draw_bar(shades: Shades, kind: Kind, left: float, right: float, y: float) ->
 
 
 def shades_marks(shades: Shades, width: float) -> list[float]:
-    """Both ends, and round values between them with room for a number each."""
+    """Return both ends, and round values between them with room for a number each."""
     if shades.logarithmic:
         first, last = math.floor(math.log10(shades.low)), math.ceil(math.log10(shades.high))
         inside = [10.0**power for power in range(first, last + 1)]
@@ -116,7 +116,7 @@ def shades_marks(shades: Shades, width: float) -> list[float]:
 
 
 def show_figure(figure: float) -> str:
-    """At most three digits: 0.0123, 3.2e-4, 1.5e6."""
+    """Write a figure with at most three digits: 0.0123, 3.2e-4, 1.5e6."""
     if figure == 0 or not math.isfinite(figure) or 1e-2 <= abs(figure) < 1e4:
         return f"{figure:.3g}"
     digits, power = f"{figure:.2e}".split("e")

@@ -27,7 +27,7 @@ def draw_shelf(
     versions: Mapping[str, int],
     frozen: frozenset[str],
 ) -> list[str]:
-    """The EPS in a box of at least 250 pixels height, with a title above it."""
+    """Draw the EPS in a box of at least 250 pixels height, with a title above it; sizes are in pixels."""
     still = f", {len(frozen)} frozen" if frozen else ""
     parts = [
         say(x, y - 10, "EPS", size=15, strong=True),

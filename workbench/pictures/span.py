@@ -8,7 +8,7 @@ from workbench.readings import Columns
 
 
 def common_span_s(*traces: Trace) -> float:
-    """The end of an axis that holds all of these steps, for `span_s` of their pictures; a round number.
+    """Return the end of an axis that holds all of these steps, for `span_s` of their pictures; a round number of seconds.
 
     Raises:
         ValueError: no traces.

@@ -17,7 +17,7 @@ Place = tuple[float, str]  # px, what was changed
 
 
 def steps_scale(seen: Sequence[float], changes: Sequence[Change] = ()) -> Scale:
-    """From the first of these steps to the last, with room for all of the last one, which is half a step to either side."""
+    """Make a scale from the first of these steps to the last, with room for all of the last: half a step to either side."""
     first, last = min(seen, default=0.0), max([*seen, *(change.step for change in changes)], default=1.0)
     # not from 0 where that would leave a fifth of the axis empty, as in a run that is continued
     low = 0.0 if first <= max(last / 5, 1.0) else first - 1.0
@@ -25,7 +25,7 @@ def steps_scale(seen: Sequence[float], changes: Sequence[Change] = ()) -> Scale:
 
 
 def draw_steps_axis(x: Scale, top: float, bottom: float) -> Iterator[str]:
-    """Lines on the left and at the bottom, with numbers of steps."""
+    """Draw lines on the left and at the bottom, with numbers of steps."""
     steps = [step for step in ticks(x.low, math.floor(x.high), 11) if step == int(step)]
     yield path(
         f"M{LEFT} {top:g}V{bottom:g}H{RIGHT}" + "".join(f"M{x(step):.1f} {bottom:g}v5" for step in steps), style="axis"
@@ -37,7 +37,7 @@ def draw_steps_axis(x: Scale, top: float, bottom: float) -> Iterator[str]:
 
 
 def place_changes(changes: Sequence[Change], x: Scale) -> list[Place]:
-    """Where each change lies, between two steps; changes in one place are one."""
+    """Return where each change lies, between two steps; changes in one place are one."""
     by_step: dict[int, list[str]] = {}
     for change in changes:
         by_step.setdefault(change.step, []).append(change.what)
@@ -45,7 +45,7 @@ def place_changes(changes: Sequence[Change], x: Scale) -> list[Place]:
 
 
 def change_lines(places: Sequence[Place], top: float, bottom: float) -> str:
-    """Commands of a path: an upright line at every place, where they are not too close."""
+    """Return commands of a path: an upright line at every place, where they are not too close."""
     lines, end = [], -math.inf
     for at, _ in places:
         if at >= end + APART:
@@ -55,7 +55,7 @@ def change_lines(places: Sequence[Place], top: float, bottom: float) -> str:
 
 
 def name_changes(places: Sequence[Place], baselines: Sequence[float]) -> Iterator[str]:
-    """Names in rows, the first that fit."""
+    """Write each name into the first row that has room for it; a name that fits in none is left out."""
     free = [0.0] * len(baselines)
     for at, what in places:
         words = cut_short(what, 34)
@@ -69,5 +69,5 @@ def name_changes(places: Sequence[Place], baselines: Sequence[float]) -> Iterato
 
 
 def cut_short(words: str, letters: int) -> str:
-    """At most so many letters, an ellipsis instead of the rest."""
+    """Return at most so many letters, with an ellipsis instead of the rest."""
     return words if len(words) <= letters else words[: letters - 1].rstrip() + "…"

@@ -15,7 +15,7 @@ PAGE = "var(--jp-layout-color1,Canvas)"  # the colour behind the picture
 
 
 def document(width: float, height: float, title: str, description: str, parts: Iterable[str], left: float = 0) -> str:
-    """A whole picture from `left` on, with a title and a description for those who do not see it."""
+    """Write a whole picture from `left` on, with a title and a description for those who do not see it."""
     # with its own style: in a file there is no page around it that would have one
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="l2l" viewBox="{left:g} 0 {width:g} {height:g}" width="100%" role="img" '
@@ -27,7 +27,7 @@ def document(width: float, height: float, title: str, description: str, parts: I
 
 
 def text(x: float, y: float, words: str, *, style: str = "", anchor: str = "start", fill: str = "") -> str:
-    """Words at a point on their baseline; `style` names classes of the theme, `anchor` is start, middle or end."""
+    """Write words at a point on their baseline; `style` names classes of the theme, `anchor` is start, middle or end."""
     named = f' class="{style}"' if style else ""
     placed = f' text-anchor="{anchor}"' if anchor != "start" else ""
     filled = f' fill="{fill}"' if fill else ""
@@ -46,7 +46,7 @@ def rect(
     tip: str = "",
     key: str | None = None,
 ) -> str:
-    """A rectangle; `tip` is shown under the pointer, `key` says of which layer it is."""
+    """Write a rectangle; `tip` is shown under the pointer, `key` says of which layer it is."""
     named = f' class="{style}"' if style else ""
     filled = f' fill="{fill}"' if fill else ""
     rounded = f' rx="{r:g}"' if r else ""
@@ -55,12 +55,12 @@ def rect(
 
 
 def of_layer(key: str | None) -> str:
-    """The attribute by which a page knows of which layer an element is."""
+    """Write the attribute by which a page knows of which layer an element is; nothing if it is of none."""
     return f' data-key="{escape(key)}"' if key is not None else ""
 
 
 def image(x: float, y: float, width: float, height: float, png: bytes) -> str:
-    """A PNG that lies in the picture itself, stretched to a box; its pixels stay sharp."""
+    """Write a PNG that lies in the picture itself, stretched to a box; its pixels stay sharp."""
     return (
         f'<image x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}" preserveAspectRatio="none" '
         f'style="image-rendering:pixelated" href="data:image/png;base64,{b64encode(png).decode()}"/>'
@@ -68,7 +68,7 @@ def image(x: float, y: float, width: float, height: float, png: bytes) -> str:
 
 
 def path(d: str, *, style: str = "", stroke: str = "", fill: str = "", width: float = 0, dash: str = "") -> str:
-    """A path from its commands."""
+    """Write a path from its commands."""
     named = f' class="{style}"' if style else ""
     stroked = f' stroke="{stroke}"' if stroke else ""
     filled = f' fill="{fill}"' if fill else ""
@@ -78,19 +78,19 @@ def path(d: str, *, style: str = "", stroke: str = "", fill: str = "", width: fl
 
 
 def group(parts: Iterable[str], *, style: str = "", transform: str = "") -> str:
-    """Parts that share a class or a place."""
+    """Put parts together that share a class or a place."""
     named = f' class="{style}"' if style else ""
     moved = f' transform="{transform}"' if transform else ""
     return f"<g{named}{moved}>{''.join(parts)}</g>"
 
 
 def seamed(words: str, width: float = 3) -> str:
-    """Words over lines or areas, with a seam in the colour of the page."""
+    """Write words over lines or areas, with a seam in the colour of the page, `width` px wide."""
     return f'<g style="paint-order:stroke;stroke:{PAGE};stroke-width:{width:g}px;stroke-linejoin:round">{words}</g>'
 
 
 def hatch(x: float, y: float, width: float, height: float, pitch: float = 5) -> str:
-    """Commands of a path that strokes a box with slanted lines, inside its edges; join several into one path."""
+    """Return commands of a path that fills a box with slanted lines, inside its edges; join several into one path."""
     strokes = []
     start = x - height
     at = start + pitch * max(0, -(-(x - start - height) // pitch))

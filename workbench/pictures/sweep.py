@@ -18,7 +18,7 @@ SHORT_S = 0.25  # a step that takes less would flicker
 
 
 class Sweep(NamedTuple):
-    """Columns to draw; see `draw_timeline` for the fields."""
+    """Holds columns to draw; see `draw_timeline` for the fields."""
 
     now: Columns
     before: Columns | None
@@ -28,7 +28,7 @@ class Sweep(NamedTuple):
 
 
 def sweep_of(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
-    """What to draw of a snapshot; None if there is nothing yet.
+    """Return what to draw of a snapshot; None if there is nothing yet.
 
     Args:
         now: the session.
@@ -47,13 +47,13 @@ def sweep_of(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
 
 
 def failed_trace(now: Snapshot) -> Trace | None:
-    """The step that the session has just failed on for want of device memory; None if there is no such step."""
+    """Return the step that the session has just failed on for want of device memory; None if there is no such step."""
     trace = now.failure.trace if now.failure is not None else None
     return trace if trace is not None and trace.failed is not None and trace.failed.asked_bytes else None
 
 
 def sweep_of_failed(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
-    """The same of that step, up to where it failed, over the last finished one; None if there is no such step."""
+    """Return the same of that step, up to where it failed, over the last finished one; None if there is no such step."""
     trace = failed_trace(now)
     if trace is None or trace.failed is None:
         return None
@@ -63,7 +63,7 @@ def sweep_of_failed(now: Snapshot, span_s: float = 0.0) -> Sweep | None:
 
 
 def words_of_sweep(now: Snapshot, sweep: Sweep | None) -> str:
-    """Of which branch and step it is, left of the cursor and right of it."""
+    """Say of which branch and step it is, left of the cursor and right of it."""
     if sweep is None or sweep.now_s is None:
         return now.shown_words
     before = f"; right of the cursor, {now.shown_words}" if sweep.before is not None else ""

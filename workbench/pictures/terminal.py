@@ -43,7 +43,7 @@ ASCII = str.maketrans(
 
 
 def text_view(now: Snapshot, *, columns: int = COLUMNS, encoding: str = "utf-8") -> str:
-    """A session as plain text: how the last step went, its layers, the loss, what binds it.
+    """Write a session as plain text: how the last step went, its layers, the loss, what binds it.
 
     Args:
         now: the session.
@@ -54,7 +54,7 @@ def text_view(now: Snapshot, *, columns: int = COLUMNS, encoding: str = "utf-8")
 
 
 def print_view(now: Snapshot, file: TextIO) -> None:
-    """The same to a file: as wide as its terminal, and with colour if that has it."""
+    """Print the same to a file: as wide as its terminal, and with colour if that has it."""
     console = Console(file=file)
     # an old console of Windows would show the codes for colours as letters
     writes_ansi = console.is_terminal and not console.no_color and not console.legacy_windows
@@ -73,7 +73,7 @@ def _render(now: Snapshot, columns: int, encoding: str, colours: str | None) -> 
 
 
 def readable(said: str, encoding: str) -> str:
-    """The text itself, or in ASCII where the encoding cannot write it; every letter stays one letter."""
+    """Return the text itself, or in ASCII where the encoding cannot write it; every letter stays one letter."""
     try:
         said.encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -162,7 +162,7 @@ def _loss(now: Snapshot) -> Iterator[RenderableType]:
 
 
 def sparkline(values: Sequence[float], most: int) -> str:
-    """A curve of at most so many letters, each the mean of its steps; "x" where none of them is finite."""
+    """Return a curve of at most so many letters, each the mean of its steps; "x" where none of them is finite."""
     groups = min(len(values), most)
     bounds = [round(i * len(values) / groups) for i in range(groups + 1)]
     means = []

@@ -85,15 +85,15 @@ font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tab
 
 
 def kind_colour(kind: str) -> str:
-    """Colour of an event's kind, grey for one that is not known."""
+    """Return the colour of an event's kind, grey for one that is not known."""
     return KIND_COLOURS.get(kind, GREY)
 
 
 def category_colour(category: str) -> str:
-    """Colour of a memory category, grey for one that is not known."""
+    """Return the colour of a memory category, grey for one that is not known."""
     return CATEGORY_COLOURS.get(category, GREY)
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever reads on a colour of the palette."""
+    """Return black or white, whichever reads on a colour of the palette."""
     return "#000" if colour in _DARK_TEXT else "#fff"

@@ -50,7 +50,7 @@ def draw_timeline(
     keys: Iterable[str] = (),
     said: Sequence[str] = (),
 ) -> str:
-    """The lanes of a step as SVG, below 60 kB whatever the number of events.
+    """Draw the lanes of a step as SVG, below 60 kB whatever the number of events.
 
     Args:
         now: the events of the step.
@@ -94,7 +94,7 @@ def draw_timeline(
 
 
 def show_timeline(trace: Trace, span_s: float | None = None) -> Picture:
-    """The timeline of a step with what binds each phase, and its table; of a step that failed, with how it ended.
+    """Show the timeline of a step with what binds each phase, and its table; of a step that failed, with how it ended.
 
     Args:
         trace: of the step.
@@ -110,7 +110,7 @@ def _failure_of(trace: Trace) -> list[str]:
 
 
 def timeline_table(trace: Trace) -> Table:
-    """Per lane: events, bytes, busy and exposed seconds; overlap and what binds each phase in the note."""
+    """List per lane events, bytes, busy and exposed seconds; the note has overlap and what binds each phase."""
     columns = Columns.of(trace)
     summary = timeline_summary(columns)
     rows = []

@@ -22,7 +22,7 @@ COLOURS: dict[How, str] = {"without": VERMILION, "twice": BLUE}
 
 
 def show_trials(layers: Sequence[LayerRow], found: Collection[Trial], numbers: Numbers, now: Moment) -> Picture:
-    """Bars from 0, one or two for every layer that was tried, and a table of the same with the verdicts.
+    """Draw bars from 0, one or two for every layer that was tried, and make a table of the same with the verdicts.
 
     Args:
         layers: in order; of others nothing is shown.

@@ -18,7 +18,7 @@ _COUNTS = 0.05  # a share of a step below which a phase binds nothing
 
 
 class Term(NamedTuple):
-    """A word of the glossary, and what stands in its place."""
+    """Names a word of the glossary, and what stands in its place."""
 
     word: str
     shown: str = ""
@@ -28,7 +28,7 @@ Said = Sequence[str | Term]
 
 
 def verdict_of(trace: Trace, found: Sequence[Bound], budget_bytes: int | None, in_core_bytes: int | None) -> Said:
-    """What binds a step, how much of its copying is hidden, and whether it fits, in one line.
+    """Say what binds a step, how much of its copying is hidden, and whether it fits, in one line.
 
     Args:
         trace: of a finished step.
@@ -42,19 +42,19 @@ def verdict_of(trace: Trace, found: Sequence[Bound], budget_bytes: int | None, i
 
 
 def plain(said: Said) -> str:
-    """A line without explanations."""
+    """Return a line without explanations."""
     return "".join(one if isinstance(one, str) else one.shown or one.word for one in said)
 
 
 def verdict_html(whose: str, said: Said) -> str:
-    """The line for a page, of a step as the session calls it (or of none); its terms explain themselves."""
+    """Write the line for a page, of a step as the session calls it (or of none); its terms explain themselves."""
     words = "".join(escape(one) if isinstance(one, str) else term(*one) for one in said)
     step = f'<span class="l2l-step">{escape(whose)}</span>' if whose else ""
     return f'<div class="l2l-verdict">{step}{words}</div>'
 
 
 def bounds_table(found: Sequence[Bound], title: str) -> Table:
-    """What binds each phase, and what would help."""
+    """List what binds each phase, and what would help."""
     rows = []
     for bound in found:
         share = f"{100 * bound.idle_s / bound.span_s:.0f} %" if bound.span_s else "–"

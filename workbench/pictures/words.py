@@ -21,7 +21,7 @@ def say(
     anchor: str = "start",
     fill: str = "",
 ) -> str:
-    """Words of a size; `svg.text` has the sizes of the theme only."""
+    """Write words of any size in px; `svg.text` has the sizes of the theme only."""
     # the size is an attribute, and a class that has a size would win over it: `small` has no place here
     named = f' class="{style}"' if style else ""
     placed = f' text-anchor="{anchor}"' if anchor != "start" else ""
@@ -31,17 +31,17 @@ def say(
 
 
 def turn_of(k: int, micro_batches: int) -> str:
-    """Which micro-batch, counted from 1: "3/8"; nothing if there is none."""
+    """Say which micro-batch it is, counted from 1: "3/8"; nothing if there is none."""
     return f"{k + 1}/{micro_batches}" if k >= 0 else ""
 
 
 def shorten(words: str, most: int) -> str:
-    """At most so many characters, the last one an ellipsis if some are left out."""
+    """Return at most so many characters, the last one an ellipsis if some are left out."""
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def draw_stash(x: float, y: float, width: float, moment: Moment, place: str) -> list[str]:
-    """Stash bytes at one place; the number of inputs stands where they are kept."""
+    """Draw the stash bytes at one place; the number of inputs stands where they are kept."""
     nbytes = (moment.device if place == "device" else moment.host).get("stash", 0)
     # both places by one measure, so that their bars can be compared
     share = nbytes / moment.stash_peak_bytes if moment.stash_peak_bytes else 0.0
