@@ -18,7 +18,7 @@ HELD_OUT_OF = 10  # one file in so many is held out
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text to train on and text to judge by, from different files.
+    """Holds text to train on and text to judge by, from different files.
 
     Attributes:
         train, held_out: bytes, shape (n,), uint8.
@@ -31,7 +31,7 @@ class Corpus:
 
 
 def find_sources(folder: Path) -> list[str]:
-    """The Python files below `folder` that count, as paths relative to it with forward slashes, sorted."""
+    """List the Python files below `folder` that count, as paths relative to it with forward slashes, sorted."""
     paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
     # _sysconfigdata_*.py says how and where this Python was built: no text to learn from
     wanted = (p for p in paths if not LEFT_OUT & set(p.parts[:-1]) and not p.name.startswith("_sysconfigdata"))
@@ -39,7 +39,7 @@ def find_sources(folder: Path) -> list[str]:
 
 
 def is_held_out(path: str) -> bool:
-    """Whether a file is held out; depends on its path alone."""
+    """Tell whether a file is held out; that depends on its path alone."""
     return zlib.crc32(path.encode()) % HELD_OUT_OF == 0
 
 
@@ -67,7 +67,7 @@ def _read(folder: Path, paths: list[str]) -> torch.Tensor:
 
 
 def draw_windows(text: torch.Tensor, rows: int, context: int, generator: torch.Generator) -> torch.Tensor:
-    """Random windows of a text.
+    """Draw random windows of a text.
 
     Args:
         text: (n,), uint8.
@@ -88,7 +88,7 @@ def draw_windows(text: torch.Tensor, rows: int, context: int, generator: torch.G
 
 
 def byte_entropy(text: torch.Tensor) -> float:
-    """Entropy of the single bytes of a text, (n,) uint8, in nats per byte.
+    """Return the entropy of the single bytes of a text, (n,) uint8, in nats per byte.
 
     It is the loss of the best model that knows how frequent each byte is, and nothing of what stands before it.
     """

@@ -50,7 +50,7 @@ RECORDED, REPORT = "run.jsonl.gz", "report.html"
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the demo: 0 if relay and in core were equal and the target was reached, 1 if not, 2 if it could not start."""
+    """Run the demo; return 0 if relay and in core were equal and the target was reached, 1 if not, 2 if it could not start."""
     began_s = time.perf_counter()
     try:
         settings = choose(args)
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def make_device(name: str, settings: Settings) -> Device:
-    """The device that `--device` names."""
+    """Make the device that `--device` names."""
     return EmulatedDevice(memory_bytes=settings.budget_bytes) if name == "emulated" else resolve_device(name)
 
 
@@ -103,7 +103,7 @@ def one_thread() -> Iterator[None]:
 
 
 def make_model(settings: Settings) -> GPT2LMHeadModel:
-    """An untrained GPT over bytes."""
+    """Make an untrained GPT over bytes."""
     config = GPT2Config(
         vocab_size=256,
         bos_token_id=None,
@@ -125,7 +125,7 @@ def make_model(settings: Settings) -> GPT2LMHeadModel:
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves biases and norms alone."""
+    """Make an AdamW that decays matrices and leaves biases and norms alone."""
     matrices = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -133,7 +133,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> LambdaLR:
-    """A linear warm-up over 20 steps, times a half cosine that ends at a tenth."""
+    """Make a linear warm-up over 20 steps, times a half cosine that ends at a tenth."""
 
     def factor(step: int) -> float:
         return min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / settings.steps)))
@@ -142,7 +142,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> Lambd
 
 
 def draw_batch(text: torch.Tensor, settings: Settings, generator: torch.Generator) -> Batch:
-    """Windows of a text, each byte to be told from those before it."""
+    """Draw windows of a text, in which each byte is to be predicted from those before it."""
     windows = draw_windows(text, settings.rows, settings.context, generator)  # (rows, context)
     return {"input_ids": windows, "labels": windows}
 
@@ -215,7 +215,7 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
 
 
 def step_both(relay: Relay, in_core: InCore, batch: Batch) -> tuple[StepResult, Compared]:
-    """The same step in core and by relay, and how they compare."""
+    """Make the same step in core and by relay, and return how they compare."""
     began_s = time.perf_counter()
     in_core_loss = in_core.step(batch)
     in_core_s = time.perf_counter() - began_s
@@ -232,12 +232,12 @@ def _params(model: nn.Module) -> list[nn.Parameter]:
 
 
 def count_params(model: nn.Module) -> int:
-    """Number of weights."""
+    """Return the number of weights."""
     return sum(param.numel() for param in model.parameters())
 
 
 def show_progress(steps: int, done: Sequence[Step]) -> Iterator[int]:
-    """Step numbers from 1, under a progress bar that shows the last losses of `done`."""
+    """Yield step numbers from 1, under a progress bar that shows the last losses of `done`."""
     pace_s = 0.2 if sys.stderr.isatty() else 10.0  # a log gets a few lines instead of thousands
     with tqdm(total=steps, desc="training", unit="step", mininterval=pace_s, dynamic_ncols=True) as bar:
         for step in range(1, steps + 1):
@@ -252,7 +252,7 @@ def show_progress(steps: int, done: Sequence[Step]) -> Iterator[int]:
 
 
 def write(run: Run, folder: Path, summary: Mapping[str, Any]) -> str:
-    """Write every file into `folder`; what they are and how to look at them."""
+    """Write every file into `folder`; return what they are and how to look at them."""
     run.last.to_chrome(folder / "trace.json")
     run.last.to_jsonl(folder / "trace.jsonl")
     run.last.to_memory_snapshot(folder / "trace.pickle")

@@ -26,7 +26,7 @@ BYTES_PER_PARAM = 16  # in core: float32 weight, gradient and AdamW's two moment
 
 
 def introduce(settings: Settings, corpus: Corpus, device: Device, num_params: int) -> str:
-    """A few lines on what is about to run."""
+    """Say in a few lines what is about to run."""
     train, held_out = format_bytes(len(corpus.train)), format_bytes(len(corpus.held_out))
     budget = "" if device.ledger.limit_bytes else "no memory budget; "
     rows = [
@@ -44,7 +44,7 @@ def introduce(settings: Settings, corpus: Corpus, device: Device, num_params: in
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as aligned text; the last cell of a row is not padded."""
+    """Write rows of cells as aligned text; the last cell of a row is not padded."""
     columns = max(len(row) for row in rows)
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
     return "\n".join(
@@ -53,7 +53,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_run(run: Run) -> str:
-    """The table: relay against in core."""
+    """Write the table of relay against in core."""
     rows = [(run.device, "relay", "in core", "")]
     for one in run.compared:
         verdict = "equal" if one.relay_loss == one.in_core_loss else "DIFFERENT"
@@ -94,12 +94,12 @@ def _judge_budget(run: Run) -> str:
 
 
 def format_verdicts(run: Run, checked: bool) -> str:
-    """Whether relay and in core are equal, and how far the held-out loss fell; `checked`: whether it had to."""
+    """Say whether relay and in core are equal, and how far the held-out loss fell; `checked` says whether it had to."""
     return f"{_judge_equality(run)}\n{_judge_loss(run, checked)}"
 
 
 def judge(run: Run, checked: bool) -> dict[str, str]:
-    """The verdicts by subject, for the record of the run."""
+    """Return the verdicts by subject, for the record of the run."""
     device_bytes = [format_bytes(nbytes) for nbytes in (run.relay_device_bytes, run.in_core_device_bytes)]
     relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
     verdicts = {"equality": _judge_equality(run), "learning": _judge_loss(run, checked)}
@@ -121,7 +121,7 @@ _SIGNS = {"ok": "✓", "FAILED": "✕", "-": ""}
 
 
 def levels_of(entropy: float, target: float) -> list[tuple[str, float]]:
-    """Losses to compare with: names and nats per byte."""
+    """Return losses to compare with: names and nats per byte."""
     return [("entropy of single bytes, held-out text", entropy), (f"target, {target:g} of it", target * entropy)]
 
 
@@ -149,7 +149,7 @@ def _judge_loss(run: Run, checked: bool) -> str:
 
 
 def draw_run(run: Run) -> str:
-    """The loss curve as SVG."""
+    """Draw the loss curve as SVG."""
     return draw_loss(
         run.steps,
         title=f"{run.settings.layers}-layer byte-level GPT, trained by relay",
@@ -160,7 +160,7 @@ def draw_run(run: Run) -> str:
 
 
 def summarize(run: Run, checked: bool, seconds: float) -> dict[str, Any]:
-    """Everything measured, for machines; sizes in bytes, times in seconds, losses in nats per byte."""
+    """Return everything measured, for machines; sizes in bytes, times in seconds, losses in nats per byte."""
     return {
         "settings": asdict(run.settings),
         "machine": {

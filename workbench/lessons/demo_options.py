@@ -11,7 +11,7 @@ from workbench.lessons.demo_values import FULL, QUICK, Settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m workbench demo`."""
+    """Add the options of `python -m workbench demo`."""
     whole = _at_least(int, 1)
     parser.add_argument(
         "--quick", action="store_true", help="a small model for a few seconds, without a target to reach"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose(args: argparse.Namespace) -> Settings:
-    """The settings that the options ask for.
+    """Return the settings that the options ask for.
 
     Raises:
         ValueError: a width that the heads do not divide.

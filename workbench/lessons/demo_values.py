@@ -16,7 +16,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, on what, and how. Widths, windows and learning rate: tuned to learn fast in few steps."""
+    """Says what is trained, on what, and how. Widths, windows and learning rate are tuned to learn fast in few steps."""
 
     layers: int = 24
     width: int = 64
@@ -41,7 +41,7 @@ QUICK = Settings(layers=6, width=32, steps=30, compared=3, judged_every=10, judg
 
 @dataclass(frozen=True)
 class Step:
-    """One training step by relay."""
+    """Holds what one training step by relay gave."""
 
     step: int  # from 1
     loss: float
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Compared:
-    """One step by relay and in core."""
+    """Holds what one step gave by relay and in core."""
 
     step: int
     relay_loss: float
@@ -65,7 +65,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured."""
+    """Holds what was measured."""
 
     settings: Settings
     device: str
@@ -86,7 +86,7 @@ class Run:
         return all(map(self.is_equal, self.compared))
 
     def is_equal(self, one: Compared) -> bool:
-        """Whether one step was equal; where arithmetic is not this CPU's, whether its losses were close."""
+        """Tell whether one step was equal; where arithmetic is not this CPU's, whether its losses were close."""
         if self.exact:
             return one.relay_loss == one.in_core_loss and one.unequal_weights == 0
         return math.isclose(one.relay_loss, one.in_core_loss, rel_tol=self.settings.close)
@@ -107,5 +107,5 @@ class Run:
         return self.share <= self.settings.target
 
     def median_s(self, who: str) -> float:
-        """Median seconds of a compared step, "relay" or "in_core"; the first, which warms up, counts only if alone."""
+        """Return the median seconds of a compared step, "relay" or "in_core"; the first, a warm-up, counts only if alone."""
         return statistics.median(getattr(one, f"{who}_s") for one in self.compared[1:] or self.compared)

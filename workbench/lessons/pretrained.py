@@ -50,7 +50,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model that puts text into classes, and the tokenizer that goes with it.
+    """Holds a model that puts text into classes, and the tokenizer that goes with it.
 
     Attributes:
         model: in training mode, float32, on the CPU.
@@ -65,7 +65,7 @@ class Classifier:
     pretrained: bool
 
     def encode(self, texts: Sequence[str], labels: Sequence[int] | None = None, length: int = 64) -> Batch:
-        """A batch: input_ids and attention_mask, (rows, positions) int64, and labels (rows,) if given.
+        """Make a batch: input_ids and attention_mask, (rows, positions) int64, and labels (rows,) if given.
 
         Args:
             length: most positions; there are as many as the longest text needs.
@@ -84,7 +84,7 @@ class Classifier:
 def load_classifier(
     texts: Sequence[str], num_labels: int = 2, sources: Sequence[str] | None = None, seed: int = 0
 ) -> Classifier:
-    """A classifier from the first source that has one; prints which one that was.
+    """Load a classifier from the first source that has one; print which one that was.
 
     Args:
         texts: to train on; the small model takes its words from them, the pretrained one has its own.
@@ -133,7 +133,7 @@ def _small(texts: Sequence[str], num_labels: int) -> tuple[nn.Module, Any]:
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer of whole words: the most frequent ones of `texts`; others are unknown to it."""
+    """Make a tokenizer of whole words: the most frequent ones of `texts`; others are unknown to it."""
     counts = Counter(word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text.lower()))
     words = sorted(counts, key=lambda word: (-counts[word], word))[:WORDS]
     core = Tokenizer(WordLevel({word: i for i, word in enumerate([*SPECIAL, *words])}, unk_token="[UNK]"))

@@ -26,7 +26,7 @@ Plan = Callable[[int, int, int], Schedule]  # of the first step, the number of s
 
 @dataclass(frozen=True)
 class Recipe:
-    """A published way to change the depth.
+    """Describes a published way to change the depth.
 
     Attributes:
         name: of the recipe.

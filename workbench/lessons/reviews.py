@@ -26,7 +26,7 @@ HELD_OUT_OF = 5  # one sentence in so many is held out
 
 
 class Review(NamedTuple):
-    """A sentence, and whether it praises (1) or blames (0)."""
+    """Holds a sentence, and whether it praises (1) or blames (0)."""
 
     text: str
     label: int
@@ -34,7 +34,7 @@ class Review(NamedTuple):
 
 @dataclass(frozen=True)
 class Reviews:
-    """Sentences to train on and sentences to judge by.
+    """Holds sentences to train on and sentences to judge by.
 
     Attributes:
         train, held_out: in an order that mixes labels and lengths.
@@ -51,7 +51,7 @@ class Reviews:
 def load_reviews(
     train: int | None = None, held_out: int | None = None, sources: Sequence[str] | None = None, seed: int = 0
 ) -> Reviews:
-    """Labelled sentences from the first source that has them; prints which one that was.
+    """Load labelled sentences from the first source that has them; print which one that was.
 
     Args:
         train, held_out: at most so many; default all.
@@ -72,7 +72,7 @@ def load_reviews(
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a sentence is held out; depends on its text alone."""
+    """Tell whether a sentence is held out; that depends on its text alone."""
     return zlib.crc32(text.encode()) % HELD_OUT_OF == 0
 
 

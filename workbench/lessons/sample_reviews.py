@@ -23,7 +23,7 @@ KEPT_OF = 3  # one sentence in so many that the grammar allows is kept
 
 
 def make_sentences() -> list[tuple[str, int]]:
-    """(sentence, 1 for praise or 0 for blame), always the same."""
+    """Return pairs of a sentence and 1 for praise or 0 for blame; they are always the same."""
     return [each for each in _all() if zlib.crc32(each[0].encode()) % KEPT_OF == 0]
 
 

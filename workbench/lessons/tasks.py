@@ -20,7 +20,7 @@ class Watched(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """Something to do in the panels.
+    """Describes something to do in the panels.
 
     Attributes:
         ask: what to do.
@@ -103,7 +103,7 @@ RACE = Task(
 
 
 class Tasks:
-    """A list of tasks that shows what is done. At the end of a cell it shows the list; running the cell again looks again.
+    """Lists tasks and shows which are done. It shows itself at the end of a cell; running the cell again looks again.
 
     What happened before the tasks were set does not count, and what is done stays done.
 
@@ -118,7 +118,7 @@ class Tasks:
         self._done: set[int] = set()
 
     def look(self) -> list[bool]:
-        """Which of them are done."""
+        """Return which of them are done."""
         now = self._bench.snapshot()
         self._done |= {i for i, task in enumerate(self._tasks) if task.is_done(self._before, now)}
         return [i in self._done for i in range(len(self._tasks))]

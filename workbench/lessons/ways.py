@@ -30,7 +30,7 @@ LOSS = 12  # per output and token: logits, their logarithmic softmax, and the gr
 
 @dataclass(frozen=True)
 class Way:
-    """What a step needs and takes, trained in one way.
+    """Says what a step needs and takes, trained in one way.
 
     Attributes:
         name: of the way.
@@ -50,17 +50,17 @@ class Way:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device."""
+        """Bytes of the device at the peak, of all categories together."""
         return sum(self.device_bytes.values())
 
     def fits(self, memory_bytes: float, host_bytes: float = math.inf) -> bool:
-        """Whether device and host have room for it."""
+        """Tell whether device and host have room for it."""
         return self.peak_bytes <= memory_bytes and self.host_bytes <= host_bytes
 
 
 @dataclass(frozen=True)
 class Step:
-    """A model, a machine, and a batch.
+    """Describes a step: a model, a machine, and a batch.
 
     Args:
         config: of a transformer; its family must be one that forecasts know, see `l2l_core.forecast_config`.
@@ -91,22 +91,22 @@ class Step:
 
     @cached_property
     def model(self) -> ModelShapes:
-        """Its shapes."""
+        """Shapes of the model."""
         return shapes_of_config(self.config)
 
     def ways(self) -> Sequence[Way]:
-        """All five, from the simplest on."""
+        """Return all five, from the simplest on."""
         return (self.in_core(), self.recompute(), self.zero_offload(), self.fsdp_offload(), self.relay())
 
     # -- in core -------------------------------------------------------------------------------------------------------
 
     def in_core(self) -> Way:
-        """16 bytes per parameter, and the activations of all layers. The update itself is not timed: it is short there."""
+        """Count 16 bytes per parameter, and the activations of all layers. The update itself is not timed: it is short there."""
         kept = self.model.depth * self._graph_bytes + self._loss_bytes
         return Way("in core", self.micro_batches, {**self._lasting, "activations": kept}, 0, 3 * self._forward_s, 0)
 
     def recompute(self) -> Way:
-        """As in core, with every layer run once more."""
+        """Train as in core, with every layer run once more."""
         return Way(
             "recompute",
             self.micro_batches,
@@ -124,7 +124,7 @@ class Step:
     # -- the optimizer on the host -------------------------------------------------------------------------------------
 
     def zero_offload(self) -> Way:
-        """Weights stay; a micro-batch's gradients leave during its backward; the host updates when all have come.
+        """Keep weights on the device; gradients leave in a micro-batch's backward; the host updates when all have come.
 
         On the device are gradients of two layers, on the host gradients in the precision of compute. Of the paper's variants
         it is the one without delayed updates, which would not be the same training.
@@ -145,7 +145,7 @@ class Step:
         )
 
     def fsdp_offload(self) -> Way:
-        """Everything on the host in float32; every micro-batch loads each layer twice, and its gradients leave.
+        """Keep everything on the host in float32; every micro-batch loads each layer twice, and its gradients leave.
 
         On the device are two layers and the shell. Copies for the cast, and gradients that are added up on the host while
         the next ones come, are left out. The optimizer's step comes after backward.
@@ -158,7 +158,7 @@ class Step:
         return Way("FSDP, offload", k, on_device, (2 * MASTER + ADAM) * N, seconds, 3 * MASTER * N * k)
 
     def relay(self) -> Way:
-        """The engine's forecast, with the stash on the host."""
+        """Return the engine's forecast, with the stash on the host."""
         settings = RelayConfig(precision=self.precision, stash="host")  # type: ignore[arg-type] - checked there
         told = forecast_config(
             self.config,
@@ -175,7 +175,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Of the batch."""
+        """Number of tokens in the batch."""
         return self.rows * self.length
 
     @property
@@ -219,13 +219,13 @@ class Step:
 
 
 def every_cut(step: Step) -> Sequence[Way]:
-    """All ways, with the batch cut into every number of equal micro-batches that there is."""
+    """Return all ways, with the batch cut into every number of equal micro-batches that there is."""
     counts = [count for count in range(1, step.rows + 1) if step.rows % count == 0]
     return [way for count in counts for way in replace(step, micro_batches=count).ways()]
 
 
 def best_of(ways: Iterable[Way], memory_bytes: float, host_bytes: float = math.inf) -> Mapping[str, Way]:
-    """By name of the way, the fastest one that fits; where none does, the one that needs the least of the device."""
+    """Return by name of the way the fastest one that fits; where none does, the one that needs the least of the device."""
 
     def rank(way: Way) -> tuple[bool, float]:
         return (False, way.seconds) if way.fits(memory_bytes, host_bytes) else (True, way.peak_bytes)
@@ -237,7 +237,7 @@ def best_of(ways: Iterable[Way], memory_bytes: float, host_bytes: float = math.i
 
 
 def llama(size: str) -> Any:
-    """Configurations of three published models: "1 B" (TinyLlama), "7 B" and "70 B" (Llama 2).
+    """Return the configuration of a published model: "1 B" (TinyLlama), "7 B" or "70 B" (Llama 2).
 
     Raises:
         ValueError: another size.
