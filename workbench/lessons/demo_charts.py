@@ -69,7 +69,7 @@ def format_run(run: Run) -> str:
     ]
     state = format_bytes(BYTES_PER_PARAM * run.num_params)
     notes = [
-        "Device memory counts every storage on the device, from its making to its end. Of what in core needs,",
+        "Device memory counts every storage on the device as long as it exists. Of what in core needs,",
         f"{state} are weights, gradients and AdamW's state, the rest activations. Times: median of the compared",
         "steps but the first, the two in turn on one core. In backward the relay runs layers forward once more.",
     ]

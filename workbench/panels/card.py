@@ -76,7 +76,7 @@ class CardPanel(Panel):
         self._list = make_dropdown("card of", [_NONE], "320px")
         self._list.observe(lambda change: self._choose_listed(change["new"]), "value")
         self._before = self._button("Layer before", "chevron-left", "Choose the layer before", lambda: self._move(-1))
-        self._after = self._button("Layer behind", "chevron-right", "Choose the layer behind", lambda: self._move(1))
+        self._after = self._button("Layer behind", "chevron-right", "Choose the next layer", lambda: self._move(1))
         self._look = self._button("Look again", "refresh", "Look at the weights as they are now", self._look_again)
         chooser = _row(self._list, self._before, self._after, self._look)
         acts = [self._build_act(words, icon) for words, icon in _EDITS.items()]

@@ -40,7 +40,7 @@ class Figure(NamedTuple):
 _FIGURES: Sequence[Figure] = (
     Figure("size of the stream (rms)", BLUE, lambda one: None if one.left is None else one.left.rms, from_zero=True),
     Figure("added / stream", VERMILION, lambda one: one.added, logarithmic=True),
-    Figure("cosine before and behind", GREEN, lambda one: one.cosine),
+    Figure("cosine of input and output", GREEN, lambda one: one.cosine),
 )
 _ADDED = Kind("added / stream", logarithmic=True, over="largest")
 

@@ -140,7 +140,7 @@ def _depth_words(one: Written, numbers: Numbers) -> str:
 
 
 def _text_words(seen: Inside) -> str:
-    return f"Always the likeliest token, behind the first {seen.prompt} tokens of the row (marked)."
+    return f"Always the likeliest token, after the first {seen.prompt} tokens of the row (marked)."
 
 
 def _written_html(seen: Inside, one: Written, decode: Decode | None) -> str:
