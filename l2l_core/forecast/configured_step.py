@@ -62,7 +62,7 @@ class ConfiguredStep:
 
 
 def costs_of(step: ConfiguredStep) -> Costs:
-    """What a forecast of the step is made of."""
+    """Say what a forecast of the step is made of."""
     model, machine, micro_batches = step.model, step.machine, step.config.micro_batches
     known = min(micro_batches, _KNOWN)
     profile = _profile_of(step, known)

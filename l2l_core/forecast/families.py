@@ -29,7 +29,7 @@ class Graph:
     scores: float
 
     def nbytes(self, model: ModelShapes, rows: int, length: int) -> int:
-        """Of one layer and micro-batch."""
+        """Return the bytes for one layer and one micro-batch of `rows` rows and `length` tokens each."""
         per_token = self.width * model.width + self.inner * model.inner + self.scores * model.heads * length
         return round(rows * length * per_token)
 
@@ -66,7 +66,7 @@ class ModelShapes:
     adapters: tuple[Shape, ...] = ()
 
     def with_adapters(self, shapes: Sequence[Shape]) -> ModelShapes:
-        """The same model frozen, with parameters of these shapes in every layer, which are trained."""
+        """Return the same model frozen, with trained parameters of these shapes in every layer."""
         return replace(self, layer=(*self.layer, *shapes), adapters=tuple(shapes))
 
     @property
@@ -86,17 +86,17 @@ class ModelShapes:
 
 
 def count(shapes: tuple[Shape, ...]) -> int:
-    """Elements."""
+    """Count the elements of these shapes."""
     return sum(map(math.prod, shapes))
 
 
 def slot_numel(shapes: tuple[Shape, ...]) -> int:
-    """Elements of a flat buffer that holds them, padding included."""
+    """Count the elements of a flat buffer that holds parameters of these shapes, padding included."""
     return sum(aligned(math.prod(shape)) for shape in shapes)
 
 
 def shapes_of_config(config: Any) -> ModelShapes:
-    """Read a configuration.
+    """Read the shapes of a model off its configuration, as transformers has it.
 
     Raises:
         ValueError: a family that is not known here; a forecast of the built model works for every one.
@@ -130,7 +130,7 @@ def _bert(config: Any) -> ModelShapes:
         *_linear(inner, width),
         *_norm(width),
     )
-    head = (*_linear(width, width), *_norm(width), (words,))
+    head = (*_linear(width, width), *_norm(width), (words,))  # the bias of the outputs is the head's own, tied or not
     tables = ((words, width), (config.max_position_embeddings, width), (config.type_vocab_size, width), *_norm(width))
     own = () if getattr(config, "tie_word_embeddings", True) else _linear(width, words)
     return ModelShapes(
@@ -151,7 +151,7 @@ def _bert(config: Any) -> ModelShapes:
 
 def _gpt2(config: Any) -> ModelShapes:
     width, words = config.n_embd, config.vocab_size
-    inner = config.n_inner or 4 * width
+    inner = config.n_inner or 4 * width  # None is the default, and stands for that
     layer = (
         *_norm(width),
         *_linear(width, 3 * width),
@@ -181,14 +181,14 @@ def _llama(config: Any) -> ModelShapes:
     width, inner, words, kind = config.hidden_size, config.intermediate_size, config.vocab_size, config.model_type
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or width // heads
+    size = getattr(config, "head_dim", None) or width // heads  # Qwen3 says it, and it need not be width // heads
     bias = bool(getattr(config, "attention_bias", False))
-    bias_in = bias or kind == "qwen2"
+    bias_in = bias or kind == "qwen2"  # whose queries, keys and values have biases that no setting tells of
     layer = (
         *_linear(width, heads * size, bias_in),
         *_linear(width, groups * size, bias_in) * 2,
         *_linear(heads * size, width, bias),
-        *((size,),) * (2 if kind == "qwen3" else 0),
+        *((size,),) * (2 if kind == "qwen3" else 0),  # norms of queries and of keys
         *_linear(width, inner, bool(getattr(config, "mlp_bias", False))) * 2,
         *_linear(inner, width, bool(getattr(config, "mlp_bias", False))),
         (width,),
@@ -207,6 +207,7 @@ def _llama(config: Any) -> ModelShapes:
         tied=not own,
         per_row=False,
         length=None,
+        # no scores: without dropout in attention, which is the default here, the fused kernel keeps none
         graphs={"fp32": Graph(36, 16, 0), "bf16": Graph(26, 8, 0)},
     )
 

@@ -24,7 +24,7 @@ class Change(NamedTuple):
 
 
 def advise(step: ConfiguredStep, batch: int, memory_bytes: int | None, host_bytes: int | None) -> str:
-    """Settings that together make the step fit, in words; each is taken only if its place still lacks room."""
+    """Find settings that together make the step fit, and say them in words; one is taken only if its place still lacks room."""
     taken: dict[str, str] = {}  # words by kind
     limits = {"device": memory_bytes, "host": host_bytes}
     for place, limit in limits.items():

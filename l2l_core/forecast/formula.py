@@ -107,19 +107,19 @@ class Sized(NamedTuple):
 
     @staticmethod
     def of(machine: Machine, precision: str, params: int, trained: int) -> Sized:
-        """One of which every parameter computes and moves, without padding."""
+        """Make one of which every parameter computes and moves, without padding."""
         return Sized(params, trained, cost_of_moving(machine, precision, params, trained, trained))
 
 
 def cost_of_moving(machine: Machine, precision: str, loaded: int, pushed: int, updated: int) -> LayerCost:
-    """The cost of a layer, or of the shell, from numbers of elements: in the slot, in its gradient, and trained ones."""
+    """Make the cost of a layer, or of the shell, from numbers of elements: in its slot, in its gradient, and trained ones."""
     gradient_bytes = 4 * pushed
     update_s = updated / machine.update_params_per_s
     return LayerCost(weight_itemsize(precision) * loaded, gradient_bytes, gradient_bytes, update_s=update_s)
 
 
 def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
-    """The fields of a `Profile`, with the memory at its peak as with one layer ahead; see `costs_by_formula`."""
+    """Make the fields of a `Profile`, with the memory at its peak as with one layer ahead; see `costs_by_formula`."""
     layer_trained, shell_trained = shapes.trained
     layers = [
         Sized.of(machine, shapes.precision, params, trained)
@@ -130,6 +130,7 @@ def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:
         "weights": shell.moving.load_bytes + weight_slots(1) * max(layer.moving.load_bytes for layer in layers),
         "gradients": shell.moving.push_bytes + gradient_slots(1) * max(layer.moving.push_bytes for layer in layers),
     }
+    # With the stash on the host: one that leaves, one that arrives, an input and its gradient.
     parked = 4 if shapes.stash == "host" else len(layers) * shapes.micro_batches
     peak = {**slots, "stash": parked * shapes.boundary_bytes, "activations": shapes.activation_bytes}
     settings = {name: getattr(shapes, name) for name in ("micro_batches", "stash", "precision")}
@@ -145,7 +146,7 @@ def costs_by_formula(
     tokens: int,
     boundary_bytes: int,
 ) -> dict[str, Any]:
-    """The fields of a `Profile`, but for its memory.
+    """Make the fields of a `Profile`, but for its memory.
 
     A token costs 2 operations per parameter forward, 6 in backward with recompute, 4 without (the last layer does not run
     twice). Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1. Of a frozen parameter backward needs 2
@@ -179,10 +180,11 @@ def costs_by_formula(
     ]
     turn = [
         Op("forward", keys[last], last, forward_s(layers[last])),
-        Op("loss", SHELL, -1, forward_s(shell) + backward_s(shell)),
+        Op("loss", SHELL, -1, forward_s(shell) + backward_s(shell)),  # without recompute, as the last layer's backward
         Op("backward", keys[last], last + 1, backward_s(layers[last])),
     ]
     first = 0 if shell.trained else next(i for i, layer in enumerate(layers) if layer.trained)
+    # A turn of backward gets the layer's input and the gradient of its output, and leaves the gradient of its input.
     backward = [
         Stay(keys[i], visit, turns([Op("backward", keys[i], visit, seconds)], 2, 1))
         for i in range(last - 1, first - 1, -1)

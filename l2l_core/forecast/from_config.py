@@ -34,7 +34,7 @@ def forecast_config(
     emulated: bool = False,
     adapters: Sequence[Shape] = (),
 ) -> Forecast:
-    """What a step would need and take, from a configuration of transformers and a machine's figures alone.
+    """Forecast a step from a configuration of transformers and a machine's figures alone: bytes, seconds, and what binds.
 
     Args:
         config: of one of the families in `families.py`.

@@ -43,7 +43,7 @@ class Costs:
 def forecast_costs(
     costs: Costs, config: RelayConfig, figures: Mapping[str, Any], host_limit_bytes: int | None = None
 ) -> Forecast:
-    """The forecast from costs.
+    """Make the forecast of a step from its costs.
 
     Args:
         costs: measured, or by formula.
@@ -53,6 +53,7 @@ def forecast_costs(
     """
     profile = stretch(costs.profile, costs.stands)
     trace = simulate(profile, config, figures)
+    # The EPS keeps its buffers in a pool: those that earlier steps took are there, needed or not.
     gradients = max(gradient_buffer_bytes(profile, trace), costs.pooled_bytes)
     trace = _with_host(trace, {**costs.host, "gradients": gradients})
     memory_bytes = figures.get("memory_bytes")
@@ -61,6 +62,7 @@ def forecast_costs(
     return Forecast(
         seconds=trace.span_s + costs.around_s,
         trace=trace,
+        # of the few micro-batches and not of the stretched step: both make steps of other sizes from them
         hiding_micro_batches=hiding_micro_batches(costs.profile, config, figures),
         largest_depth=largest_depth(costs.profile, costs.stands, budgets),
         config=config,

@@ -38,7 +38,7 @@ class LastStep:
     now: Kind
 
     def forms(self) -> list[Any] | None:
-        """Shapes of its micro-batches; None if it failed, or the model, its layers or settings are others now."""
+        """Return the shapes of its micro-batches; None if it failed, or the model, its layers or settings are others now."""
         trace, kind = self.trace, self.kind
         if trace is None or kind is None or trace.step != self.number:
             return None
@@ -57,7 +57,7 @@ def forecast_step(
     host_limit_bytes: int | None,
     last: LastStep,
 ) -> Forecast:
-    """The forecast of a relay's step: from its last one if that was of the same kind, else from a rehearsal.
+    """Forecast a relay's next step: from its last one if that was of the same kind, else from a rehearsal.
 
     Arguments and errors are those of `Relay.forecast`; `rehearsal` has the relay's parts. Where the step does not fit the
     device, `Forecast.advice` says what would.
@@ -82,7 +82,7 @@ def forecast_step(
 def search(
     rehearsal: Rehearsal, batch: Batch, config: RelayConfig, figures: Mapping[str, Any], budget_bytes: int
 ) -> WhatFits:
-    """Settings with which a step on this batch fits, found by rehearsing a few micro-batches with each that is tried.
+    """Look for settings with which a step on this batch fits; a few micro-batches are rehearsed with each that is tried.
 
     Raises:
         Whatever the model raises on the batch with any settings.

@@ -15,7 +15,7 @@ from l2l_core.trace import Trace
 
 
 def gradient_buffer_bytes(profile: Profile, trace: Trace) -> int:
-    """Bytes of all buffers.
+    """Add up the bytes of all buffers of gradients that the EPS needs in a step.
 
     Args:
         profile: whose parts are the gradients that leave micro-batch by micro-batch.
@@ -34,7 +34,8 @@ def _apart_bytes(profile: Profile, trace: Trace) -> int:
     changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
     seen: set[tuple[str, int]] = set()
     for push, reduce in zip(pushes, reduces, strict=False):
-        if (reduce.layer, reduce.k) in seen:
+        if (reduce.layer, reduce.k) in seen:  # the first one's buffer becomes the sum, and is among `kept`
+            # Taken when its compute event ended: the push itself may have waited for the lane.
             stops_s = issued[push.k]
             changes[reduce.nbytes] += [(stops_s[bisect_right(stops_s, push.start_s) - 1], 1), (reduce.stop_s, -1)]
         seen.add((reduce.layer, reduce.k))
@@ -54,7 +55,7 @@ def _whole_bytes(profile: Profile, trace: Trace) -> int:
     issued_s: dict[str, float] = {}
     for event in trace.lanes["compute"]:
         if event.kind in ("backward", "loss"):
-            issued_s[event.layer] = issued_s[SHELL] = event.stop_s
+            issued_s[event.layer] = issued_s[SHELL] = event.stop_s  # the shell's gradient leaves at the very end
     used_s = {event.layer: event.stop_s for event in trace.lanes["eps"] if event.kind == "update"}
     sizes = {key: layer.push_bytes for key, layer in profile.layers.items() if layer.push_bytes and key in used_s}
     changes: dict[int, list[tuple[float, int]]] = defaultdict(list)

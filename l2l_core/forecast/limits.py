@@ -36,7 +36,7 @@ class Budgets:
 
 
 def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> int | None:
-    """Most layers that fit both budgets, None without a limit; deeper stacks have more layers like the middle one.
+    """Find the most layers that fit both budgets, None without a limit; deeper stacks have more layers like the middle one.
 
     Args:
         profile: of a few micro-batches, with the stash alone in its host memory.
@@ -70,11 +70,11 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
 
 
 def hiding_micro_batches(profile: Profile, config: RelayConfig, figures: Mapping[str, Any]) -> int | None:
-    """The smallest number of micro-batches with which the link binds neither forward nor backward; None if none does.
+    """Find the least number of micro-batches with which the link binds neither forward nor backward; None if there is none.
 
     Numbers are tried in simulations as long as those are short; beyond, the arithmetic of `micro_batches_to_hide` decides.
     """
-    bare = with_memory(profile, lambda memory: ())
+    bare = with_memory(profile, lambda memory: ())  # what binds is a matter of events; samples would only be added up
     most = max(_SIMULATED, MOST_EVENTS // (2 * len(profile.stays)))
 
     def trace_of(count: int) -> Trace:
@@ -104,6 +104,7 @@ def _by_arithmetic(trace: Trace, micro_batches: int) -> int | None:
         for lane in COPY_LANES:
             visits = [visit for visit in work.in_phase(phase) if visit[lane]]
             events = [event for visit in visits for event in visit[lane]]
+            # With a micro-batch's number a push is that of its own gradient, and grows with the number of them.
             fixed_s = sum(e.stop_s - e.start_s for e in events if e.kind in ("load", "push") and e.k < 0)
             whole_s = sum(e.stop_s - e.start_s for e in events)
             compute_s = sum(e.stop_s - e.start_s for visit in visits for e in visit["compute"])

@@ -22,9 +22,10 @@ from l2l_core.trace import Trace
 def costs_of_rehearsal(
     rehearsal: Rehearsal, micro_batches: Sequence[Any], config: RelayConfig, most_passes: int | None = None
 ) -> Costs:
-    """Costs from a rehearsal of at most a few of these micro-batches, timed at most so often."""
+    """Take the costs from a rehearsal of a few of these micro-batches, which is timed at most `most_passes` times."""
     chosen, stands = representatives([form_of(micro_batch) for micro_batch in micro_batches])
     found = rehearsal.run([micro_batches[k] for k in chosen], config, most_passes)
+    # All weights that the pass itself has booked: bfloat16 casts for a device that cannot cast on the way.
     wire_bytes = max((held.get("weights", 0) for place, held in _samples(found.profile) if place == "host"), default=0)
     host = {**_standing(rehearsal), "optimizer": found.state_bytes}
     host["weights"] = host.get("weights", 0) + wire_bytes
@@ -36,7 +37,7 @@ def costs_of_rehearsal(
 def costs_of_step(
     rehearsal: Rehearsal, trace: Trace, recorded: Sequence[Any], asked: Sequence[Any], config: RelayConfig
 ) -> Costs | None:
-    """Costs from the last step; None if it was of another kind.
+    """Take the costs from the last step; None if it was of another kind.
 
     Args:
         rehearsal: whose parts they are.
@@ -52,6 +53,7 @@ def costs_of_step(
         or any(was.get(name) != getattr(config, name) for name in same)
         # one without overlap has other rings and buffers; that there are further slots is reckoned below
         or (was["ahead"] > 0) != (config.ahead > 0)
+        # a step that was metered took longer, as the first of a shape does
         or was.get("metered") != (config.meter == "always")
     ):
         return None
@@ -61,6 +63,7 @@ def costs_of_step(
     profile = Profile.of(trace)
     slot_bytes = weight_itemsize(config.precision) * rehearsal.parts.slot_numel
     profile = with_memory(profile, partial(_with_more_slots, (config.ahead - was["ahead"]) * slot_bytes))
+    # No trace tells what came after its last event.
     around_s = min((event.start_s for event in trace.events), default=0.0)
     return _costs(rehearsal, profile, stands, around_s, _standing(rehearsal), f"step {trace.step}, measured", 0)
 

@@ -26,13 +26,14 @@ class Rise:
     left: int
 
     def then(self, other: Rise) -> Rise:
-        """This one, and the other after it."""
+        """Join this one and another one after it."""
         return Rise(max(self.high, self.left + other.high), self.left + other.left)
 
     def times(self, count: int) -> Rise:
-        """This one over and over."""
+        """Repeat this one `count` times."""
         if count == 0:
             return Rise(0, 0)
+        # Where each one takes something away, the first is the highest; otherwise the last.
         return Rise(self.high + max(0, (count - 1) * self.left), count * self.left)
 
 
@@ -57,14 +58,14 @@ class WalkedTurn:
         return {place: _difference(self.after[place], self.before[place]) for place in PLACES}
 
     def on(self, state: Mapping[str, Bytes]) -> TurnCost:
-        """The turn with its samples, had it begun with `state` in the memories."""
+        """Return the turn with the samples that it would have, had it begun with `state` in the memories."""
         samples = [tuple((place, total(state[place], more)) for place, more in steps) for steps in self.steps]
         return self.turn._replace(
             ops=tuple(op._replace(memory=memory) for op, memory in zip(self.turn.ops, samples, strict=True))
         )
 
     def rise(self, place: str) -> Rise:
-        """What it does to the total of a place."""
+        """Say what the turn does to the total of a place."""
         highs = [sum(held.values()) for steps in self.steps for where, held in steps if where == place]
         return Rise(max([0, *highs]), sum(self.added[place].values()))
 
@@ -91,7 +92,7 @@ class MemoryWalk:
                 self.turns[index, turn.k] = WalkedTurn(turn, before, dict(state))
 
     def rise(self, place: str, stands: Sequence[int], copies: Mapping[str, int]) -> Rise:
-        """What the whole step does to a memory's total, from an empty one.
+        """Say what the whole step does to a memory's total, which is empty before it.
 
         Args:
             place: one of `PLACES`.
@@ -117,7 +118,7 @@ class MemoryWalk:
 
 
 def total(a: Bytes, b: Bytes) -> dict[str, int]:
-    """Both together; what comes to nothing is left out."""
+    """Add two readings of a memory up by category; what comes to 0 is left out."""
     return {name: n for name in dict.fromkeys((*a, *b)) if (n := a.get(name, 0) + b.get(name, 0))}
 
 

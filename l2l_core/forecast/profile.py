@@ -45,7 +45,7 @@ class Profile:
 
     @staticmethod
     def of(trace: Trace) -> Profile:
-        """The profile of a recorded training step.
+        """Make the profile of a recorded training step.
 
         Raises:
             ValueError: the trace holds no whole training step.
@@ -55,7 +55,7 @@ class Profile:
 
     @staticmethod
     def of_shapes(shapes: Shapes, machine: Machine) -> Profile:
-        """A profile by formula, from a model's shapes and a machine's figures alone; see `costs_of_shapes`."""
+        """Make a profile by formula, from a model's shapes and a machine's figures alone; see `costs_of_shapes`."""
         return Profile(**costs_of_shapes(shapes, machine))
 
     @property
@@ -69,19 +69,19 @@ class Profile:
         return [turn for _, turns in self.by_stay() for turn in turns]
 
     def by_stay(self) -> Iterator[tuple[int, tuple[TurnCost, ...]]]:
-        """The turns of every stay with its index, in order of time; those before the first layer with `START`."""
+        """Go through the turns of every stay with its index, in order of time; those before the first layer have `START`."""
         yield START, self.start
         yield from enumerate(stay.turns for stay in self.stays)
 
     def with_turns(self, change: Callable[[int, tuple[TurnCost, ...]], Iterable[TurnCost]], **others: Any) -> Profile:
-        """The profile with what `change` makes of every item of `by_stay`, in that order, and with other fields."""
+        """Return the profile with what `change` makes of every item of `by_stay`, in that order, and with other fields."""
         # in order and once each, since a change may carry what fills the memories from turn to turn
         start, *rest = [tuple(change(index, turns)) for index, turns in self.by_stay()]
         stays = tuple(stay._replace(turns=turns) for stay, turns in zip(self.stays, rest, strict=True))
         return replace(self, start=start, stays=stays, **others)
 
     def with_micro_batches(self, count: int) -> Profile:
-        """The same step with `count` micro-batches of the same size: the recorded ones, over and over."""
+        """Return the same step with `count` micro-batches of the same size: the recorded ones are repeated."""
         if count == self.micro_batches:
             return self
         return self.with_turns(
@@ -90,7 +90,7 @@ class Profile:
         )
 
     def aggregated(self) -> Profile:
-        """The micro-batches of every stay taken together, as if they were one: far fewer events, the same sums."""
+        """Take the micro-batches of every stay together, as if they were one: far fewer events, the same sums."""
         closing = tuple(job for job in self.closing if job.k < 0)
         return self.with_turns(lambda _, turns: (_together(turns),), closing=closing)
 
@@ -153,7 +153,7 @@ def _together(turns: Sequence[TurnCost]) -> TurnCost:
             parts=_parts_together(known.parts + op.parts),
             memory=op.memory,
         )
-    totals = (sum(turn[field] for turn in turns) for field in range(2, 5))
+    totals = (sum(turn[field] for turn in turns) for field in range(2, 5))  # batch, fetch and stash bytes
     return TurnCost(-1, tuple(sums.values()), *totals)
 
 

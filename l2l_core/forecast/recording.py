@@ -25,6 +25,7 @@ class Recording:
         self._compute = self._lanes["compute"]
         self._visits = visits_of(self._compute)
         self._first_s = min((event.start_s for event in trace.events), default=0.0)
+        # The first group is what comes before the first layer: a step has more than that.
         if not self._visits[1:] or not any(event.kind == "backward" for event in self._compute):
             raise ValueError(f"{trace!r} is no whole training step, so there is nothing to replay")
         self._starts: dict[int, list[float]] = defaultdict(list)  # by micro-batch
@@ -40,7 +41,7 @@ class Recording:
         }
 
     def costs(self) -> dict[str, Any]:
-        """The fields of a `Profile`."""
+        """Make the fields of a `Profile`."""
         self._sort_stash()
         jobs = self._sort_gradients()
         memory = self._memory()

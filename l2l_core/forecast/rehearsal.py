@@ -103,6 +103,7 @@ class Rehearsal:
         parts = replace(self.parts, device=device, host=host, place=InHostMemory(device, host))
         blocks = _blocks_of(parts)
         casts = [block.cast for block in blocks]
+        # A real device is not copied, so its ledger is the relay's: the peak of a step must stay that of the step.
         peak, limit_bytes = device.ledger.peak, device.ledger.limit_bytes
         device.ledger.limit_bytes = None  # what does not fit is what a forecast is asked for
         try:
@@ -119,12 +120,13 @@ class Rehearsal:
     @contextmanager
     def _dry_store(self, parts: Parts) -> Iterator[LayerStore]:
         """An EPS without effect; its work is over when the block is left, however it is left."""
+        # Copies: the dry EPS clears them, and notes its own, on the same units.
         stats = [dict(unit.stats) for unit in parts.units]
         dry = dry_store(self.store, parts.host, parts.device.host_empty)
         try:
             yield dry
         except BaseException:
-            dry.roll_back()
+            dry.roll_back()  # waits for its jobs: clipping sets the `grad` that is cleared below
             raise
         finally:
             for param in parts.model.parameters():

@@ -28,7 +28,7 @@ MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
 
 
 def simulate(profile: Profile, config: RelayConfig, device: Device | Mapping[str, Any] | None = None) -> Trace:
-    """What a step with these costs would look like.
+    """Replay a step with these costs on a virtual clock.
 
     Args:
         profile: costs, recorded or by formula.
@@ -155,11 +155,13 @@ class _Replay:
         for layer in window:
             if layer not in self._slots:
                 free = [slot for slot, other in enumerate(self._slots) if other not in window]
+                # Of equals the first one, as `Prefetch` takes it: events hold the slot's number, and a test compares them.
                 slot = max(free, key=lambda slot: self._next_use(self._slots[slot], index))
                 self._slots[slot], self._there_s[layer] = layer, math.inf
                 nbytes, arrived = self._layers[layer].load_bytes, partial(self._there_s.__setitem__, layer)
                 self._h2d.trickle(self._t, "load", layer, nbytes, self._itemsize, arrived, slot)
         layer = self._profile.stays[index].layer
+        # It trickles still: whoever waits for a layer sends the rest of it, as in the loop.
         if self._there_s[layer] == math.inf:
             self._h2d.flush(self._t)
         self._wait(self._there_s[layer])
@@ -212,10 +214,11 @@ class _Replay:
             self._left_s = self._d2h.send(self._t, "stash", "", turn.stash_bytes, turn.k, visit)
         if not self._overlap:
             self._wait(self._left_s)
-        self._d2h.turn(self._t)
+        self._d2h.turn(self._t)  # behind the stash, as in `Stash.park`
 
     def _take_buffer(self, stay: Stay) -> None:
         """Wait until a gradient buffer is free: there are two of them, or one if nothing overlaps. Frozen layers need none."""
+        # With overlap one gradient may still be leaving, without it none: a bool is 1 or 0.
         while stay.is_backward and stay.layer in self._trained and len(self._pushed_s) > self._overlap:
             self._wait(self._pushed_s.popleft())
 
@@ -224,10 +227,12 @@ class _Replay:
         cost = self._layers[layer]
         if not cost.push_bytes:
             return
+        # First: only when the last piece of the push before is sent is it known when that gradient has been used.
         self._d2h.flush(self._t)
         if self._config.update == "eager" and len(self._updated_s) >= MAX_UNDER_WAY:
             self._wait(self._updated_s[-MAX_UNDER_WAY])
 
+        # Deferred updates wait for all gradients: the profile has them in `closing`.
         works = [("reduce", cost.reduce_s), ("update", cost.update_s)][: 1 + (self._config.update == "eager")]
         job = _Job(math.inf, [Job(kind, layer, -1, seconds, cost.block_bytes) for kind, seconds in works])
 
@@ -237,10 +242,12 @@ class _Replay:
             self._run_eps()
 
         self._jobs.append(job)
+        # 4: a gradient is float32 in either precision.
         self._d2h.trickle(self._t, "push", layer, cost.push_bytes, 4, then)
 
     def _run_eps(self) -> None:
         """Let the EPS do, in order, what can be begun."""
+        # The first one alone is asked: the EPS is one thread, so a gradient that still trickles holds up those behind it.
         while self._jobs and self._jobs[0].ready_s < math.inf:
             job = self._jobs.popleft()
             self._eps_s = max(self._eps_s, job.ready_s)

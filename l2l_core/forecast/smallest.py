@@ -43,7 +43,7 @@ class Priced:
 
     @staticmethod
     def of(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> Priced:
-        """From costs; `figures` are those of the device."""
+        """Make one from costs; `figures` are those of the device."""
 
         def time_s() -> float:
             return simulate(stretch(costs.profile, costs.stands), config, figures).span_s + costs.around_s
@@ -65,7 +65,7 @@ Price = Callable[[RelayConfig], Priced | None]  # None: the step cannot be made 
 
 
 def device_bytes(costs: Costs) -> int:
-    """Device bytes at the peak of a step."""
+    """Return the device bytes at the peak of a step."""
     return MemoryWalk(costs.profile).rise("device", costs.stands, {}).high
 
 
@@ -122,7 +122,7 @@ def what_fits(price: Price, asked: RelayConfig, rows: int, budget_bytes: int, mo
         ValueError: the step cannot be made with any settings that were tried.
     """
     until_s = time.monotonic() + most_s
-    known: dict[RelayConfig, Priced | None] = {}
+    known: dict[RelayConfig, Priced | None] = {}  # a price may be a rehearsal, and some settings are asked for twice
 
     def priced(config: RelayConfig) -> Priced | None:
         if config not in known:
@@ -130,6 +130,7 @@ def what_fits(price: Price, asked: RelayConfig, rows: int, budget_bytes: int, mo
         return known[config]
 
     counts = _counts(asked.micro_batches, rows)
+    # Without layers ahead: fewer slots and no room for what moves, so nothing needs less.
     serial = [_descend(priced, replace(asked, ahead=0, stash=stash), counts) for stash in get_args(StashPlace)]
     least = min((found for each in serial for found in _falling(each)), key=_size, default=None)
     if least is None:

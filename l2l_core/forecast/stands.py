@@ -22,7 +22,7 @@ class Representatives(NamedTuple):
 
 
 def representatives(forms: Sequence[Any]) -> Representatives:
-    """Which micro-batches of a step to rehearse, given the shapes of all, and which of those stands for each.
+    """Choose micro-batches of a step to rehearse, given the shapes of all, and say which of the chosen stands for each.
 
     Micro-batches of one form in a row are alike but for the first two, that find the pipeline filling, and the very last.
     """
@@ -39,7 +39,7 @@ def representatives(forms: Sequence[Any]) -> Representatives:
 
 
 def pattern(known: int, count: int) -> list[int]:
-    """Which of `known` micro-batches stands for each of `count` of their size."""
+    """Say which of `known` micro-batches stands for each of `count` of their size."""
     usual = max(0, min(2, known - 2)) if known > 1 else 0
     head = list(range(usual))
     last = [known - 1] if count > 1 else []
@@ -48,7 +48,7 @@ def pattern(known: int, count: int) -> list[int]:
 
 
 def in_turn(known: int, count: int) -> list[int]:
-    """The same with all that are known: the first and the last stand for themselves, the inner ones in turn.
+    """Do the same with all that are known: the first and the last stand for themselves, the inner ones take turns.
 
     `pattern` lets one stand for all inner ones, so that equal ones follow one another; this keeps how they were spread.
     """
@@ -69,13 +69,13 @@ class StandIn(NamedTuple):
 
 
 def from_the_middle(keys: Sequence[str], middle: float, turning: str) -> list[str]:
-    """Layers in the order in which a stack can do without them: nearest to `middle` first, the one where forward turns never."""
+    """List layers in the order in which a stack can do without them: nearest to `middle` first, but never the turning one."""
     at = {key: index for index, key in enumerate(keys)}
     return sorted((key for key in keys if key != turning), key=lambda key: abs(at[key] - middle))
 
 
 def stack_of(keys: Sequence[str], depth: int, turning: str, alike: Sequence[str]) -> list[str]:
-    """The known layers that stand for those of a stack of `depth`: inner ones repeated, or less of the middle.
+    """List the known layers that stand for those of a stack of `depth`: inner ones are repeated, or some of the middle left out.
 
     Copies are shared out among all layers that are `alike`, so that none counts for more than the others.
     """
@@ -89,7 +89,7 @@ def stack_of(keys: Sequence[str], depth: int, turning: str, alike: Sequence[str]
 
 
 def in_chunks(stack: Sequence[str], turning: str, most: int) -> list[StandIn]:
-    """The stack in at most so many pieces of about the same size; the ends are by themselves."""
+    """Cut the stack into at most `most` pieces of about the same size; the first and the last layer are pieces of their own."""
     inner = max(0, len(stack) - 2)
     pieces = min(inner, max(1, most - 2))
     edges = sorted(

@@ -16,7 +16,7 @@ from l2l_core.forecast.stands import StandIn
 
 
 def stretch(profile: Profile, stands: Sequence[int]) -> Profile:
-    """The step with `len(stands)` micro-batches, the k-th of which is as the profile's micro-batch `stands[k]`."""
+    """Make the step with `len(stands)` micro-batches, the k-th of which is as the profile's micro-batch `stands[k]`."""
     if list(stands) == list(range(profile.micro_batches)):
         return profile
     walk = MemoryWalk(profile)
@@ -33,7 +33,7 @@ def stretch(profile: Profile, stands: Sequence[int]) -> Profile:
 
 
 def with_memory(profile: Profile, change: Callable[[Memory], Memory]) -> Profile:
-    """The profile with other memory samples."""
+    """Return the profile with what `change` makes of its memory samples."""
 
     def changed(index: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
         for turn in turns:
@@ -52,7 +52,7 @@ class Repeated(NamedTuple):
 
 
 def repeat(stays: Sequence[Stay], stack: Sequence[StandIn]) -> list[Repeated]:
-    """Every stay once per layer that has its costs, in the order of the stack, backward in reverse; visits are numbered anew."""
+    """Repeat every stay for each layer that has its costs, in the order of the stack, backward in reverse; number visits anew."""
     by_source: dict[str, list[StandIn]] = {}
     for layer in stack:
         by_source.setdefault(layer.source, []).append(layer)

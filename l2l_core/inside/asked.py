@@ -85,7 +85,7 @@ def _at_least(least: int, name: str, value: Any) -> int:
 
 def _whole(value: Any) -> int | None:
     """A whole number of any library as an `int`; None for whatever else, True and False among it."""
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # `index` takes True for 1
         return None
     try:
         return operator.index(value)

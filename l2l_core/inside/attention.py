@@ -33,7 +33,7 @@ _SOFTMAXES = {functional.softmax, torch.softmax, torch.Tensor.softmax, torch.spe
 
 
 class AttentionMaps(TorchFunctionMode):
-    """In force while a layer runs.
+    """Notes the attention maps of a layer while it is in force; use it as a context manager.
 
     Args:
         rows: how many there are.
@@ -56,8 +56,10 @@ class AttentionMaps(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # In here PyTorch has put the mode away: what is computed for a map, or within `func`, is not overheard again.
         result = func(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
+            # Autocast would multiply in low precision what `_scaled` has made float32.
             with torch.autocast(result.device.type, enabled=False):
                 self._take(result.shape, lambda: _scaled(self._row, self._positions, *args, **kwargs))
         elif func is functional.multi_head_attention_forward:
@@ -80,7 +82,9 @@ class AttentionMaps(TorchFunctionMode):
                 f"{self._rows} row(s): its first dimension is not the rows, so which part belongs to one row cannot be told"
             )
             return
+        # Only now: in a result of another shape there need not be a row of this number.
         corner = find().detach()[:, : self._positions, : self._positions]
+        # A copy: a view would keep the whole map alive, and the layer may go on to write to it.
         self.found.append(corner.to("cpu", torch.float32, copy=True))
 
 
@@ -101,13 +105,14 @@ def _scaled(
     As PyTorch documents them, without dropout; a query that sees no key gives a weight of 0 to each.
     """
     rows = max(len(query), len(key))  # one of them may be the same for all
+    # Of the queries the first ones, but all keys: the softmax of a query is over all of them.
     q, k = (
         each.expand(rows, -1, -1, -1)[row].float() for each in (query[:, :, :positions], key)
     )  # (heads, either, features)
     if enable_gqa:
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
     scores = (q @ k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if is_causal:
+    if is_causal:  # counted from the first query and key, as PyTorch does: the first queries alone see the same keys
         scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
     if attn_mask is not None:
         full = attn_mask.expand(rows, *query.shape[1:3], key.shape[2])[row, :, :positions]

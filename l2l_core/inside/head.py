@@ -17,6 +17,7 @@ from torch import nn
 
 from l2l_core.batches import Objective, leaves_in
 
+# By context: micro-batches are greenlets that take turns on one model, and each greenlet has a context of its own.
 _outputs: ContextVar[list[Any]] = ContextVar("outputs of the model that runs in this context")
 
 
@@ -43,7 +44,7 @@ class Read:
     def __call__(self, model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Any, Any, Any]:
         with _outputs_of(model) as seen:
             loss = self.objective(model, micro_batch)
-        logits = logits_in(seen[-1]) if seen else None
+        logits = logits_in(seen[-1]) if seen else None  # of the last call, if the objective makes several
         if logits is None:
             return loss.detach(), None, None, None
         if self.row >= len(logits):

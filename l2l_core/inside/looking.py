@@ -52,7 +52,7 @@ class Passes:
         return self.without([each.key for each in self.layers[self.depth(unit) :]])
 
     def depth(self, unit: Unit) -> int:
-        """How many layers run up to this one."""
+        """Count the layers that run up to this one."""
         return list(self.layers).index(unit) + 1
 
 
@@ -88,11 +88,12 @@ def look(
         first = one_row(micro_batches[0], asked.row)
         prompt = _room(first, asked.positions, generate)
         why_not = _why_not_written(passes, first, prompt)
+        # Passes are counted with the three of `_why_not_written`.
         written = [_write(passes, unit, first, prompt, generate, why_not) for unit in units]
         counted += 3 + sum(len(one.tokens) for one in written)
     given = zip(asked.micro_batches, asked.rows, map(tokens_of, micro_batches), strict=True)
     tokens = {
-        k: found[asked.row].to("cpu", copy=True)
+        k: found[asked.row].to("cpu", copy=True)  # a copy: whoever made the batch may fill it again
         for k, rows, found in given
         if found is not None and rows.length is not None
     }
@@ -147,7 +148,7 @@ def _why_not_written(passes: Passes, row: Any, prompt: int) -> str:
     tokens = _tokens_in(row)
     said = [
         passes.infer([with_tokens(row, _with_others(tokens, at))], Next(passes.objective, prompt - 1), [])[0]
-        for at in (slice(0), slice(prompt - 1, prompt), slice(prompt, None))
+        for at in (slice(0), slice(prompt - 1, prompt), slice(prompt, None))  # none, the one here, those behind
     ]
     if any(one is None for one in said):
         return _NOTHING_TO_WRITE
@@ -163,6 +164,7 @@ def _why_not_written(passes: Passes, row: Any, prompt: int) -> str:
 def _with_others(tokens: torch.Tensor, at: slice) -> torch.Tensor:
     """Exchange tokens of the first row for others of the vocabulary."""
     changed = tokens.clone()
+    # One less, and 1 in place of 0: another one for sure, and one that the vocabulary has.
     changed[0, at] = torch.where(changed[0, at] > 0, changed[0, at] - 1, 1)
     return changed
 
@@ -174,7 +176,7 @@ def _write(passes: Passes, unit: Unit, row: Any, prompt: int, count: int, why_no
         return nothing
 
     def write() -> list[Written]:
-        tokens = _tokens_in(row).clone()
+        tokens = _tokens_in(row).clone()  # the row is a view of the caller's batch
         with passes.until(unit):
             for at in range(prompt, prompt + count):
                 (logits,) = passes.infer([with_tokens(row, tokens)], Next(passes.objective, at - 1), [])

@@ -60,10 +60,12 @@ class Observer:
         def looked_at(*args: Any, **kwargs: Any) -> Any:
             asks = self._asked.attention
             is_seen = asks and not _is_compiled(call, run)
+            # `call.k` counts the micro-batches of this pass; those of a step have the numbers in `micro_batches`.
             maps = AttentionMaps(self._asked.rows[call.k].count, self._asked.row, self._asked.positions)
-            with maps if is_seen else nullcontext():
+            with maps if is_seen else nullcontext():  # not around compiled code: Dynamo would trace the mode
                 outputs = run(*args, **kwargs)
             why = "" if not asks or maps.found else (maps.why_not or _NONE_SEEN) if is_seen else _COMPILED
+            # At once, and only figures: an activation that is kept would stay in memory while all other layers pass by.
             noted = self._note(call, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(outputs))
             self.seen.append(replace(noted, attention=tuple(maps.found), why_no_attention=why))
             return outputs

@@ -11,7 +11,7 @@ from l2l_core.inside.tokens import tokens_of
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of a micro-batch that is looked at.
+    """The rows of a micro-batch that is looked at.
 
     Attributes:
         count: how many there are.
@@ -24,7 +24,7 @@ class Rows:
     @classmethod
     def of(cls, micro_batch: Any, count: int) -> Rows:
         """Take note of a micro-batch of so many rows."""
-        tokens = tokens_of(micro_batch)
+        tokens = tokens_of(micro_batch)  # a table with another number of rows than the batch is something else
         return cls(count, tokens.shape[1] if tokens is not None and len(tokens) == count else None)
 
     def why_not_first(self, shape: Sequence[int], what: str) -> str:

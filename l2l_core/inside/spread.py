@@ -17,6 +17,7 @@ def spread_of(tensor: torch.Tensor) -> Spread:
     """Say how the numbers of a floating-point tensor of any shape are spread; reads the device twice."""
     low, high, total, squares, count, zeros = math.inf, -math.inf, 0.0, 0.0, 0, 0
     for piece in _finite(tensor):
+        # As one tensor: on a GPU each number that Python reads waits for the device.
         ends = torch.stack([piece.min(), piece.max(), piece.sum(), piece.square().sum(), (piece == 0).sum().double()])
         smallest, largest, sum_, of_squares, none = ends.tolist()
         low, high = min(low, smallest), max(high, largest)
@@ -25,13 +26,14 @@ def spread_of(tensor: torch.Tensor) -> Spread:
     if not count:
         return Spread(tensor.numel(), math.nan, math.nan, math.nan, 0.0, broken, (), 0.0, 0.0, 0)
     mean = total / count
-    deviation = math.sqrt(max(squares / count - mean**2, 0.0))
+    deviation = math.sqrt(max(squares / count - mean**2, 0.0))  # of equal numbers rounding may leave less than 0
     low, high = max(low, mean - _REACH * deviation), min(high, mean + _REACH * deviation)
     if not low < high:  # all the same: a bin of their own, in the middle
         low, high = mean - (abs(mean) or 1.0) / 2, mean + (abs(mean) or 1.0) / 2
     counts = [0] * BINS
     for piece in _finite(tensor):
         inside = piece[(piece >= low) & (piece <= high)]
+        # Clamped, since the highest number of all would be in a bin beyond the last.
         bins = ((inside - low) * (BINS / (high - low))).long().clamp(0, BINS - 1)
         counts = [a + b for a, b in zip(counts, torch.bincount(bins, minlength=BINS).tolist(), strict=True)]
     root = math.sqrt(squares / count)
