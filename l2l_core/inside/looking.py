@@ -88,9 +88,8 @@ def look(
         first = one_row(micro_batches[0], asked.row)
         prompt = _room(first, asked.positions, generate)
         why_not = _why_not_written(passes, first, prompt)
-        # Passes are counted with the three of `_why_not_written`.
         written = [_write(passes, unit, first, prompt, generate, why_not) for unit in units]
-        counted += 3 + sum(len(one.tokens) for one in written)
+        counted += 3 + sum(len(one.tokens) for one in written)  # three in `_why_not_written`
     given = zip(asked.micro_batches, asked.rows, map(tokens_of, micro_batches), strict=True)
     tokens = {
         k: found[asked.row].to("cpu", copy=True)  # a copy: whoever made the batch may fill it again

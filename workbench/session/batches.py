@@ -26,6 +26,7 @@ class Batches:
     """
 
     def __init__(self, source: BatchSource) -> None:
+        # These are iterable too, and their keys or rows would be trained on as batches.
         is_batch = isinstance(source, Mapping | torch.Tensor) or is_dataclass(source) or hasattr(source, "_fields")
         if is_batch or not (callable(source) or isinstance(source, Iterable)):
             raise TypeError(
@@ -38,7 +39,7 @@ class Batches:
         self._tried = False  # whether a step has begun on it
 
     def take(self) -> Any:
-        """The next batch, or again the last one if it was not used.
+        """Return the next batch, or again the last one if it was not used.
 
         Raises:
             StopIteration: there are no more.
@@ -53,12 +54,12 @@ class Batches:
         return tuple(self._waiting)
 
     def used(self) -> None:
-        """The batch that was taken is done with: the next `take` gives another."""
+        """Be done with the batch that was taken: the next `take` gives another."""
         self._waiting.clear()
         self._tried = False
 
     def tried(self) -> None:
-        """A step begins on the batch that was taken; unless it is used, the step has failed."""
+        """Note that a step begins on the batch that was taken; unless the batch is used afterwards, the step has failed."""
         self._tried = True
 
     def give_up(self) -> bool:
@@ -83,7 +84,7 @@ class Batches:
             self._iterator = iter(self._source)
             if self._iterator is self._source:
                 raise  # an iterator has ended for good
-        for batch in self._iterator:
+        for batch in self._iterator:  # not `next`: its StopIteration would say that the batches have ended
             return batch
         raise ValueError(
             "batches holds no batch, so there is nothing to train on: give a source that is not empty; a DataLoader with "
@@ -92,7 +93,7 @@ class Batches:
 
 
 def copied(batch: Batch) -> Batch:
-    """A batch with tensors and arrays of its own: its source may fill the old ones again."""
+    """Copy a batch, with its tensors and arrays: its source may fill the old ones again."""
     return mapped(batch, _copy)
 
 

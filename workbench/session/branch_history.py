@@ -23,7 +23,7 @@ class Past:
     shown: ShownStep | None = None
 
     def copy(self) -> Past:
-        """The same, to go its own way."""
+        """Copy the lists and statistics, so that two branches can go on from here."""
         return Past(list(self.steps), list(self.changes), deepcopy(self.statistics), self.shown)
 
 
@@ -45,7 +45,7 @@ class Pasts:
         self._recent = [branch]  # the last one was present last
 
     def follow(self, branch: str, names: Collection[str]) -> bool:
-        """The relay may have other branches now, or another present one; those that are new were forked from here.
+        """Take over the relay's branches, and which one is present; those that are new were forked from the last present one.
 
         Returns whether it has gone to a branch that there was before.
         """
@@ -60,11 +60,11 @@ class Pasts:
         return went and self.here is not old
 
     def of(self, name: str) -> Past:
-        """The past of a branch that there is."""
+        """Return the past of a branch that exists."""
         return self._by_name[name]
 
     def elsewhere(self) -> Mapping[str, Sequence[StepRow]]:
-        """By other branch, the steps that it has not in common with the present one, and the last common one before them."""
+        """List for each other branch the steps that it does not share with the present one, after the last one that it shares."""
         return {
             name: tuple(past.steps[max(0, fork - 1) :])
             for name, past in self._by_name.items()
@@ -74,4 +74,5 @@ class Pasts:
 
 def _common(a: Sequence[StepRow], b: Sequence[StepRow]) -> int:
     """How many steps two pasts have in common."""
+    # By identity: a copied past holds the same rows, and other rows may be equal by chance.
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x is not y), min(len(a), len(b)))

@@ -35,7 +35,7 @@ NEEDS_CODE = "Replace takes a module, so it takes code: workbench.edit(Replace({
 
 
 def make_edit(kind: str, answers: Answers, stack: Sequence[LayerRow]) -> Edit:
-    """The edit that the answers describe.
+    """Make the edit that the answers describe.
 
     Args:
         kind: one of `QUESTIONS`.
@@ -52,6 +52,7 @@ def make_edit(kind: str, answers: Answers, stack: Sequence[LayerRow]) -> Edit:
 
 def _insert(of: Answers, stack: Sequence[LayerRow]) -> Edit:
     at = of["at"] if of["at"] != END else (stack[0].stack or "", len(stack))
+    # PREVIOUS is empty, and None stands for the layer before.
     return Insert(at, like=of["like"] or None, init=of["init"], optimizer=_policy(of), warmup=of["warmup"])
 
 
@@ -97,7 +98,7 @@ class Outlook:
     nbytes: int
 
     def facts(self, layers: Sequence[LayerRow]) -> tuple[str, ...]:
-        """In a few words each, over all layers as they are now."""
+        """Say what would change, in a few words each; `layers` are all layers as they are now."""
         nbytes = sum(row.nbytes for row in layers)
         same = "= computes the same" if self.keeps_function else "≠ computes something else"
         params = sum(row.num_params for row in layers)
@@ -112,7 +113,7 @@ class Outlook:
 
 
 def foresee(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> Outlook:
-    """What an edit out of `make_edit` would do, if the stack stays as it is until its turn; `numbers` of all layers."""
+    """Say what an edit out of `make_edit` would do if the stack stays as it is until then; `numbers` are those of all layers."""
     sign, rows = _comes_and_goes(edit, stack)
     return Outlook(
         _sentence(edit, stack, numbers),

@@ -23,7 +23,7 @@ _NONE: Numbers = {}
 
 
 def edit_words(edit: Edit, numbers: Numbers = _NONE) -> str:
-    """An edit in words, with layers as the person gave them: "+ before 5 · L005 (copy)", "− layers 2–4".
+    """Say an edit in words, with layers as the person gave them: "+ before 5 · L005 (copy)", "− layers 2–4".
 
     Args:
         edit: one of the engine's, or of one's own.
@@ -38,13 +38,13 @@ def edit_words(edit: Edit, numbers: Numbers = _NONE) -> str:
 
 
 def group_words(edits: Sequence[Edit], what: str, layers: Sequence[LayerRow]) -> str:
-    """Edits that are carried out together, as `edit_words` says them, unless somebody has said it; `layers` just before."""
+    """Say edits that are carried out together as `edit_words` does, unless `what` says it; `layers` are those just before."""
     numbers = number_layers(layer.key for layer in layers)
     return what or "; ".join(edit_words(edit, numbers) for edit in edits)
 
 
 def entry_words(entry: Entry, journal: Sequence[Entry]) -> str:
-    """A line of the journal in words; what was undone or redone is looked up in the whole journal."""
+    """Say a line of the journal in words; what was undone or redone is looked up in the whole journal."""
     if entry.of < 0:
         return _read(entry.what, entry.places)
     of = next((other for other in journal if other.number == entry.of), None)
@@ -52,7 +52,7 @@ def entry_words(entry: Entry, journal: Sequence[Entry]) -> str:
 
 
 def place_words(where: Any, numbers: Numbers = _NONE) -> str:
-    """A layer, or layers that follow one another, as the person named them: "3", "3 · L003", "decoder 2–4", "all"."""
+    """Name a layer, or layers that follow one another, as the person did: "3", "3 · L003", "decoder 2–4", "all"."""
     match where:
         case str(stack), slice() | range() | int():
             return f"{stack} {place_words(where[1])}".strip()  # a model that is its own stack has no name
@@ -170,4 +170,4 @@ def _value(node: ast.expr) -> Any:
             return _Module(name)
         case ast.Tuple(parts):
             return tuple(map(_value, parts))
-    return ast.literal_eval(node)
+    return ast.literal_eval(node)  # never `eval`: a journal may come out of a file

@@ -87,7 +87,7 @@ def _spread(params: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], float, flo
 def _finite(params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     for param in params:
         for chunk in param.detach().flatten().split(CHUNK):
-            exact = chunk.to("cpu", torch.float64)
+            exact = chunk.to("cpu", torch.float64)  # figures over millions of weights keep their digits
             finite = exact[exact.isfinite()]
             if len(finite):
                 yield finite

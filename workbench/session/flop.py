@@ -14,7 +14,7 @@ FORMULA = (
 
 
 def count_flop(relay: Relay, batch: Batch, trace: Trace, samples: int) -> int:
-    """Operations of a finished step, as `costs_by_formula` of the forecast counts them.
+    """Count the floating-point operations of a finished step, as `costs_by_formula` of the forecast does.
 
     Args:
         relay: after the step.
@@ -31,13 +31,14 @@ def count_flop(relay: Relay, batch: Batch, trace: Trace, samples: int) -> int:
         learns = learns or layer.num_trained > 0
         operations += 2 * layer.num_params
         if learns:
+            # The last layer is back-propagated from the graph that its forward has left.
             again = 0 if layer is layers[-1] else 2 * layer.num_params
             operations += again + 2 * (layer.num_params + layer.num_trained)
     return operations * tokens_of(batch, samples)
 
 
 def tokens_of(batch: Batch, samples: int) -> int:
-    """Positions of the first tensor of whole numbers that is a table, as `input_ids` is; else rows."""
+    """Count the positions of the first table of whole numbers, as `input_ids` is; rows if there is none."""
     for leaf in leaves_in(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and not leaf.is_floating_point() and len(leaf) == samples:
             return leaf.numel()

@@ -25,7 +25,7 @@ class InCore:
         self._nbytes: int | None = None  # and what it was
 
     def need(self, result: StepResult, layers: Sequence[LayerRow]) -> int | None:
-        """What in-core training would need for such a step; None where that cannot be told."""
+        """Estimate the device bytes that in-core training would need for such a step; None where that cannot be told."""
         trained = self._relay.shell.num_trained, *((layer.key, layer.num_trained) for layer in layers)
         like = self._relay.config, result.samples, batch_bytes(result.trace), trained
         if like == self._known_for:

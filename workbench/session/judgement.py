@@ -90,7 +90,7 @@ class Judged:
         finite = [all(map(math.isfinite, each.losses)) for each in (self.before, self.after)]
         if finite[0] != finite[1]:
             return "worse" if finite[0] else "better"
-        if self.spread is None or not abs(self.change) > self.spread:
+        if self.spread is None or not abs(self.change) > self.spread:  # `not >` and not `<=`, which nan never is
             return "unclear"
         return "worse" if self.change > 0 else "better"
 
@@ -100,13 +100,13 @@ class Judged:
 
 
 def judged_words(judged: Judged) -> str:
-    """As "2.431 → 2.508, ▲ +0.077 ± 0.012"; the triangle says that the change is larger than its spread."""
+    """Say losses and change, as "2.431 → 2.508, ▲ +0.077 ± 0.012"; the triangle says that the change exceeds its spread."""
     before, after = (f"{each.mean:.4g}" for each in (judged.before, judged.after))
     return f"{before}, {change_words(judged)}" if judged.is_same else f"{before} → {after}, {change_words(judged)}"
 
 
 def change_words(judged: Judged) -> str:
-    """The change and its spread alone."""
+    """Say the change and its spread alone."""
     if judged.is_same:
         return "no change (0 exactly)"
     if not math.isfinite(judged.change):
@@ -117,7 +117,7 @@ def change_words(judged: Judged) -> str:
 
 
 def verdict_words(judged: Judged | None, why_not: str) -> str:
-    """What the probe says, or why it says nothing."""
+    """Say what the probe has found, or why it has found nothing."""
     if judged is not None:
         return judged_words(judged)
     return why_not if why_not == PENDING else ": ".join(filter(None, (NOT_MEASURED, why_not)))

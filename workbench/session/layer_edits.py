@@ -14,7 +14,7 @@ from workbench.session.values import LayerRow
 
 
 def edits_of(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
-    """What can be done with a layer, by the words for it; nothing with one that is in no stack.
+    """List the edits that a layer allows, by the words for them; none of a layer that is in no stack.
 
     Args:
         row: one of `layers`.
@@ -24,7 +24,9 @@ def edits_of(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
         return {}
     keys = [other.key for other in layers if other.stack == row.stack]
     after = keys.index(row.key) + 1
+    # Behind the last layer there is none to name by its key, so that place has a number.
     behind: Any = keys[after] if after < len(keys) else (row.stack, after)
+    # Slices, which are empty at either end of the stack.
     moves = {"Move earlier": keys[after - 2 : after - 1], "Move later": keys[after : after + 1]}
     return {
         "Drop": Drop(row.key),
@@ -37,14 +39,14 @@ def edits_of(row: LayerRow, layers: Sequence[LayerRow]) -> Mapping[str, Edit]:
 
 
 def code_of(edit: Any) -> str:
-    """An edit, or another dataclass, as Python writes it without what is as it would be anyway: ``Drop(layers='L006')``."""
+    """Write an edit, or another dataclass, as Python does, without fields that have their defaults: ``Drop(layers='L006')``."""
     given = [(one, getattr(edit, one.name)) for one in fields(edit)]
     words = [f"{one.name}={literal(value)}" for one, value in given if value != _default(one)]
     return f"{type(edit).__name__}({', '.join(words)})"
 
 
 def literal(value: Any) -> str:
-    """A plain value as Python reads it again: numbers of NumPy as Python's own, and those that are not finite by name."""
+    """Write a plain value so that Python can read it: numbers of NumPy as Python's own, and inf and nan as ``float('inf')``."""
     match value:
         case numpy.generic():
             return literal(value.item())

@@ -46,12 +46,12 @@ class Logger(Protocol):
         """Nothing more will come; calling it twice is fine."""
 
 
-@runtime_checkable
+@runtime_checkable  # a session asks each logger whether it is one, and nobody has to inherit
 class Watcher(Protocol):
     """A logger that also wants to see the whole session, as `Recorder` does."""
 
     def watch(self, now: Snapshot) -> None:
-        """What was told before this shows in the session now."""
+        """Look at the session, in which the step or change that was logged just before shows by now."""
 
 
 @runtime_checkable
@@ -80,6 +80,7 @@ class JsonLines:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            # Binary, so that the last byte can be looked at; with "x" nobody can make the file in between.
             self._file = open(self.path, "a+b" if append else "xb")
         except FileExistsError as error:
             raise FileExistsError(
@@ -116,7 +117,7 @@ class JsonLines:
             raise ValueError(f"{self.path} is closed: make a new JsonLines(..., append=True) to go on")
         line = json.dumps({"type": kind, **_finite(fields)}, ensure_ascii=False, allow_nan=False)
         self._file.write(line.encode("utf-8") + b"\n")
-        self._file.flush()
+        self._file.flush()  # a crash of the process loses none; a buffer would keep the last few
 
     def _ends_within_a_line(self) -> bool:
         """Whether what wrote the file before was interrupted; its last line then stays as it is."""

@@ -31,36 +31,37 @@ class Mirror:
 
     @property
     def past(self) -> Past:
-        """Of the present branch."""
+        """The past of the present branch."""
         return self._pasts.here
 
     def past_of(self, name: str) -> Past:
-        """Of any branch."""
+        """Return the past of any branch."""
         return self._pasts.of(name)
 
     def parent_of(self, name: str) -> str | None:
-        """The branch that one was forked from; None where that was before the session."""
+        """Return the branch that a branch was forked from; None where that was before the session."""
         return self._pasts.parents.get(name)
 
     def look(self) -> bool:
-        """A change may have done anything to the relay; whether it went back to a branch that there was before."""
+        """Read the relay anew, since a change may have done anything to it; True if it went to a branch that existed before."""
         self.layers, self.num_params = layer_rows(self._relay), count_params(self._relay)
         self._read()
+        # Before whatever reads `past`: that is the one of the branch that is present now.
         went = self._pasts.follow(self.branch, [branch.name for branch in self.branches])
         self.past.statistics.arrange(self.layers)
         self.elsewhere = self._pasts.elsewhere()
-        if went:
+        if went:  # what the last edit touched was on the branch that was left
             self.touched = frozenset()
         return went
 
     def compare(self, before: Sequence[LayerRow]) -> None:
-        """An edit is done; the layers were so before."""
+        """Find out which layers an edit has changed; `before` are the layers before it."""
         self.touched = changed_layers(before, self.layers)
 
     def note_step(
         self, row: StepRow, layers: Sequence[LayerRow], trace: Trace, in_core_bytes: int | None = None
     ) -> None:
-        """A step is done; the layers are so now."""
+        """Add a step that is done; `layers` are those after it."""
         self.past.steps.append(row)
         self.past.statistics.append(row.step, layers)
         self.layers = tuple(layers)

@@ -64,11 +64,11 @@ class Probe:
 
     @property
     def row(self) -> ProbeRow:
-        """What there is to show of it."""
+        """What panels show of the probe."""
         return ProbeRow(self.is_on, self._is_given, self._count, MOST, self._first_step, self._seconds)
 
     def keep(self, batch: Batch, step: int) -> None:
-        """A step is done on a training batch: keep a copy, if batches are still wanted; its source may fill it again.
+        """Keep a copy of a training batch that a step was made on, if batches are still wanted; its source may fill it again.
 
         One that is kept already would make the spread smaller than it is, and cost the same again.
         """
@@ -81,11 +81,11 @@ class Probe:
         self.forget()
 
     def forget(self) -> None:
-        """The relay may be another one now, in ways that it does not tell."""
+        """Forget the last measurement: the relay may have changed in ways that it does not tell."""
         self._last, self._state, self._measured = None, None, ()
 
     def measure(self) -> Measured:
-        """Losses as the relay is now; those of the last time, if it is still the same.
+        """Measure the losses as the relay is now, or return the last ones if nothing has changed since.
 
         Raises:
             NotMeasured: it is off, or there is no batch, or it fails on the batches.
@@ -98,14 +98,14 @@ class Probe:
         return self._last
 
     def before(self) -> Measured | str:
-        """What is to be compared with once an edit is done, or why nothing is."""
+        """Measure the losses before an edit, or say why that cannot be done."""
         try:
             return self.measure()
         except NotMeasured as error:
             return str(error)
 
     def after(self, before: Measured | str) -> Judged | str:
-        """An edit is done: what it did, or why that is not known."""
+        """Measure what an edit that is done has changed, or say why that is not known."""
         if isinstance(before, str):
             return before
         try:
@@ -114,7 +114,7 @@ class Probe:
             return str(error)
 
     def judge(self, edits: Sequence[Edit]) -> Judged:
-        """What edits would do, which are taken back again.
+        """Measure what edits would do; they are taken back again.
 
         Raises:
             NotMeasured: as of `measure`.
@@ -179,7 +179,7 @@ class Judging:
     found: dict[int, Judged | str]
 
     def __init__(self, relay: Relay, probe: Probe) -> None:
-        vars(self).update(_relay=relay, _probe=probe, found={})
+        vars(self).update(_relay=relay, _probe=probe, found={})  # past `__setattr__`, which writes to the relay
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._relay, name)
@@ -188,7 +188,7 @@ class Judging:
         setattr(self._relay, name, value)  # as `config`, which a schedule of the user's own may set
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
-        """As `Relay.apply`."""
+        """Apply edits as `Relay.apply` does, and measure the losses before and after."""
         before = self._probe.before()
         inverse = self._relay.apply(*edits, trust=trust)
         self.found[self._relay.journal[-1].number] = self._probe.after(before)

@@ -10,7 +10,7 @@ from workbench.session.snapshot import Snapshot
 
 
 def steps_bar(wanted: bool) -> AbstractContextManager[tqdm | None]:
-    """A bar that counts steps, to be closed at the end of a block, or none."""
+    """Make a bar that counts steps and is closed at the end of a block, or none."""
     return tqdm(unit="step") if wanted else nullcontext()
 
 

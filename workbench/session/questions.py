@@ -26,7 +26,7 @@ class Questions(Watched):
     _trainer: Trainer
 
     def measure(self, *edits: Edit, what: str = "") -> Future[Judged]:
-        """What edits would do to the losses of the probe, as one group; they are taken back again, and nothing has changed.
+        """Measure what edits would do to the losses of the probe, as one group; they are taken back again, nothing has changed.
 
         The future gets a ValueError where nothing could be measured: the probe is off, or fails, or an edit cannot be done.
 
@@ -34,15 +34,15 @@ class Questions(Watched):
             edits: in order.
             what: a few words for the queue; default the edits.
         """
-        words = partial(group_words, edits, what)
+        words = partial(group_words, edits, what)  # said when somebody looks: layers may have other numbers by then
         return self._question(lambda: f"measure {words(self._standing.mirror.layers)}", self._trainer.measure, edits)
 
     def inspect(self, key: str) -> Future[LayerFacts | None]:
-        """Shapes and weights of a layer, looked at between two steps; changes nothing. None if it is gone by then."""
+        """Look at shapes and weights of a layer between two steps; changes nothing. The future gets None if it is gone then."""
         return self._question("look at a layer", self._trainer.inspect, key)
 
     def script(self) -> str:
-        """All that was done so far as a Python program, which asks for the relay and the batches and does it again.
+        """Write all that was done so far as a Python program, which asks for the relay and the batches and does it again.
 
         Steps, edits, undo and redo, settings, branches and races are in it, and lead to the same losses and weights to the
         bit. What was done by code or with a module is a call of its function `by_hand`, which raises until it is written.
@@ -72,7 +72,7 @@ class Questions(Watched):
             self._worker.touch()
 
     def forecast(self) -> Future[Forecast]:
-        """What the next step will need; trains nothing. Before the first of a kind a few micro-batches are rehearsed, twice."""
+        """Forecast what the next step needs; trains nothing. Before the first of a kind, a few micro-batches are rehearsed."""
         return self._question("forecast", self._trainer.forecast)
 
     def _question(self, what: str | Callable[[], str], action: Callable[..., Any], *args: Any) -> Future[Any]:

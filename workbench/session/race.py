@@ -80,7 +80,7 @@ class Running:
         self._last: Race | None = None  # as it was at its end
 
     def value(self) -> Race:
-        """The race as it is now."""
+        """Return the race as it is now."""
         with self._changed:
             if self._last is not None:
                 return self._last
@@ -103,7 +103,7 @@ class Running:
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """One step of one branch; or the end, if there is nothing left to do. An error that is no branch's ends the race."""
+        """Make one step of one branch, or end the race if nothing is left to do. An error that is no branch's ends it too."""
         lane = None if self.stops else self._next()
         try:
             if lane is None:
@@ -197,7 +197,7 @@ class Running:
         self._future.set_result(self._last)
 
     def abort(self, error: BaseException) -> None:
-        """End it for an error, at home if that can be."""
+        """End the race for an error, on the branch that it began on if that can be done."""
         during = self._standing.during
         with suppress(Exception):
             self._go_home()

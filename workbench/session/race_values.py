@@ -96,11 +96,11 @@ class Race:
         return next(racer for racer in self.racers if racer.name == name)
 
     def equal_flop(self, name: str) -> int:
-        """The compute that this branch and the first one have both spent."""
+        """Return the compute that this branch and the first one have both spent, in floating-point operations."""
         return min(self.racers[0].spent_flop[-1], self[name].spent_flop[-1])
 
     def train_difference(self, name: str) -> float | None:
-        """The training loss at equal compute less that of the first branch; None where there is none.
+        """Subtract the first branch's training loss at equal compute from this branch's; None where either has none there.
 
         Each step has a batch of its own, so this says less than `difference`.
         """
@@ -108,7 +108,7 @@ class Race:
         return None if first is None or other is None else other - first
 
     def difference(self, name: str) -> Judged | None:
-        """The first branch's losses of the probe at equal compute, and this one's; None where their ranges do not meet.
+        """Compare the probe's losses of the first branch and of this one at equal compute; None where their ranges do not meet.
 
         `Judged.change` is the mean difference over the probe's batches and `Judged.spread` its standard deviation.
         """
@@ -128,6 +128,7 @@ class Race:
 
 def _comparable(racer: Racer) -> Sequence[tuple[int, Sequence[float]]]:
     """Losses by compute spent, of the measurements with as many batches as there were at last."""
+    # A probe of training batches fills up while branches train, so the first measurements may be of fewer.
     most = max((len(found.losses) for _, found in racer.measured), default=0)
     return [(racer.spent_flop[at], found.losses) for at, found in racer.measured if len(found.losses) == most]
 

@@ -42,7 +42,7 @@ class Races:
     def ask(self, names: Sequence[str], steps: int) -> Future[Race]:
         """Queue a race; see `Session.race`."""
         self._check(names, steps)
-        race: Future[Race] = Future()
+        race: Future[Race] = Future()  # done when the race is over; that of the command, when it has begun
         command = Command(f"race {', '.join(names)}", partial(self._begin, names, steps, race), is_whole=True)
         command.future.add_done_callback(partial(_pass_on, race))
         self._worker.submit(command)
@@ -96,19 +96,19 @@ class Races:
     # -- on the session's thread ---------------------------------------------------------------------------------------
 
     def due(self) -> Command | None:
-        """The next turn; None if no race is run, or it is paused."""
+        """Return the next turn; None if no race is run, or it is paused."""
         running = self._running
         return None if running is None or running.is_paused else Command(running.said, self._turn)
 
     def close(self) -> None:
-        """The session ends: so does the race, where it stands."""
+        """End the race where it stands, since the session ends."""
         if self._running is not None:
             self._running.close()
             self._let_go()
 
     def _begin(self, names: Sequence[str], steps: int, race: Future[Race]) -> None:
         running = Running(names, steps, self._trainer, self._standing, race)
-        if race.set_running_or_notify_cancel():
+        if race.set_running_or_notify_cancel():  # False: given up while it waited
             with self._worker.changed:
                 self._running, self._worker.is_held, self._standing.race = running, True, running.value
                 self._standing.refusal = None

@@ -42,10 +42,12 @@ class Rates:
             self._scheduler.step()
 
     def keep(self) -> Any:
-        """Its state as it is now, for `put`."""
+        """Return the scheduler's state as it is now, for `put`."""
+        # A copy: a `state_dict` of torch holds the scheduler's own lists, which its next step may change.
         return None if self._scheduler is None else deepcopy(self._scheduler.state_dict())
 
     def put(self, kept: Any) -> None:
-        """Put it to a state that it was in."""
+        """Put the scheduler back to a state that `keep` returned."""
         if self._scheduler is not None:
+            # A copy: the scheduler takes the very objects over, and all branches of a race begin with the same ones.
             self._scheduler.load_state_dict(deepcopy(kept))

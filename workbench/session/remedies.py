@@ -7,8 +7,8 @@ from workbench.session.values import Remedy
 
 
 def remedy_of(error: BaseException, relay: Relay) -> Remedy | None:
-    """What the relay has found out when its device was full; None of any other error, or if nothing could be tried."""
-    full = error if isinstance(error, DeviceOutOfMemory) else error.__cause__
+    """Return what the relay found out when its device was full; None for any other error, or if nothing could be tried."""
+    full = error if isinstance(error, DeviceOutOfMemory) else error.__cause__  # that of a TornStep
     if not isinstance(full, DeviceOutOfMemory) or full.least_bytes is None:
         return None
     return Remedy(dict(full.settings), full.least_bytes, _code(relay, full.least_bytes))

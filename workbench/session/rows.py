@@ -20,7 +20,7 @@ BANDWIDTHS = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 
 
 def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
-    """The layers of a relay, in order."""
+    """Read the layers of a relay, in order."""
     places = {unit: (name, i) for name, units in relay.stacks.items() for i, unit in enumerate(units)}
     return tuple(
         LayerRow(
@@ -42,7 +42,7 @@ def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
 
 
 def changed_layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> frozenset[str]:
-    """Keys of the layers that are new, have moved past others, or are trained now and were not, or the other way."""
+    """Find the keys of layers that are new, have moved past others, were frozen, or are trained again."""
     frozen = {row.key: row.frozen for row in before}
     old = [row.key for row in before if row.key in {row.key for row in after}]
     new = [row.key for row in after if row.key in frozen]
@@ -52,12 +52,12 @@ def changed_layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> fro
 
 
 def count_params(relay: Relay) -> int:
-    """Weights of the model as it is now; shared ones count once."""
+    """Count the weights of the model as it is now; shared ones count once."""
     return sum(param.numel() for param in relay.model.parameters())
 
 
 def step_row(step: int, result: StepResult, branch: str) -> StepRow:
-    """A finished step of a branch; `step` counts from 1."""
+    """Make the row of a finished step of a branch; `step` counts from 1."""
     return StepRow(
         step=step,
         loss=result.loss,
@@ -72,7 +72,7 @@ def step_row(step: int, result: StepResult, branch: str) -> StepRow:
 
 
 def snapshot_of(relay: Relay, steps: Sequence[StepRow], in_core_bytes: int | None = None) -> Snapshot:
-    """A relay between two steps as a session would show it, for a program that trains without a session.
+    """Show a relay between two steps as a session would, for a program that trains without a session.
 
     Args:
         relay: whose steps these are.
@@ -117,8 +117,8 @@ def _shown(relay: Relay, in_core_bytes: int | None) -> ShownStep | None:
 
 
 def explain(error: BaseException, during: During, relay: Relay, trace: Trace | None = None) -> Failure:
-    """What a person has to know of an error of a relay; `trace`: of the step that failed."""
-    number = relay.steps + (during in ("batch", "step"))
+    """Say what a person has to know of an error of a relay; `trace` is that of the step that failed."""
+    number = relay.steps + (during in ("batch", "step"))  # while it is tried a step is not counted yet, later it is
     printed = "".join(traceback.format_exception(error))
     message = "\n".join([_words_of(error) or "no message", *getattr(error, "__notes__", ())])
     after, remedy = _what_holds(error, during), remedy_of(error, relay)
@@ -128,7 +128,7 @@ def explain(error: BaseException, during: During, relay: Relay, trace: Trace | N
 def _words_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as second:
+    except Exception as second:  # a user's own error may not even print, and must not end the thread
         return f"its message cannot be read: {second!r}"
 
 
@@ -146,7 +146,7 @@ def _what_holds(error: BaseException, during: During) -> str:
 
 
 def settings_words(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What differs between two sets of settings, as "micro_batches 4 → 8"; both directions of a link at once as "link"."""
+    """Say how two sets of settings differ, as "micro_batches 4 → 8"; the same change in both directions is one "link"."""
     names = [name for name in new if new[name] != old.get(name)]
     values = {name: f"{show_setting(name, old.get(name))} → {show_setting(name, new[name])}" for name in names}
     if len({values.get(name) for name in BANDWIDTHS}) == 1 and BANDWIDTHS[0] in values:
@@ -155,7 +155,7 @@ def settings_words(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def show_setting(name: str, value: Any) -> str:
-    """The value of a setting for people."""
+    """Write the value of a setting for people."""
     if name.endswith("_bytes_per_s"):
         return "unlimited" if value is None else f"{format_bytes(value)}/s"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -38,7 +38,7 @@ class Run:
         return None if self.left is None else self.done + self.left
 
     def is_due(self, others_wait: bool) -> bool:
-        """Whether its next step comes before whatever else is asked for."""
+        """Say whether the run's next step comes before whatever else is asked for."""
         return self.state == "running" and (self.owes_step or not others_wait)
 
     def begin(self, steps: int | None, *, pauses: bool = False, goes_on: bool = False) -> None:
@@ -61,7 +61,7 @@ class Run:
             self.begin(None if self.left != 0 else 1, pauses=True)
 
     def count(self) -> None:
-        """A step is made."""
+        """Count a step that is made; the run halts after its last one, or if it is to pause."""
         with self._changed:
             self.done += 1
             if self.left is not None:

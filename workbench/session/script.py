@@ -70,7 +70,7 @@ class Script:
         self.begin()
 
     def begin(self) -> None:
-        """The relay as it is now is the one that the script asks for."""
+        """Begin the script: it asks for a relay as this one is now."""
         relay = self._relay
         self._begun = relay.steps, relay.branch, [layer.key for layer in relay.stack], len(relay.journal)
         self._config = relay.config
@@ -78,7 +78,7 @@ class Script:
     # -- what is done --------------------------------------------------------------------------------------------------
 
     def step(self, loss: float) -> None:
-        """A step on the next batch."""
+        """Note a step on the next batch."""
         with self._changed:
             if self._done and isinstance(last := self._done[-1], _Steps):
                 last.count, last.loss = last.count + 1, loss
@@ -86,23 +86,23 @@ class Script:
                 self._done.append(_Steps(1, loss))
 
     def take(self) -> None:
-        """The next batch was taken and not trained on, so that what it draws at random was drawn here."""
+        """Note that the next batch was taken and not trained on: random numbers that it draws were drawn here."""
         self._note("take()")
 
     def attempt(self) -> None:
-        """A step on the next batch has failed; edits that a schedule made before it stay."""
+        """Note that a step on the next batch has failed; edits that a schedule made before it stay."""
         self._note("attempt(take())" if self._has_schedule else "take()")
 
     def leave_out(self) -> None:
-        """The next batch is not trained on."""
+        """Note that the next batch is left out."""
         self._note("waiting.clear()  # the next batch is left out: a step had failed on it")
 
     def call(self, verb: str, *names: str) -> None:
-        """A verb of the relay that takes nothing but names."""
+        """Note a call of the relay that takes nothing but names."""
         self._note(f"relay.{verb}({', '.join(map(repr, names))})")
 
     def apply(self, edits: Sequence[Edit], trust: bool) -> None:
-        """Edits, as one group."""
+        """Note edits, as one group."""
         if (code := apply_code(edits, trust)) is None:
             self.by_hand(f"relay.apply({', '.join(map(repr, edits))})")
             return
@@ -110,20 +110,21 @@ class Script:
         self._note(code)
 
     def set(self, settings: Mapping[str, Any]) -> None:
-        """The relay has these settings now."""
+        """Note that the relay has these settings now."""
         with self._changed:
             if not self._done or not isinstance(last := self._done[-1], _Settings):
                 self._done.append(last := _Settings({}, {}))
             last.config |= {name: value for name, value in settings.items() if name not in LINK}
             if not settings.keys().isdisjoint(LINK):
+                # All figures of the link: `throttle` sets those that it is not given to no limit.
                 last.link = {name: value for name, value in settings_of(self._relay).items() if name in LINK}
 
     def race(self, now: Callable[[], Race]) -> None:
-        """A race begins; `now` tells how far it has come."""
-        self._note(_Race(now))
+        """Note that a race begins; `now` tells how far it has come."""
+        self._note(_Race(now))  # asked when the script is read: in the middle of a race that is what was done by then
 
     def by_hand(self, what: str) -> None:
-        """Something that cannot be written down."""
+        """Note something that cannot be written as code."""
         self._note(f"by_hand({what!r}, relay)")
 
     def _note(self, done: str | _Race) -> None:
@@ -133,7 +134,7 @@ class Script:
     # -- what it reads like --------------------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """The program."""
+        """Write the program."""
         with self._changed:
             done = list(self._done)
             lines = [line for one in done for line in _lines(one)]
@@ -152,7 +153,7 @@ class Script:
 
 
 def apply_code(edits: Sequence[Edit], trust: bool = False) -> str | None:
-    """The line that carries out edits as one group; None where Python cannot write one of them, as one with a module."""
+    """Write the line that carries out edits as one group; None where one of them cannot be written, as one with a module."""
     if not all(_is_written(edit) for edit in edits):
         return None
     return f"relay.apply({', '.join([*map(code_of, edits), *(['trust=True'] if trust else [])])})"
@@ -190,6 +191,7 @@ def _keywords(values: Mapping[str, Any]) -> str:
 
 def _is_written(edit: Edit) -> bool:
     """Whether Python's way to print an edit makes it again."""
+    # By identity: a class of one's own may have a name that the engine has too.
     return getattr(l2l_core, type(edit).__name__, None) is type(edit) and all(map(_is_plain, vars(edit).values()))
 
 
@@ -198,4 +200,5 @@ def _is_plain(value: object) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, slice):
         return all(map(_is_plain, (value.start, value.stop, value.step)))
+    # The types themselves: a subclass may print itself in another way.
     return value is None or type(value) in (bool, int, float, str, range) or isinstance(value, numpy.generic)

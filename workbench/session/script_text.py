@@ -38,7 +38,7 @@ class Frame:
 
 
 def frame(of: Frame) -> str:
-    """The whole program."""
+    """Write the whole program."""
     more = ["schedule"] * of.has_schedule + ["scheduler"] * bool(of.turn)
     given = "".join(f", {name}" for name in more)
     step = "schedule.step(relay, batch)" if of.has_schedule else "relay.step(batch)"
@@ -53,6 +53,7 @@ def frame(of: Frame) -> str:
         indent("\n".join([*of.lines, "return losses"]), "    "),
         _run(of, more),
     ]
+    # Parts bring blank lines of their own: at most one stays in a function, and two between functions.
     return re.sub(r"\n{3,}(?=    )", "\n\n", re.sub(r"\n{4,}", "\n\n\n", "\n".join(parts)))
 
 
@@ -230,7 +231,7 @@ def _run(of: Frame, more: Sequence[str]) -> str:
     source = {
         "iterable": "itertools.chain.from_iterable(itertools.repeat(batches()))",
         "iterator": "iter(batches())",
-        "function": "iter(batches, object())",
+        "function": "iter(batches, object())",  # until it returns that very object, which is never
     }[of.kind]
     made = {"schedule": "make_schedule()", "scheduler": "make_scheduler(relay)"}
     given = "".join(f", {made[name]}" for name in more)

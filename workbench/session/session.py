@@ -73,6 +73,7 @@ class Session(Questions):
         self.relay, self.decode = relay, decode
         self._batches = Batches(batches)
         self._probe = Probe(relay, probe, self._batches)
+        # A lambda: the standing needs the worker, and is made after it.
         self._worker = Worker(self._due, lambda command, error: self._standing.show_error(command, error))
         self._changed = self._worker.changed
         self._standing = Standing(relay, self._worker, loggers, self._probe)
@@ -82,7 +83,7 @@ class Session(Questions):
         earlier = _sessions[relay]() if relay in _sessions else None
         if earlier is not None:
             earlier._end(TAKEN_OVER, wait=False)
-        _sessions[relay] = ref(self)
+        _sessions[relay] = ref(self)  # weak both ways: to be found here keeps neither alive
         self._worker.start(lambda: self._take_over(earlier), self._last)
 
     # -- commands ------------------------------------------------------------------------------------------------------
@@ -100,6 +101,7 @@ class Session(Questions):
         with self._changed:  # what the call means depends on what is under way and waits now
             if steps is None and self._races.goes_on():
                 return
+            # After a stop that still waits this is a new run, and not the one under way.
             stops = "stop" in [command.what for command in self._worker.queue]
             goes_on = steps is None and self._run.state == "running" and not stops
             self._worker.submit(Command("run", lambda: self._run.begin(steps, goes_on=goes_on)))
@@ -190,7 +192,7 @@ class Session(Questions):
 
     def cancel(self, ticket: int) -> bool:
         """Take a command out of the queue by its ticket, see `Snapshot.tickets`; False if its turn has come already."""
-        with self._changed:
+        with self._changed:  # at once: a snapshot shows the queue and the settings that follow from it
             taken = self._worker.cancel(ticket)
             self._standing.follow_queue()
             return taken
@@ -249,7 +251,7 @@ class Session(Questions):
         if self._standing.owed is not None:
             return Command("measure what the last edit did", self._trainer.judge)
         if (turn := self._races.due()) is not None or self._worker.is_held:
-            return turn
+            return turn  # None while a race is paused: the run waits for its end too
         return Command(TRAIN, self._trainer.train) if self._run.is_due(bool(self._worker.queue)) else None
 
 

@@ -20,7 +20,7 @@ Settings = dict[str, Any]  # by name
 
 
 def settings_of(relay: Relay) -> Settings:
-    """Those of a relay and its device as they are."""
+    """Read the settings of a relay and its device as they are."""
     config = relay.config
     return {**{field.name: getattr(config, field.name) for field in fields(config)}, **relay.device.figures()}
 
@@ -44,7 +44,7 @@ def check_settings(settings: Settings) -> None:
     Raises:
         ValueError: says what would be valid.
     """
-    config_of(settings), EmulatedDevice(None, *_link_of(settings))
+    config_of(settings), EmulatedDevice(None, *_link_of(settings))  # made for what their constructors refuse
 
 
 def apply_settings(relay: Relay, settings: Settings) -> None:
@@ -55,7 +55,7 @@ def apply_settings(relay: Relay, settings: Settings) -> None:
 
 
 def config_of(settings: Settings) -> RelayConfig:
-    """The part that is the relay's.
+    """Make the configuration of the relay from its part of the settings.
 
     Raises:
         ValueError: a value, or values together, that it refuses.
@@ -84,11 +84,11 @@ class Plan:
         self.noted: Change | None = None
 
     def note_use(self) -> None:
-        """A step is made with the relay's settings, or it has become another relay: from here on, changes count."""
+        """Note that a step used the relay's settings, or that it became another relay: changes count from here on."""
         self.used, self.noted = settings_of(self._relay), None
 
     def follow(self, waiting: Iterable[Mapping[str, Any]]) -> None:
-        """The relay's settings may be others now; those that still wait to be made come on top, in order."""
+        """Read the relay's settings anew, and put those on top that still wait in the queue, in order."""
         self.settings = settings_of(self._relay)
         for more in waiting:
             with suppress(ValueError):  # no longer fits: its turn will tell

@@ -33,7 +33,7 @@ class ShownStep:
     in_core_bytes: int | None = None
 
     def is_before_edit(self, layers: Sequence[LayerRow], journal: Sequence[Entry]) -> bool:
-        """Whether the stack has been changed since, and not back; `layers` and `journal` are those of now."""
+        """Say whether the stack was edited since, and not edited back; `layers` and `journal` are the present ones."""
         if [_make_up(row) for row in self.layers] != [_make_up(row) for row in layers]:
             return True
         return self.journal != journal and turns_of(self.journal).in_force != turns_of(journal).in_force

@@ -140,12 +140,12 @@ class Snapshot:
         return f"step {self.failure.step}{self._on(self.failure.branch)}, which failed"
 
     def words_of(self, step: ShownStep) -> str:
-        """Which step this is, seen from here; it need not be the one that is shown."""
+        """Say which step this is, seen from this snapshot; it need not be the one that is shown."""
         edited = ", before the last edit" if step is self.shown and self._is_edited(step) else ""
         return f"{self.name_of(step)}{edited}{self._not_own(step)}"
 
     def name_of(self, step: ShownStep) -> str:
-        """What a step is called, whatever has happened since: "step 12", or "step 12 of wide" where there are branches."""
+        """Name a step, whatever has happened since: "step 12", or "step 12 of wide" where there are branches."""
         return f"step {step.number}{self._on(step.branch)}"
 
     def _is_edited(self, step: ShownStep) -> bool:

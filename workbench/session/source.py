@@ -12,7 +12,7 @@ class Source(Protocol):
     """Something with snapshots. `Session` and `Recording` are such; only a session can be steered."""
 
     def snapshot(self) -> Snapshot:
-        """What is to be seen now; never waits."""
+        """Return what is to be seen now; never waits."""
 
     def wait_for_change(self, number: int, timeout_s: float) -> None:
         """Wait until a snapshot would have another number than this one, at most `timeout_s`."""

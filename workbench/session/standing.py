@@ -66,7 +66,7 @@ class Standing:
     # -- shown ---------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """All of it as it is now, in the middle of a step too."""
+        """Take a snapshot of all of it as it is now, in the middle of a step too."""
         with self.changed:
             run, mirror, shell = self.run, self.mirror, self._relay.shell
             queue = list(self._worker.queue)
@@ -79,6 +79,7 @@ class Standing:
                 model=type(self._relay.model).__name__,
                 num_params=mirror.num_params,
                 device=self._relay.device.name,
+                # of the next step, as `config` is: what waits in the queue shows at once
                 figures={name: self.plan.settings[name] for name in self._relay.device.figures()},
                 config=config_of(self.plan.settings),
                 queued=tuple(waiting),
@@ -110,7 +111,7 @@ class Standing:
             )
 
     def end(self, why: str) -> None:
-        """Nothing more is taken on, for this reason; the first one stays."""
+        """Say why nothing more can be asked of the session; the first reason stays."""
         with self.changed:
             self.ended = self.ended or why
             self._worker.touch()
@@ -124,8 +125,8 @@ class Standing:
 
     @contextmanager
     def watch_step(self) -> Iterator[None]:
-        """Meanwhile the relay's trace is the progress, as soon as it is that of a new step."""
-        old = self._relay.trace
+        """Show the relay's trace as progress in the block, as soon as it is that of a new step."""
+        old = self._relay.trace  # is still there until the step has made one of its own
         self._under_way = lambda: trace if (trace := self._relay.trace) is not old else None
         self._failed = None
         try:
@@ -137,14 +138,14 @@ class Standing:
             self._under_way = lambda: None
 
     def look(self) -> None:
-        """A change may have done anything to the relay."""
+        """Read the relay anew: a change may have done anything to it."""
         with self.changed:
             if self.mirror.look():
                 self.plan.note_use()
             self.follow_queue()
 
     def follow_queue(self) -> None:
-        """Other settings may wait now."""
+        """Plan the settings anew: others may wait in the queue now."""
         with self.changed:
             self.plan.follow(command.settings for command in self._worker.queue)
 
@@ -168,8 +169,8 @@ class Standing:
             self._worker.touch()
 
     def excuse(self, error: BaseException) -> Failure:
-        """What there is to say of an error, which stops nothing by itself."""
-        failed, self._failed = self._failed, None
+        """Explain an error; this alone stops nothing."""
+        failed, self._failed = self._failed, None  # an error later on is not of that step
         return explain(error, self.during, self._relay, failed)
 
     def refuse(self, error: BaseException) -> None:
@@ -181,7 +182,7 @@ class Standing:
     # -- told ----------------------------------------------------------------------------------------------------------
 
     def record(self, what: str, entry: int | None = None, found: Judged | Measured | str = "") -> Change:
-        """Something has changed between two steps.
+        """Record a change between two steps.
 
         Args:
             what: a few words.
@@ -195,7 +196,7 @@ class Standing:
         return made if isinstance(found, Measured) else self._complete(made, found)
 
     def judge(self, found: Judged | str) -> None:
-        """The edit that was owed is judged, or it is known why it cannot be."""
+        """Take in what the probe says of the edit that was owed, or why it says nothing."""
         assert self.owed is not None
         self._complete(self.owed.change, found)
 
@@ -204,6 +205,7 @@ class Standing:
         judged, why_not = (None, found) if isinstance(found, str) else (found, "")
         whole = replace(made, judged=judged, why_not=why_not)
         with self.changed:
+            # Still the last one: what is owed is due before anything that could add another.
             self.mirror.past.changes[-1], self.owed = whole, None
             self._worker.touch()
         self.tell(lambda logger: logger.log_change(whole))
@@ -221,7 +223,7 @@ class Standing:
                 self.fail(error)
 
     def tell_race(self, race: Race) -> None:
-        """A race is over: tell the loggers that take races, and show the others where the session is again."""
+        """Tell the loggers that take races of one that is over; those that watch see where the session is again."""
         self.tell(lambda logger: logger.log_race(race) if isinstance(logger, RaceLogger) else None)
 
     def close(self) -> None:

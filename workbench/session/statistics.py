@@ -61,7 +61,7 @@ class Statistics:
     open: Cells | None
 
     def values(self, figure: str, tracks: Sequence[Track]) -> Cells:
-        """(tracks, columns): means over the steps of a column.
+        """Return (tracks, columns): means over the steps of a column.
 
         NaN: the layer was not there, or had no figure, as when it is frozen; inf: it had some, but none was finite.
 
@@ -73,7 +73,7 @@ class Statistics:
         return self._take(FIGURES.index(figure), tracks)
 
     def there(self, tracks: Sequence[Track]) -> NDArray[np.bool_]:
-        """(tracks, columns): whether the layer was in the stack in some step of a column."""
+        """Return (tracks, columns): whether the layer was in the stack in some step of a column."""
         return ~np.isnan(self._take(_THERE, tracks))
 
     def _take(self, plane: int, tracks: Sequence[Track]) -> Cells:
@@ -116,7 +116,7 @@ class StatisticsLog:
             self._close(self._open)
 
     def arrange(self, layers: Sequence[LayerRow]) -> None:
-        """The stack is now this, in this order."""
+        """Take over the stack as it is now, in order."""
         called = [layer.key for layer in layers], [layer.name for layer in layers]
         if called == self._called:
             return
@@ -133,7 +133,7 @@ class StatisticsLog:
         self._stack = tuple(Track(layer.key, layer.name, known[layer.key]) for layer in layers)
 
     def view(self) -> Statistics:
-        """What is known now; the same object as long as nothing is added."""
+        """Return what is known now; it is the same object as long as nothing is added."""
         if self._view is None:
             part, closed = self._open, self._mean[:, : self._columns]
             closed.flags.writeable = False

@@ -62,7 +62,7 @@ class Trainer:
         """Make a step on the next batch; without one the run ends."""
         self._standing.during = "batch"
         with self._changed:
-            self._standing.run.owes_step = False
+            self._standing.run.owes_step = False  # whatever comes of it: commands waited for this one alone
         is_new, known = not self._batches.waiting, len(self.relay.journal)
         try:
             batch = self._batches.take()
@@ -73,6 +73,7 @@ class Trainer:
         try:
             result = self._make_step(batch)
         except BaseException as error:
+            # Tried again, the same batch is drawn already; only what a schedule has edited is new.
             if is_new or len(self.relay.journal) > known:
                 self.script.attempt()
             if isinstance(error, TornStep):  # a part of the layers has learned from it
@@ -92,16 +93,16 @@ class Trainer:
     # -- a step of a race ----------------------------------------------------------------------------------------------
 
     def take(self) -> Any:
-        """A copy of the next batch, which waits until `used`.
+        """Copy the next batch, which waits until `used`.
 
         Raises:
             StopIteration: there are no more.
         """
         self._standing.during = "batch"
-        return copied(self._batches.take())
+        return copied(self._batches.take())  # several branches train on it, and its source may fill the old one again
 
     def used(self) -> None:
-        """The batch that was taken is done with."""
+        """Be done with the batch that was taken."""
         self._batches.used()
 
     def race_on(self, batch: Any, used: Callable[[], None]) -> tuple[StepRow, StepResult]:
@@ -121,7 +122,7 @@ class Trainer:
         return row, result
 
     def look_at_probe(self) -> Measured | str:
-        """Losses of the probe, or why there are none."""
+        """Measure the losses of the probe, or say why there are none."""
         return self._probe.before()
 
     def turn_to(self, name: str) -> None:
@@ -160,6 +161,7 @@ class Trainer:
 
     def _note_step(self, result: StepResult, count: Callable[[], None] = lambda: None) -> StepRow:
         """A step has succeeded: show it, and let `count` see whether the run goes on."""
+        # Outside of the lock, since these take a while: whoever looks must not wait.
         row, layers = step_row(self.relay.steps, result, self.relay.branch), layer_rows(self.relay)
         needed = self._in_core.need(result, layers)
         with self._changed:  # all at once: no snapshot counts a step that it has no row of
@@ -171,7 +173,7 @@ class Trainer:
     # -- between two steps ---------------------------------------------------------------------------------------------
 
     def forecast(self) -> Forecast:
-        """What the next step will need."""
+        """Forecast what the next step will need."""
         self._standing.during, is_new = "batch", not self._batches.waiting
         try:
             batch = self._batches.take()
@@ -200,7 +202,7 @@ class Trainer:
         return branch
 
     def switch(self, name: str) -> Branch:
-        """To the branch itself nothing happens, but loggers see other figures from now on."""
+        """Go on with another branch, and tell the loggers, who see other figures from now on."""
         branch = self._to_branch(self.relay.switch, name)
         self.script.call("switch", name)
         change = Change(branch.steps, f"switch to {branch.name}", branch.name)
@@ -225,7 +227,7 @@ class Trainer:
         return value
 
     def apply(self, edits: Sequence[Edit], trust: bool, words: Callable[[Layers], str]) -> Any:
-        """Edit the stack, and record it in words of the layers before; the inverse edit."""
+        """Edit the stack, record it with the numbers that layers had before, and return the inverse edit."""
         action, note = partial(self.relay.apply, *edits, trust=trust), partial(self.script.apply, edits, trust)
         return self._amend(action, note, lambda _, before: words(before))
 
@@ -252,12 +254,12 @@ class Trainer:
         self._standing.judge(self._probe.after(owed.before))
 
     def measure(self, edits: Sequence[Edit]) -> Judged:
-        """What edits would do, which are taken back again."""
+        """Measure what edits would do; they are taken back again."""
         self._standing.during = "edit"
         return self._probe.judge(edits)
 
     def inspect(self, key: str) -> LayerFacts | None:
-        """What a layer is made of now; None if there is none with this key."""
+        """Say what a layer is made of now; None if there is none with this key."""
         self._standing.during = "edit"
         return facts_of(self.relay, key)
 
@@ -274,7 +276,7 @@ class Trainer:
             self._standing.look()
 
     def words_of(self, turn: Entry, before: Layers = ()) -> str:
-        """A line of the journal in words, which holds the numbers of layers itself."""
+        """Say a line of the journal in words; it holds the numbers of layers itself."""
         return entry_words(turn, self.relay.journal)
 
     def set(self, settings: Mapping[str, Any]) -> None:

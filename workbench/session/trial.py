@@ -25,7 +25,7 @@ class Moment(NamedTuple):
 
     @classmethod
     def of(cls, now: Snapshot) -> Moment:
-        """That of a snapshot."""
+        """Return the moment of a snapshot."""
         return cls(now.branch, now.step, len(now.changes), len(now.journal))
 
 

@@ -73,6 +73,7 @@ class Watched(ABC):
 
     def _has_settled(self, until_s: float) -> bool:
         with self._changed:
+            # A paused race holds the queue: nothing that waits there would come to its turn.
             is_busy = (self._worker.is_busy or self._standing.owed is not None) and not self._races.is_paused
             runs = self._run.state == "running" and not self._races.is_paused
             if self._run.state == "closed" or not (runs or is_busy or self._races.runs):

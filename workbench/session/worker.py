@@ -53,7 +53,7 @@ class Worker:
     """
 
     def __init__(self, due: Callable[[], Command | None], fail: Callable[[Command, BaseException], None]) -> None:
-        self.changed = threading.Condition()
+        self.changed = threading.Condition()  # re-entrant: who holds it may call what takes it again
         self.queue: deque[Command] = deque()
         self.number = 0
         self.is_closing = self.is_held = False
@@ -95,7 +95,7 @@ class Worker:
         return command.future.cancel()
 
     def touch(self) -> None:
-        """Something is different now."""
+        """Say that something is different now: wakes all who wait for a change."""
         with self.changed:
             self.number += 1
             self.changed.notify_all()
@@ -107,7 +107,7 @@ class Worker:
             dropped = list(self.queue)
             self.queue.clear()
             self.touch()
-        for command in dropped:
+        for command in dropped:  # outside of the lock: this calls whatever somebody has hung on the futures
             command.future.cancel()
         if wait:
             self.join()
@@ -118,17 +118,17 @@ class Worker:
             self._thread.join()
 
     def do(self, command: Command) -> None:
-        """Do it now, on this thread."""
+        """Carry a command out now, on this thread, unless its future was cancelled."""
         if not command.future.set_running_or_notify_cancel():
             self._rest()
             return
         try:
             value = command.action()
         except BaseException as error:
-            with self.changed:
+            with self.changed:  # at once: no snapshot shows a session at rest that has not failed yet
                 self._rest()
                 self._fail(command, error)
-            command.future.set_exception(error)
+            command.future.set_exception(error)  # after that: who gets it finds the failure in the snapshot
             del command  # the error knows this frame
             return
         self._rest()
