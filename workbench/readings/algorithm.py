@@ -35,7 +35,7 @@ _IN_PASS = {"load": 1, "stash": 3, "fetch": 3}
 
 
 def line_of(kind: str, layer: str, backward: bool) -> int:
-    """Index into `LINES` of an event's line.
+    """Find the line of an event, as an index into `LINES`.
 
     Args:
         kind, layer: of the event; the shell's own work and loads belong to the line that begins the pass.

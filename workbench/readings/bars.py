@@ -35,7 +35,7 @@ def make_bars(
     first_pitch: float = 1.0,
     within: tuple[float, float] = (-np.inf, np.inf),
 ) -> Bars:
-    """Bars for events that are sorted by `left`; as coarse as it takes to have `at_most` of them, 32 px at most.
+    """Make bars for events that are sorted by `left`; as coarse as it takes to have `at_most` of them, 32 px at most.
 
     Args:
         left, right: of each event, in px; where events overlap, the first one keeps the place.
@@ -98,7 +98,7 @@ def _join(bars: Bars) -> Bars:
 
 
 def make_hatched(left: NDArray[np.float64], right: NDArray[np.float64], within: tuple[float, float]) -> Bars:
-    """Bars for exposed intervals, sorted and apart, in px: wide ones as they are, narrow ones by their share of columns.
+    """Make bars for exposed intervals, sorted and apart, in px: wide ones stay, narrow ones are shares of columns.
 
     Shares too small for a stroke are left out.
     """

@@ -40,7 +40,7 @@ class TimelineSummary:
 
 
 def timeline_summary(columns: Columns) -> TimelineSummary:
-    """Overlap, busy and exposed seconds: what `Trace` says, fast for 100,000 events."""
+    """Find overlap, busy and exposed seconds as `Trace` does, fast for 100,000 events."""
     busy = {lane: union(columns.start_s[on], columns.stop_s[on]) for lane in LANES for on in (columns.on(lane),)}
     exposed = {lane: subtract(busy[lane], busy["compute"]) for lane in LANES[1:]}
     exposed["compute"] = (np.empty(0), np.empty(0))
@@ -58,7 +58,7 @@ def timeline_summary(columns: Columns) -> TimelineSummary:
 
 
 def union(start_s: NDArray[np.float64], stop_s: NDArray[np.float64]) -> Intervals:
-    """Union of intervals; touching ones are joined, empty ones dropped."""
+    """Unite intervals; touching ones are joined, empty ones dropped."""
     real = start_s < stop_s
     start_s, stop_s = start_s[real], stop_s[real]
     if (start_s[1:] < start_s[:-1]).any():
@@ -70,7 +70,7 @@ def union(start_s: NDArray[np.float64], stop_s: NDArray[np.float64]) -> Interval
 
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
-    """The parts of `a` that lie outside `b`."""
+    """Find the parts of `a` that lie outside `b`."""
     edges = np.concatenate([*a, *b])
     order = np.argsort(edges, kind="stable")  # four sorted runs, which a stable sort only merges
     # in `a` counts 1, in `b` 2; where edges coincide the count may be anything, for no time at all
@@ -81,12 +81,12 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 
 
 def length_s(intervals: Intervals) -> float:
-    """Total length."""
+    """Add up the length of intervals, in seconds."""
     return float((intervals[1] - intervals[0]).sum())
 
 
 def phases_of(columns: Columns) -> list[tuple[str, float, float]]:
-    """Name, start and stop of each phase that takes time, also of a step under way; as `l2l_core.trace.phases.cuts_of`."""
+    """Give name, start and stop of each phase that takes time, also of a step under way; as `l2l_core.trace.phases.cuts_of`."""
     if not len(columns.start_s):
         return []
     compute = columns.on("compute")
@@ -104,13 +104,13 @@ def phases_of(columns: Columns) -> list[tuple[str, float, float]]:
 
 
 def visits_on(columns: Columns, compute: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Positions in `compute` where visits begin: the first event of a layer in each stay on the device."""
+    """Find the positions in `compute` where visits begin: the first event of a layer in each stay on the device."""
     at = np.flatnonzero(is_kind(columns, compute, OVERLAPPING))
     stay = columns.stay[compute[at]]
     return at[np.append(True, stay[1:] != stay[:-1])] if len(at) else at
 
 
 def is_kind(columns: Columns, on: NDArray[np.intp], kinds: Collection[str]) -> NDArray[np.bool_]:
-    """Which of the events `on` are of one of these kinds."""
+    """Say which of the events `on` are of one of these kinds."""
     among = np.array([kind in kinds for kind in columns.kinds] or [False])
     return among[columns.kind[on]]

@@ -55,7 +55,7 @@ class Columns:
 
     @staticmethod
     def of(trace: Trace, events: int | None = None, samples: int | None = None) -> Columns:
-        """What had arrived when the trace had so many events and samples; default all. The same object if asked again."""
+        """Read what had arrived when the trace had so many events and samples; default all. Asked again, it is the same one."""
         with _reading:
             reader = _readers.get(trace)
             if reader is None:
@@ -73,13 +73,13 @@ class Columns:
         return float(self.stop_s.max()) if len(self.stop_s) else 0.0
 
     def on(self, lane: str) -> NDArray[np.intp]:
-        """Indices of the events of a lane, sorted by start."""
+        """Return the indices of a lane's events, sorted by start."""
         indices = np.flatnonzero(self.lane == LANES.index(lane))
         start_s = self.start_s[indices]
         return indices[np.argsort(start_s, kind="stable")] if (start_s[1:] < start_s[:-1]).any() else indices
 
     def at(self, place: str) -> NDArray[np.intp]:
-        """Indices of the memory samples of a place, in order of time."""
+        """Return the indices of a place's memory samples, in order of time."""
         return np.flatnonzero(self.sample_place == PLACES.index(place))
 
 
@@ -101,7 +101,7 @@ class _Reader:
 
     def _read(self, trace: Trace, events: int, samples: int) -> Columns:
         kinds, layers = self._kinds, self._layers
-        new, _ = trace.since(self._times.count)
+        new, _ = trace.since(self._times.count)  # all there is by now, which may be more than is asked for: read once
         if new:
             self._times.add([(e.start_s, e.stop_s, e.stalled_s) for e in new])
             self._numbers.add(
@@ -149,6 +149,7 @@ class _Rows:
     def add(self, rows: Sequence[Sequence[float]]) -> None:
         needed = self.count + len(rows)
         if needed > len(self._array):
+            # A new array, since columns that were handed out are views of the old one; twice as large, so that it is rare.
             grown = np.empty((2 * needed, self._array.shape[1]), self._array.dtype)
             grown[: self.count] = self._array[: self.count]
             self._array = grown
@@ -159,5 +160,5 @@ class _Rows:
         return self._array[:count]
 
 
-_readers: WeakKeyDictionary[Trace, _Reader] = WeakKeyDictionary()
-_reading = Lock()
+_readers: WeakKeyDictionary[Trace, _Reader] = WeakKeyDictionary()  # a reader goes with its trace
+_reading = Lock()  # panels and the session's thread may read the same trace at once

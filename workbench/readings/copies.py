@@ -24,7 +24,7 @@ class Copies:
         rows = events.of_layers(kind)
         start_s, stop_s = events.start_s[rows], events.stop_s[rows]
         firsts = np.flatnonzero(events.piece[rows] == 0)
-        self._first: list[int] = [*firsts.tolist(), len(rows)]
+        self._first: list[int] = [*firsts.tolist(), len(rows)]  # with an end, so that each copy has a next one
         self._piece_start, self._piece_stop = start_s, stop_s
         self._sum = np.concatenate([[0], np.cumsum(events.nbytes[rows])])
         self._pieces: list[int] = events.pieces[rows[firsts]].tolist()
@@ -34,12 +34,12 @@ class Copies:
         self.stop_s = np.maximum.reduceat(stop_s, firsts) if len(firsts) else stop_s
 
     def total(self, copy: int) -> float:
-        """Bytes of all its pieces; those that are not seen are as large as the others, to within a few elements."""
+        """Return the bytes of all its pieces; those that are not seen are as large as the others, to within a few elements."""
         first, end = self._first[copy], self._first[copy + 1]
         return float(self._sum[end] - self._sum[first]) * self._pieces[copy] / (end - first)
 
     def done(self, copy: int, t_s: float) -> float:
-        """Bytes that are there; a piece under way counts by its time."""
+        """Return the bytes that are there; a piece under way counts by its time."""
         first, end = self._first[copy], self._first[copy + 1]
         over = first + int(np.searchsorted(self._piece_stop[first:end], t_s, side="right"))
         done = float(self._sum[over] - self._sum[first])
@@ -49,6 +49,6 @@ class Copies:
         return done
 
     def share(self, copy: int, t_s: float) -> float:
-        """Share of the copy that is there."""
+        """Return the share of the copy that is there, in [0, 1]."""
         total = self.total(copy)
         return min(1.0, self.done(copy, t_s) / total) if total else 1.0

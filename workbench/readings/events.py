@@ -40,21 +40,21 @@ class Events:
         return len(self.start_s)
 
     def of_kind(self, *kinds: str) -> NDArray[np.intp]:
-        """Events of these kinds."""
+        """Find the events of these kinds."""
         wanted = [number for number, name in enumerate(self._kinds) if name in kinds]
         return np.flatnonzero(np.isin(self.kind, wanted))
 
     def of_layers(self, *kinds: str) -> NDArray[np.intp]:
-        """Events of these kinds that are of a layer in the stack."""
+        """Find the events of these kinds that are of a layer in the stack."""
         rows = self.of_kind(*kinds)
         return rows[self.rank[rows] >= 0]
 
     def words(self, row: int) -> tuple[str, str]:
-        """Names of an event's kind and layer."""
+        """Name an event's kind and layer."""
         return self._kinds[self.kind[row]], self._layers[self.layer[row]]
 
     def last(self, rows: NDArray[np.intp], lane: str, i: int) -> int:
-        """Of events `rows` on a lane the one that has started last when event `i` starts, -1 if there is none.
+        """Find the last of the events `rows` on a lane that has started when event `i` starts, -1 if there is none.
 
         Of those that start together with `i` the last one counts, but on its own lane `i` stands for itself.
         """

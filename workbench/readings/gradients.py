@@ -58,7 +58,7 @@ class Gradients:
         self._arrivals = [self._keys[pushes.layers[push]] for push in by_stop.tolist()]
 
     def at(self, t_s: float) -> Whereabouts:
-        """Where they are at a time."""
+        """Say where the gradients are at a time."""
         adding, leaving = None, []
         stop = int(np.searchsorted(self._begun_s, t_s, side="right"))
         for one in self._gradients[max(0, stop - LAST) : stop]:

@@ -34,7 +34,7 @@ Numbers = NDArray[np.int64]
 
 
 def in_core_bytes(relay: Relay, trace: Trace) -> int:
-    """Peak device bytes of a step in core, an estimate.
+    """Estimate the peak device bytes of a step in core.
 
     Args:
         relay: whose model it is.
@@ -50,7 +50,7 @@ def in_core_bytes(relay: Relay, trace: Trace) -> int:
 
 
 def estimate_bytes(trace: Trace, weight_bytes: int, gradient_bytes: Mapping[str, int]) -> int:
-    """Peak device bytes of a step in core, an estimate from plain values.
+    """Estimate the peak device bytes of a step in core from plain values.
 
     Args:
         trace: a finished step by relay.
@@ -134,7 +134,7 @@ def _activations(columns: Columns, compute: NDArray[np.intp]) -> tuple[Numbers, 
 
 
 def batch_bytes(trace: Trace) -> int:
-    """Bytes of the batch of a finished step, as they were copied to the device."""
+    """Add up the bytes of a finished step's batch, as they were copied to the device."""
     columns = Columns.of(trace)
     return int(columns.nbytes[columns.kind == _index(columns, "batch")].sum())
 

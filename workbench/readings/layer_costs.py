@@ -28,7 +28,7 @@ class LayerCost(NamedTuple):
 
 
 def layer_costs(columns: Columns, keys: Iterable[str]) -> Sequence[LayerCost]:
-    """The costs of layers, in the order of `keys`; a layer that has not run costs nothing."""
+    """Add up the costs of layers, in the order of `keys`; a layer that has not run costs nothing."""
     compute = columns.on("compute")
     start_s, stop_s = columns.start_s[compute], columns.stop_s[compute]
     edges_s = np.maximum.accumulate(np.column_stack([start_s, stop_s]).ravel())  # a lane is serial

@@ -14,7 +14,7 @@ _SHELL = "shell"  # of the model; traces name it among the layers
 
 
 def number_layers(keys: Iterable[str]) -> Numbers:
-    """Numbers of layers by key.
+    """Number layers by key.
 
     Args:
         keys: of all layers in order, as the names of a trace have them; the shell among them has no number.
@@ -23,16 +23,16 @@ def number_layers(keys: Iterable[str]) -> Numbers:
 
 
 def short_name(key: str, numbers: Numbers) -> str:
-    """The number alone, "6", where there is little room; the key of what has none, as the shell or a layer that is gone."""
+    """Give the number alone, "6", where there is little room; the key of what has none, as the shell or a layer that is gone."""
     return str(numbers[key]) if key in numbers else key
 
 
 def full_name(key: str, numbers: Numbers) -> str:
-    """Number and key, "6 · L006"; the key alone of what has no number."""
+    """Give number and key, "6 · L006"; the key alone of what has no number."""
     return f"{numbers[key]} · {key}" if key in numbers else key
 
 
 def span_name(first: str, last: str, numbers: Numbers) -> str:
-    """Layers that follow one another, "2–4 · L002–L009"; keys alone if one of both has no number."""
+    """Name layers that follow one another, "2–4 · L002–L009"; keys alone if one of both has no number."""
     keys = f"{first}–{last}"
     return f"{numbers[first]}–{numbers[last]} · {keys}" if {first, last} <= numbers.keys() else keys

@@ -50,7 +50,7 @@ class Levels:
 
     @staticmethod
     def of(columns: Columns, place: str, compute: NDArray[np.intp], until_s: float = np.inf) -> Levels:
-        """The samples of a place up to a time; `compute`: indices of the compute events by start.
+        """Read the samples of a place up to a time; `compute`: indices of the compute events by start.
 
         When a compute event has ended, the relay notes the highest bytes while it ran, then what is left. The highest
         are drawn from the start of the event on, where they belong.
@@ -72,7 +72,7 @@ class Levels:
         return Levels(t_s, nbytes, totals, taken_s)
 
     def at(self, edges_s: NDArray[np.float64]) -> NDArray[np.int64]:
-        """(columns, categories): the highest sample in force between each of `edges_s` (columns + 1,) and the next."""
+        """Return (columns, categories): the highest sample in force between each of `edges_s` (columns + 1,) and the next."""
         count = len(self.totals)
         if not count:
             return np.zeros((len(edges_s) - 1, self.nbytes.shape[1]), np.int64)
@@ -87,7 +87,7 @@ class Levels:
 
 
 def find_peak(levels: Levels, columns: Columns, compute: NDArray[np.intp]) -> Peak | None:
-    """Where a place is fullest; None without samples."""
+    """Find where a place is fullest; None without samples."""
     if not len(levels.totals):
         return None
     highest = int(levels.totals.argmax())

@@ -69,6 +69,7 @@ class Moments:
         self._pushes = Copies(self._events, "push")
         self._visits = Visits(self._events, live, earlier._visits if earlier else None)
         self._residency = Residency(self._loads, weight_slots(ahead))
+        # Visited in backward and not pushed: of such a layer no push is still to come.
         frozen = {*earlier._visits.layers}.difference(earlier._pushes.layers) if earlier else ()
         self._gradients = Gradients(self._events, self._visits, self._pushes, live, frozen)
         self._stashed = Stashed(self._events, self.micro_batches, live)
@@ -83,7 +84,7 @@ class Moments:
 
     @classmethod
     def of(cls, trace: Trace, keys: Sequence[str] | None = None) -> Moments:
-        """A finished step; without `keys` all layers of its time: the trace's names, those that sat the step out too."""
+        """Read a finished step; without `keys`, of all layers of its time: the trace's names, those that sat the step out too."""
         columns, settings = Columns.of(trace), trace.settings
         if keys is None:
             used = {e.layer for e in trace.events if e.kind in ("load", "forward") and e.layer != "shell"}
@@ -98,21 +99,21 @@ class Moments:
         )
 
     def visits(self) -> list[int]:
-        """Events with which a visit begins."""
+        """List the events with which a visit begins."""
         return self._visits.rows.tolist()
 
     def at(self, i: int) -> Moment:
-        """The moment just after event `i` has started, 0 <= i < count, by time of start."""
+        """Return the moment just after event `i` has started, 0 <= i < count, by time of start."""
         if not 0 <= i < self.count:
             raise ValueError(f"event {i}: the step has {self.count} events, numbered from 0")
         return self._moment(i, float(self._events.start_s[i]))
 
     def when(self, t_s: float) -> Moment:
-        """The moment at a time, in seconds since the step began."""
+        """Return the moment at a time, in seconds since the step began."""
         return self._moment(int(np.searchsorted(self._events.start_s, t_s, side="right")) - 1, t_s)
 
     def telling(self) -> int:
-        """An event in mid-backward at which as many lanes as possible are at work; 0 if there is none."""
+        """Choose an event in mid-backward at which as many lanes as possible are at work; 0 if there is none."""
         runs = self._events.of_kind("backward")
         if not len(runs):
             return max(0, self.count // 2)
@@ -195,6 +196,7 @@ class Moments:
             return None
         start_s, stop_s = float(events.start_s[row]), float(events.stop_s[row])
         if self.live:
+            # What a lane does now is told when it is over: until then what it did last stands for it, about a visit long.
             if t_s > stop_s + self._visits.typical_s:
                 return None
             progress = None

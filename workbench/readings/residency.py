@@ -28,13 +28,13 @@ class Residency:
     def __init__(self, loads: Copies, slots: int) -> None:
         self._empty: tuple[Held | None, ...] = (None,) * max(slots, 1 + max(loads.slots, default=-1))
         held = list(self._empty)
-        self.times: list[float] = loads.start_s.tolist()
+        self.times: list[float] = loads.start_s.tolist()  # ascending, as events are: `at` bisects
         self.states: list[tuple[Held | None, ...]] = []
         for load, (layer, slot) in enumerate(zip(loads.layers, loads.slots, strict=True)):
             held[slot] = Held(layer, load)
             self.states.append(tuple(held))
 
     def at(self, t_s: float) -> tuple[Held | None, ...]:
-        """What the slots hold at a time."""
+        """Say what the slots hold at a time."""
         j = bisect_right(self.times, t_s) - 1
         return self.states[j] if j >= 0 else self._empty

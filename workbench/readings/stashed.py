@@ -35,7 +35,7 @@ class Stashed:
         self._taken = _running(events.stop_s[backward], amounts[backward])
 
     def at(self, t_s: float) -> int:
-        """How many wait at a time."""
+        """Count the inputs that wait at a time."""
         return self._put(t_s) - self._taken(t_s)
 
 

@@ -45,6 +45,7 @@ class Visits:
         self.expected: list[int] = []
         if live:  # as in the step before, or down the stack and back
             depth = len(self._keys)
+            # depth - 2: the last layer's visit is its forward and its backward.
             plan = earlier.layers if earlier else [*range(depth), *range(depth - 2, -1, -1)]
             self.expected = plan[len(self.layers) :]
 
@@ -56,7 +57,7 @@ class Visits:
         return self._earlier.typical_s if self._earlier else 0.1
 
     def computing(self, t_s: float, shares: Mapping[str | None, float]) -> Computing:
-        """What computes at a time before compute is over; `shares` of their weights are there, by layer on the device."""
+        """Say what computes at a time before compute is over; `shares`: of its weights on the device, by layer."""
         j = int(np.searchsorted(self.start_s, t_s, side="right")) - 1
         over = j < 0 or t_s >= self.stop_s[j]
         key = self._keys[self.layers[j]] if j >= 0 else None

@@ -84,6 +84,7 @@ def _draw_losses(runs: Sequence[Named]) -> Picture:
     )
     by_step = [{row.step: row.loss for row in one.now.steps} for one in runs]
     steps = sorted({step for losses in by_step for step in losses})
+    # Of many steps 20, evenly chosen, with both ends: tables are for reading.
     shown = [steps[round(i * (len(steps) - 1) / 19)] for i in range(20)] if len(steps) > 20 else steps
     rows = [(str(step), *(f"{losses[step]:.6g}" if step in losses else "–" for losses in by_step)) for step in shown]
     return Picture(drawn, Table("Losses of all runs", ("step", *(one.name for one in runs)), rows))

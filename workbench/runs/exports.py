@@ -68,7 +68,7 @@ def export(name: str, source: Source, folder: str | Path) -> Exported:
     """
     where, now = Path(folder).expanduser(), source.snapshot()
     if failed_trace(now) is None:
-        _shown_step(now)
+        _shown_step(now)  # raises before a folder is made that would stay empty
     where.mkdir(parents=True, exist_ok=True)
     return EXPORTS[name].write(source, where)
 
@@ -80,7 +80,7 @@ def _shown_step(now: Snapshot) -> Trace:
 
 
 def _write_perfetto(source: Source, folder: Path) -> Exported:
-    now = source.snapshot()
+    now = source.snapshot()  # one for all of the file: a run goes on meanwhile
     trace = _shown_step(now)
     path = _free(folder, _step_stem(now), ".json.gz")
     with _whole(path, folder) as part:
@@ -125,7 +125,7 @@ def _write_report(source: Source, folder: Path) -> Exported:
     path = _free(folder, f"{_run_stem(now)}_report", ".html")
     with _whole(path, folder) as part:
         if isinstance(source, Recording):
-            write_report([source.run.until(now.number)], part)
+            write_report([source.run.until(now.number)], part)  # what came after the moment that is seen is left out
         else:
             write_session_report(now, part)
     return Exported(path, _steps(now), "Open it in a browser; it is one page that needs no network")
@@ -147,6 +147,7 @@ def _step_stem(now: Snapshot) -> str:
 
 
 def _named(now: Snapshot, branch: str, step: str) -> str:
+    # A branch may have any name, "wide / 2" too.
     return "_".join([re.sub(r"[^\w.-]+", "_", branch), step]) if len(now.branches) > 1 else step
 
 
@@ -164,7 +165,7 @@ def _whole(path: Path, folder: Path) -> Iterator[Path]:
     """
     with TemporaryDirectory(prefix=".unfinished-", dir=folder) as own:
         yield (part := Path(own) / path.name)
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # only now: after an error it would be left empty
         part.rename(path)
 
 

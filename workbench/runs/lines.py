@@ -70,7 +70,7 @@ class Told:
         self._of_layer: dict[str, list[Any]] = {name: [] for name in OF_LAYER}
 
     def tell(self, now: Snapshot) -> Row:
-        """The line for a snapshot: what differs from what was told before."""
+        """Make the line for a snapshot: what differs from what was told before."""
         plain = {name: getattr(now, name) for name in PLAIN} | {"config": asdict(now.config)}
         plain |= {"figures": dict(now.figures), "touched": sorted(now.touched)}
         stack = [_fixed(layer) for layer in now.layers]
@@ -128,7 +128,8 @@ class Told:
         return [self.branch, *(one.name for one in self._lists["branches"] if one.name != self.branch)]
 
     def layers(self) -> tuple[LayerRow, ...]:
-        """The stack, in order."""
+        """Make the rows of the layers, in order."""
+        # `take` makes floats of all columns, and a version is a whole number.
         columns = zip(*(self._of_layer[name] for name in OF_LAYER), strict=True)
         return tuple(
             LayerRow(**fixed, **(dict(zip(OF_LAYER, figures, strict=True)) | {"version": int(figures[0] or 0)}))
@@ -136,13 +137,13 @@ class Told:
         )
 
     def shown(self) -> Callable[[Trace], ShownStep]:
-        """Takes the trace of the step that the lines end with, and says whose it is."""
+        """Return a function that takes the trace of the step that the lines end with, and says whose it is."""
         row = self.last_step
         journal, nbytes = tuple(self._lists["journal"]), self._plain["in_core_bytes"]
         return partial(ShownStep, row.branch, row.step, layers=self.layers(), journal=journal, in_core_bytes=nbytes)
 
     def show(self, number: int, pasts: Pasts, shown: ShownStep | None, race: Race | None = None) -> Snapshot:
-        """The session as it was then: closed, because nothing can be asked of it.
+        """Show the session as it was then: closed, because nothing can be asked of it.
 
         Args:
             number: of the moment.
@@ -196,7 +197,7 @@ def _brief(column: Sequence[Any]) -> list[Any]:
 
 
 def trace_row(trace: Trace) -> Row:
-    """A trace; events as lists in the order of `Event`, lanes and names of layers by number."""
+    """Make the row of a trace: events are lists in the order of `Event`, with lanes and names of layers by number."""
     events = trace.since(0)[0]
     words = list(dict.fromkeys(word for event in events for word in (event.kind, event.layer)))
     number = {word: i for i, word in enumerate(words)}
@@ -212,7 +213,7 @@ def trace_row(trace: Trace) -> Row:
 
 
 def trace_of(row: Mapping[str, Any]) -> Trace:
-    """What `trace_row` made, exactly; from the row of a run of version 1, with what its events do not say.
+    """Make the trace that `trace_row` was given, exactly; to events of a run of version 1, what they do not say is added.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: it is no such row.
@@ -231,7 +232,7 @@ def trace_of(row: Mapping[str, Any]) -> Trace:
 
 
 def to_json(row: Row) -> str:
-    """A line, without its end; numbers that JSON does not have as text."""
+    """Write a row as a line without its end; numbers that JSON does not have are written as text."""
     try:
         return json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except ValueError:  # there is one: rare, and looking for it takes longer than writing
@@ -247,7 +248,7 @@ def _plain(value: Any) -> Any:
 
 
 def build(record: type[T], row: Mapping[str, Any]) -> T:
-    """`record(**row)`; numbers that were written as text are numbers again, and values of values such values.
+    """Make `record(**row)`; numbers that were written as text become numbers again, and judgements become `Judged`.
 
     Raises:
         TypeError, ValueError: other fields than the record's, or no number.

@@ -11,12 +11,12 @@ from workbench.session import Change, Measured, Race, Racer, StepRow
 
 
 def race_row(race: Race) -> Row:
-    """A race that is over, whole: its steps are those of several branches, and told apart here."""
+    """Make the row of a race that is over, with all steps of its branches: moments do not say which of them were in a race."""
     return {"asked": race.asked, "ended": race.ended, "racers": [asdict(racer) for racer in race.racers]}
 
 
 def race_of(row: Mapping[str, Any]) -> Race:
-    """What `race_row` made.
+    """Make the race that `race_row` was given.
 
     Raises:
         KeyError, TypeError, ValueError: it is no such row.
@@ -30,6 +30,7 @@ def race_of(row: Mapping[str, Any]) -> Race:
 def _racer_of(row: Mapping[str, Any]) -> Racer:
     steps = tuple(build(StepRow, step) for step in row["steps"])
     measured = tuple((int(at), Measured.of_plain(found)) for at, found in row["measured"])
+    # Pictures read these side by side: what does not fit is named with its line here, and breaks no picture later.
     if len(row["flop"]) != len(steps) or any(not 0 <= at <= len(steps) for at, _ in measured):
         raise ValueError(f"FLOP or measurements of other steps than the {len(steps)} of {row['name']}")
     lists = {

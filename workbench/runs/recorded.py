@@ -18,10 +18,11 @@ from workbench.runs.race_lines import race_of
 from workbench.session import Pasts, Race, ShownStep, Snapshot
 
 IN_FOLDER = ("run.jsonl.gz", "run.jsonl")
+# What values of another form raise where they are used: lines are read as they come, and not checked field by field.
 _DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # equal by identity, so that a run can be a key of the caches below
 class RecordedRun:
     """A recorded run.
 
@@ -53,7 +54,7 @@ class RecordedRun:
     _traces: Mapping[int, tuple[int, Row]]  # by moment, the line and its row
 
     def snapshot(self, number: int | None = None) -> Snapshot:
-        """The session after a step or a change; by default at the end.
+        """Show the session after a step or a change; by default at the end.
 
         It shows the newest step that led there and was recorded whole, none if there is none.
 
@@ -68,14 +69,14 @@ class RecordedRun:
         return _show(self, number)[0]
 
     def whole(self, number: int | None = None) -> int | None:
-        """The newest moment that led there, by default to the end, whose step was recorded whole; None if there is none.
+        """Find the newest moment that led there, by default to the end, whose step was recorded whole; None if there is none.
 
         Steps of other branches do not count.
         """
         return _show(self, len(self.moments) - 1 if number is None else number)[1]
 
     def trace(self, number: int) -> Trace:
-        """The events of a step that was recorded whole; `traced` has the numbers.
+        """Read the events of a step that was recorded whole; `traced` has the numbers.
 
         Raises:
             ValueError: it was not, or its line is damaged.
@@ -85,7 +86,7 @@ class RecordedRun:
         return _read_trace(self, number)
 
     def until(self, number: int) -> RecordedRun:
-        """The run as it was after this moment, and the moment in its title; what was found out about the run stays.
+        """Cut the run after this moment, and name the moment in its title; what was found out about the run stays.
 
         Held-out losses are kept up to the furthest step that was reached by then.
 
@@ -95,6 +96,7 @@ class RecordedRun:
         if number == len(self.moments) - 1:
             return self
         then, moments = self.snapshot(number), self.moments[: number + 1]
+        # Rows say a step's number only where it differs, and it is less after a switch to a branch that is behind.
         reached = max(row["plain"].get("step", 0) for row in moments)
         traces = {at: line for at, line in self._traces.items() if at <= number}
         return replace(
@@ -125,13 +127,13 @@ class Recording:
         Raises:
             ValueError: there is none of this number.
         """
-        self.run.snapshot(number)
+        self.run.snapshot(number)  # raises; and it is made before those who wait are woken, to find it in the cache
         with self._changed:
             self.number = number
             self._changed.notify_all()
 
     def snapshot(self) -> Snapshot:
-        """The session as it was at this moment."""
+        """Show the session as it was at this moment."""
         return self.run.snapshot(self.number)
 
     def wait_for_change(self, number: int, timeout_s: float) -> None:
@@ -147,6 +149,7 @@ def _show(run: RecordedRun, number: int) -> tuple[Snapshot, int | None]:
     wholes: dict[str, tuple[int, Callable[[Trace], ShownStep]] | None] = {"": None}  # by branch, as pasts are
     for at, row in enumerate(run.moments[: number + 1]):
         told.take(row)
+        # `branch` is still that of the row before, from which new ones were forked.
         wholes = {name: wholes.get(name, wholes[branch]) for name in told.branches}
         branch = told.branch
         if row["stepped"] and at in run._traces:
@@ -194,7 +197,7 @@ def load_run(path: str | Path) -> RecordedRun:
 
 
 def name_runs(runs: Sequence[RecordedRun]) -> list[str]:
-    """Titles, with numbers if they are not different."""
+    """List the titles of runs, with numbers if two are the same."""
     titles = [run.title for run in runs]
     return titles if len(set(titles)) == len(titles) else [f"{title} ({i})" for i, title in enumerate(titles, start=1)]
 
@@ -226,12 +229,13 @@ class _Reader:
             self._head = {name: row[name] for name in ("title", "began", "machine")}
         elif kind == "moment":
             self._told.take(row)
+            # Tried now, so that a damaged line is named by `load_run` and not by a picture.
             self._told.layers(), self._told.branches, bool(row["stepped"])
             self._moments.append(row)
         elif kind == "trace":
             if not 0 <= (of := row.pop("of")) < len(self._moments):
                 raise ValueError(f"a trace of moment {of}, of {len(self._moments)}")
-            self._traces[of] = number, row
+            self._traces[of] = number, row  # as it is: a step has many events, and few steps are looked at
         elif kind == "race":
             self._races.append((max(0, len(self._moments) - 1), race_of(row)))
         elif kind == "held_out":

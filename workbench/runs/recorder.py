@@ -63,7 +63,7 @@ class Recorder:
         )
         self._told = Told()
         self._moments = self._steps = 0
-        self._last: dict[str, ref[Trace]] = {}  # by branch, the last step that was told
+        self._last: dict[str, ref[Trace]] = {}  # by branch, the last step that was told; weak, since traces are large
         self._pending: tuple[int, Trace] | None = None  # moment and trace of a step that may turn out to matter
         self._changed = True  # since the last step
         self._left = traces
@@ -72,10 +72,10 @@ class Recorder:
     # -- what a session calls ------------------------------------------------------------------------------------------
 
     def log_step(self, row: StepRow) -> None:
-        """Nothing: `watch` sees the step."""
+        """Do nothing: `watch` sees the step."""
 
     def log_change(self, change: Change) -> None:
-        """Nothing: `watch` sees the change."""
+        """Do nothing: `watch` sees the change."""
 
     def watch(self, now: Snapshot) -> None:
         """Record a step or a change.
@@ -104,7 +104,7 @@ class Recorder:
 
     def _is_new(self, now: Snapshot) -> bool:
         """Whether it shows a step of its branch that was not told yet."""
-        if now.shown is None or now.shown.branch != now.branch:
+        if now.shown is None or now.shown.branch != now.branch:  # after a fork, the other branch's last step is shown
             return False
         told = self._last.get(now.branch)
         return told is None or told() is not now.last
@@ -113,12 +113,12 @@ class Recorder:
         """Record the last step whole, and close the file; calling it twice is fine."""
         if self._raw.closed:
             return
-        self._left = 1
+        self._left = 1  # the last step comes on top of what `traces` allows
         self._keep(self._pending)
         self._write("end", {})
         if self._packed is not None:
             self._packed.close()
-        self._raw.close()
+        self._raw.close()  # `GzipFile` leaves a file open that it was given
 
     def __enter__(self) -> Recorder:
         return self
@@ -129,15 +129,15 @@ class Recorder:
     # -- what only the caller knows ------------------------------------------------------------------------------------
 
     def log_held_out(self, step: int, loss: float) -> None:
-        """The loss on held-out data after so many steps."""
+        """Record the loss on held-out data after so many steps."""
         self._write("held_out", {"step": step, "loss": loss})
 
     def log_level(self, name: str, loss: float) -> None:
-        """A loss to compare with, as that of always guessing."""
+        """Record a loss to compare with, as that of always guessing."""
         self._write("level", {"name": name, "loss": loss})
 
     def log_fact(self, name: str, words: str) -> None:
-        """Something that was found out about the run, in a sentence; a later one of the same name takes its place."""
+        """Record something that was found out about the run, in a sentence; a later one of the same name takes its place."""
         self._write("fact", {"name": name, "words": words})
 
     # -- lines ---------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Recorder:
         file = cast(BinaryIO, self._packed or self._raw)
         file.write(line.encode() + b"\n")
         if self._packed is not None:
-            self._packed.flush(zlib.Z_SYNC_FLUSH)
+            self._packed.flush(zlib.Z_SYNC_FLUSH)  # all up to here can be unpacked, should the process end now
         self._raw.flush()
 
 

@@ -97,7 +97,7 @@ def write_report(runs: Sequence[RecordedRun], path: str | Path) -> None:
 
 
 def write_session_report(now: Snapshot, path: str | Path) -> None:
-    """The same page of a session that is still open, as it stands, with the step that it shows."""
+    """Write the same page of a session that is still open, as it stands, with the step that it shows."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "session.jsonl"
         with Recorder(file, title=f"{now.model}, {now.shown_words}") as recorder:
@@ -109,7 +109,7 @@ def write_session_report(now: Snapshot, path: str | Path) -> None:
 
 
 def render_report(runs: Sequence[RecordedRun]) -> str:
-    """The page as text.
+    """Make the page as text.
 
     Raises:
         ValueError: no run, or a damaged one.
@@ -126,6 +126,7 @@ def _render(named: Sequence[Named], when: str = "began") -> str:
         title=named[0].run.title if len(named) == 1 else f"{len(named)} runs side by side",
         style=_page("report.css"),
         script=script,
+        # The page's Content-Security-Policy lets the script with this hash run, and no other.
         script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         comparison=compare_runs(named) if len(named) > 1 else None,
         runs=[_describe_run(one, when) for one in named],
@@ -168,7 +169,7 @@ def _cards(now: Snapshot, run: RecordedRun) -> list[Card]:
         first, last = now.steps[0], now.steps[-1]
         held_out = f"; held out {run.held_out[-1][1]:.4g}" if run.held_out else ""
         cards.append(Card("loss", f"{last.loss:.4g}", f"from {first.loss:.4g} in {len(now.steps)} steps{held_out}"))
-        seconds = median(row.seconds for row in now.steps)
+        seconds = median(row.seconds for row in now.steps)  # the first step of a shape is metered, and takes longer
         rate = median(row.samples / row.seconds for row in now.steps if row.seconds)
         cards.append(Card("time of a step", format_seconds(seconds), f"median; {rate:.3g} samples per second"))
         peak = max(row.peak_device_bytes for row in now.steps)
@@ -278,6 +279,7 @@ def _kept(run: RecordedRun) -> Table:
         trace = run.trace(number)
         peaks = [format_bytes(trace.peak_bytes(place)) for place in ("device", "host")]
         hidden = f"{100 * trace.overlap():.0f} %"
+        # Traces count steps from 0, and whatever people see counts them from 1.
         rows.append((str(trace.step + 1), format_seconds(trace.span_s), f"{trace.counts[0]:,}", hidden, *peaks))
     header = ("step", "time", "events", "copies hidden", "device peak", "host peak")
     return Table("Steps that were recorded whole", header, rows)
