@@ -27,7 +27,7 @@ class DepthEdit:
 
 
 def depth_edits(layers: Sequence[LayerRow], depth: int) -> tuple[DepthEdit, ...]:
-    """Ways from these layers to `depth`: new ones come behind the last one, and the last ones go; nothing if it is the depth.
+    """List ways from these layers to `depth`: new ones come behind the last, or the last ones go; none if it is the depth.
 
     Of several stacks the last one is edited.
 
@@ -69,6 +69,7 @@ class _Stack:
 
 
 def _insert(stack: _Stack, more: int) -> DepthEdit:
+    # One place further each time: edits of a group see what those before them have done.
     where = range(stack.size, stack.size + more)
     one = f"Insert({stack.at(str(stack.size))})"
     code = one if more == 1 else f"*(Insert({stack.at('at')}) for at in range({where.start}, {where.stop}))"
@@ -85,7 +86,7 @@ def _duplicate(stack: _Stack, more: int) -> DepthEdit:
     """The whole stack once more as long as that is not too much, then the last layers."""
     now, end, spans = stack.size, stack.size + more, []
     while end - now >= now:
-        spans.append(slice(None))
+        spans.append(slice(None))  # all layers that there are by then, so each of these doubles the stack
         now *= 2
     doublings = len(spans)
     if end > now:

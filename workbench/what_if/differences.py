@@ -17,7 +17,7 @@ _LINK = ("h2d", "d2h")
 
 
 def differences(was: Answer, now: Answer) -> list[str]:
-    """What differs and why, a sentence each; the step first. Settings that are the same are not named."""
+    """Say what differs and why, a sentence each, the step first. Settings that are the same are not named."""
     found = [_step(was, now), _device(was, now)]
     if not _is_alike(was.peak_host_bytes, now.peak_host_bytes):
         found.append(
@@ -29,7 +29,7 @@ def differences(was: Answer, now: Answer) -> list[str]:
 
 
 def changed_settings(was: Question, now: Question) -> list[str]:
-    """Settings that differ, as "micro-batches 4 → 8"."""
+    """List the settings that differ, as "micro-batches 4 → 8"."""
     found = []
     for name, words in _SETTINGS.items():
         old, new = getattr(was, name), getattr(now, name)
@@ -41,7 +41,7 @@ def changed_settings(was: Question, now: Question) -> list[str]:
 
 
 def show(name: str, value: Any) -> str:
-    """The value of a setting for people."""
+    """Write the value of a setting for people."""
     if value is None:
         return "no limit"
     if name.endswith("_bytes_per_s"):
@@ -52,7 +52,7 @@ def show(name: str, value: Any) -> str:
 
 
 def what_if_table(was: Answer | None, now: Answer) -> Table:
-    """Figures of both and their difference; without a measured step those of the answer alone."""
+    """Put figures of both and their difference into a table; without a measured step those of the answer alone."""
     held = [name for name in CATEGORIES if any(each.device_bytes.get(name) for each in (was, now) if each is not None)]
     reads: list[tuple[str, Callable[[Answer], float], Callable[[float], str]]] = [
         ("step", lambda answer: answer.seconds, format_seconds),
@@ -73,7 +73,7 @@ def what_if_table(was: Answer | None, now: Answer) -> Table:
 
 
 def forecast_error(forecast: Answer, step: Answer) -> str:
-    """How far a forecast was off from a measured step, in words; nothing of a guess, or if the step had other settings."""
+    """Say how far a forecast was off from a measured step; "" for a guess, or if the step had other settings."""
     if forecast.guessed or forecast.question != step.question:
         return ""
     seconds, nbytes = step.seconds, step.peak_device_bytes
@@ -174,7 +174,7 @@ def _row(name: str, was: float | None, now: float, words: Callable[[float], str]
     if words is _percent:
         points = _signed(100 * change, lambda n: f"{n:.0f} points")
         return name, words(was), words(now), points if round(100 * change) else "="
-    if abs(change) < 0.005 * abs(was) or not change:
+    if abs(change) < 0.005 * abs(was) or not change:  # three digits are shown, in which it would hardly be seen
         return name, words(was), words(now), "="
     relative = f" ({_signed(change / was, _percent)})" if was and abs(change) < 10 * was else ""
     return name, words(was), words(now), _signed(change, words) + relative

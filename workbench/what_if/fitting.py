@@ -35,7 +35,7 @@ def fitting(ask: Callable[[Question], Answer], question: Question, rows: int, mo
 
     def price(config: RelayConfig) -> Priced | None:
         if config.micro_batches != question.micro_batches:
-            return None
+            return None  # stands for a step that cannot be made, so that the search leaves it out
         found = ask(replace(question, micro_batches=config.micro_batches, ahead=config.ahead, stash=config.stash))
         return Priced(config, found.peak_device_bytes, lambda: found.seconds)
 

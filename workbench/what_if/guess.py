@@ -44,7 +44,7 @@ class Guess:
 
     @staticmethod
     def of(now: Snapshot) -> Guess:
-        """Of a session before its first step; where nothing is trained, which no step would do, as if all were."""
+        """Guess for a session before its first step; where nothing is trained, which no step would do, as if all were."""
         trained = [row.num_trained for row in now.layers]
         told = now.shell_trained is not None and None not in trained and any([now.shell_trained, *trained])
         return Guess(
@@ -56,15 +56,16 @@ class Guess:
         )
 
     def shares(self, depth: int) -> list[float]:
-        """What share of each of so many layers is trained: that of the layer at the same height in the stack."""
+        """Say what share of each of so many layers is trained: that of the layer at the same height in the stack."""
         trained = self.layer_params if self.layer_trained is None else self.layer_trained
         each = [n / params if params else 0.0 for n, params in zip(trained, self.layer_params, strict=True)]
         found = [each[i * len(each) // depth] for i in range(depth)]
+        # Something must be trained at any depth, or it is no step.
         return found if any(found) or self.shell_trained else [*found[:-1], max(each)]
 
 
 def guess(known: Guess, question: Question) -> Answer:
-    """What a step might be, from numbers of parameters alone; see `costs_of_shapes`.
+    """Guess a step from numbers of parameters alone; see `costs_of_shapes`.
 
     A layer is taken for a transformer's: 12 times its width squared parameters (Kaplan et al., arXiv 2001.08361, section 2.1).
     """
@@ -77,6 +78,7 @@ def guess(known: Guess, question: Question) -> Answer:
     shapes = Shapes(
         layer_params=[layer] * depth,
         shell_params=round(shell * question.width),
+        # rounded up: a few trained parameters, as of an adapter, must not become none
         layer_trained=[math.ceil(share * layer) for share in known.shares(depth)],
         shell_trained=round((shell if trained is None else trained) * question.width),
         tokens=tokens,

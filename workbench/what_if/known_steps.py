@@ -24,7 +24,7 @@ class KnownSteps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._traces: dict[tuple[object, ...], Trace] = {}  # the newest last
-        self._names: dict[int, str] = {}  # by the identity of the trace
+        self._names: dict[int, str] = {}  # by the identity of a trace, which is held above
         self._bases: dict[int, MeasuredStep] = {}
         self._like: object = None
         self._last: Answer | None = None
@@ -39,14 +39,14 @@ class KnownSteps:
         trace = shown.trace
         with self._lock:
             if self._traces and next(reversed(self._traces.values())) is trace:
-                self._names[id(trace)] = now.name_of(shown)
+                self._names[id(trace)] = now.name_of(shown)  # a fork since then adds the branch to it
                 return
             layers = tuple((row.key, row.num_params, row.num_trained) for row in shown.layers)
             like = shown.branch, layers, now.shell_trained, batch_bytes(trace)
             if like != self._like:
                 self._traces, self._bases, self._like = {}, {}, like
             kind = tuple(trace.settings.get(name) for name in _KIND)
-            self._traces.pop(kind, None)
+            self._traces.pop(kind, None)  # otherwise it would keep its place in the order
             self._traces[kind] = trace
             while len(self._traces) > _MOST:
                 del self._traces[next(iter(self._traces))]
@@ -55,7 +55,7 @@ class KnownSteps:
             self._names[id(trace)] = now.name_of(shown)
 
     def last(self) -> Answer | None:
-        """The last step, as measured; None if there is none."""
+        """Return the last step, as measured; None if there is none."""
         with self._lock:
             trace = next(reversed(self._traces.values()), None)
         if trace is None:
@@ -65,12 +65,13 @@ class KnownSteps:
         return self._last
 
     def nearest(self, question: Question) -> MeasuredStep | None:
-        """The costs of the step whose settings are nearest to those of a question; of several, the newest; None of none."""
+        """Find the step whose settings are nearest to those of a question, the newest of several; None if none is known."""
 
         def far(trace: Trace) -> tuple[bool, ...]:
             return tuple(trace.settings.get(name) != getattr(question, name) for name in _KIND)
 
         with self._lock:
+            # Of those that are equally far `min` takes the first, and so the newest.
             trace = min(reversed(self._traces.values()), key=far, default=None)
         return self._base(trace) if trace is not None else None
 

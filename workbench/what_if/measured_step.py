@@ -53,7 +53,7 @@ class MeasuredStep:
         return MeasuredStep(self.profile.aggregated(), self.trace, self.name)
 
     def weight_bytes(self, key: str) -> float:
-        """Bytes that the weights of a layer or the shell take in float32, in which their masters are."""
+        """Return the bytes that the weights of a layer or the shell take in float32, in which their masters are."""
         layer = self.profile.layers.get(key)
         precision = self.profile.settings.get("precision", "fp32")
         return layer.load_bytes / weight_share(precision) if layer else 0.0
@@ -64,7 +64,7 @@ class MeasuredStep:
         return max(map(self.weight_bytes, self.keys), default=0.0)
 
     def gradient_bytes(self, key: str) -> float:
-        """Bytes that are trained of a layer or the shell, in float32, as far as the step has shown it."""
+        """Return the bytes that are trained of a layer or the shell, in float32, as far as the step has shown it."""
         layer = self.profile.layers.get(key)
         return (layer.push_bytes if layer else 0.0) + sum(self._apart.get(key, {}).values())
 
@@ -73,7 +73,7 @@ class MeasuredStep:
         """Bytes of the gradients that leave micro-batch by micro-batch, by layer and by the name that the EPS has for them."""
         found: dict[str, dict[str, int]] = {}
         for part in (part for turn in self.profile.turns for op in turn.ops for part in op.parts):
-            found.setdefault(part.layer, {})[part.block] = part.block_bytes
+            found.setdefault(part.layer, {})[part.block] = part.block_bytes  # once, however many parts it comes in
         return found
 
     @cached_property

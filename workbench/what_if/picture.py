@@ -72,14 +72,14 @@ class Row:
 
 
 def row_of(answer: Answer) -> Row:
-    """A row with the figures of an answer."""
+    """Make a row with the figures of an answer."""
     figures = f"{format_seconds(answer.seconds)} · {answer.overlap:.0%} of copies hidden under compute"
     title = "what if, simulated" if answer.simulated else answer.basis
     return Row(answer.columns, title, figures, answer.simulated, answer.question.memory_bytes)
 
 
 def draw_what_if(measured: Row | None, asked: Row, span_s: float | None = None) -> str:
-    """Both steps as SVG, below 60 kB whatever the number of events.
+    """Draw both steps as SVG, below 60 kB whatever the number of events.
 
     Args:
         measured: above; None: no step has been measured.

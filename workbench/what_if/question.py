@@ -52,12 +52,13 @@ class Question:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r}: must be an integer from 1 to {most:,}")
-        if not 0 < self.width < math.inf:
+        if not 0 < self.width < math.inf:  # nan fails every comparison, so it is refused too
             raise ValueError(f"width={self.width!r}: must be a positive factor, as 2 for twice the measured width")
         for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r}: must be positive, or None for no limit")
+        # Made for its checks: what no relay takes is no question.
         RelayConfig(micro_batches=self.micro_batches, ahead=self.ahead, stash=self.stash, precision=self.precision)
 
     @staticmethod
@@ -73,10 +74,11 @@ class Question:
         return Question(depth=max(1, len(now.layers)), **_known({**now.figures, **config}))
 
     def rows_of(self, base: MeasuredStep) -> float:
-        """How many rows a micro-batch has, as a multiple of those of a measured step."""
+        """Say how many rows a micro-batch has, as a multiple of those of a measured step."""
         return base.micro_batches / self.micro_batches if self.same_batch else 1.0
 
 
 def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    # A profile by formula knows few settings; of the others a question has its defaults.
     names = {f.name for f in fields(Question)} - {"depth", "width", "same_batch"}
     return {name: settings[name] for name in names & {*settings}}

@@ -38,7 +38,7 @@ MOST_LAYERS = 120  # that are simulated one by one then
 
 
 def rescale(base: MeasuredStep, question: Question) -> tuple[Profile, int]:
-    """The profile of a step with these settings, and how many layers one simulated layer stands for at most.
+    """Make the profile of a step with these settings, and say how many layers one simulated layer stands for at most.
 
     A step of very many events has its micro-batches taken together (`Profile.micro_batches` is 1 then), and its layers in
     chunks.
@@ -51,15 +51,17 @@ def rescale(base: MeasuredStep, question: Question) -> tuple[Profile, int]:
 
 
 def events_of(base: MeasuredStep, question: Question) -> int:
-    """About how many events the step has with every layer and micro-batch by itself."""
+    """Estimate how many events the step has with every layer and micro-batch by itself."""
+    # + 1: the stay at the turn is a visit of forward and one of backward.
     visits = question.depth * (len(base.profile.stays) + 1) / max(1, base.depth)
     on_host = question.stash == "host"
     pieces = pieces_of_copy(question.micro_batches, question.ahead, question.stash)
+    # With the stash on the host every turn has a fetch and a stash beside its compute.
     return int(visits * (question.micro_batches * (3 if on_host else 1) + pieces + 2))
 
 
 def formulas(base: MeasuredStep, question: Question) -> list[str]:
-    """What is by formula where another step was measured, in words."""
+    """Say what is by formula where another step was measured."""
     settings, found = base.profile.settings, []
     if question.depth != base.depth:
         found.append("layers repeated or left out")
@@ -119,6 +121,7 @@ class _Scaled:
         turns = new.stay.turns
         stands = in_turn(len(turns), self._turns_each)
         made = tuple(self._turn(new, turns[stand], k) for k, stand in enumerate(stands))
+        # At the turn a stay has two numbers, of which the first is that of forward.
         return Stay(new.layer.key, next(iter(new.visits.values()), new.stay.visit), made)
 
     def _turn(self, new: Repeated, turn: TurnCost, k: int) -> TurnCost:

@@ -42,6 +42,7 @@ class Memories:
         self._on_host, self._now_on_host = settings.get("stash", question.stash) == "host", question.stash == "host"
         self.item = weight_share(question.precision) / weight_share(was)
         self.moves = rows * question.width * self.item
+        # By less than the weights: part of a graph keeps its type, see BF16_FACTOR.
         graph = {0.5: 1 / BF16_FACTOR, 2.0: BF16_FACTOR}.get(self.item, 1.0)
         self._grow = {"activations": rows * question.width * graph, "stash": self.moves, "other": rows}
         weights = base.weight_bytes(SHELL), base.largest_bytes
@@ -58,22 +59,24 @@ class Memories:
         self._model = weight_bytes / before if before else 1.0
         self._image = base.boundary_bytes * self.moves
         self._first_image = self._kept_at_first()
+        # Only a step with overlap reserves a ring: 1, -1 or 0 times that.
         self._ring = 2 * base.largest_image_bytes * self.moves * ((question.ahead > 0) - (ahead > 0))
         self._state = {place: dict.fromkeys(CATEGORIES, 0.0) | dict(held) for place, held in base.walk.first.items()}
         self.first: Memory = tuple((place, self._sample(place, held, held)) for place, held in base.profile.memory)
 
     def moved(self, turn: TurnCost, is_start: bool) -> tuple[float, float]:
-        """Bytes of one layer and micro-batch that arrive before a turn, and that leave after it."""
+        """Return the bytes of one layer and micro-batch that arrive before a turn, and that leave after it."""
         if not self._now_on_host:
             return 0.0, 0.0
         if self._on_host:
             return turn.fetch_bytes * self.moves, turn.stash_bytes * self.moves
         if is_start:
             return 0.0, self._first_image
+        # In backward the layer's input arrives, and the gradient of its output.
         return self._image * (2 if _direction(turn) < 0 else 1), self._image
 
     def turn(self, index: int, turn: TurnCost, many: float) -> list[Memory]:
-        """Samples by operation; `many` layers and micro-batches are taken together."""
+        """Make the samples of a turn by operation; `many` layers and micro-batches are taken together."""
         walked = self._base.walk.turns[index, turn.k]
         found: list[list[tuple[str, Mapping[str, int]]]] = []
         for op, steps in zip(turn.ops, walked.steps, strict=True):

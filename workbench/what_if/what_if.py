@@ -76,7 +76,7 @@ class Answer(StepFigures):
 
 
 def measured(step: Trace | MeasuredStep) -> Answer:
-    """A measured step as an answer, to compare others with.
+    """Make an answer of a measured step, to compare others with.
 
     Raises:
         ValueError: the trace holds no whole training step.
@@ -87,7 +87,7 @@ def measured(step: Trace | MeasuredStep) -> Answer:
 
 
 def answer(step: Trace | Profile | MeasuredStep, question: Question) -> Answer:
-    """What a step would be with the settings of a question.
+    """Say what a step would be with the settings of a question.
 
     Args:
         step: measured; `MeasuredStep.of` it once, if many questions are to be asked.
@@ -98,6 +98,7 @@ def answer(step: Trace | Profile | MeasuredStep, question: Question) -> Answer:
     """
     base = MeasuredStep.of(step)
     settings = base.profile.settings
+    # As it ran: `rescale` would take the micro-batches of a long step together, and the answer would no longer be exact.
     if base.trace is not None and question == Question.of(base):
         profile, per_layer = base.profile, 1
     else:
@@ -112,13 +113,15 @@ def answer(step: Trace | Profile | MeasuredStep, question: Question) -> Answer:
 
 
 def simulated(profile: Profile, question: Question, settings: Mapping[str, Any]) -> Trace:
-    """The step on a virtual clock; its settings are those asked for."""
+    """Simulate the step on a virtual clock; the trace's settings are those asked for."""
     config = {f.name: settings[f.name] for f in fields(RelayConfig) if f.name in settings}
     config |= {name: getattr(question, name) for name in ("ahead", "stash", "precision")}
     figures = {"latency_s": settings.get("latency_s", 0.0), "memory_bytes": question.memory_bytes}
     link = {f"{lane}_bytes_per_s": getattr(question, f"{lane}_bytes_per_s") for lane in COPY_LANES}
     # without a limit where one was measured nobody knows how fast it is: as fast as can be
     fast = {name: math.inf if value is None and settings.get(name) else value for name, value in link.items()}
+    # The profile's own number of micro-batches: 1, where they are taken together.
     trace = simulate(profile, RelayConfig(**{**config, "micro_batches": profile.micro_batches}), {**figures, **fast})
+    # What was asked for: None in place of inf, and the micro-batches that advice reckons with.
     trace.settings.update(link, micro_batches=question.micro_batches)
     return trace
