@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from workbench.app import Workbench as Workbench
     from workbench.pictures import text_view as text_view
     from workbench.replayed import compare as compare
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from workbench.session import Session as Session
     from workbench.session import Snapshot as Snapshot
 
+# As text: an import here would bring torch and ipywidgets along, and `doctor` must run without them.
 _WHERE = {
     "Workbench": "workbench.app",
     "Session": "workbench.session",
@@ -35,4 +36,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_WHERE]
+    return [*globals(), *_WHERE]  # for completion: what was not imported yet is in no globals

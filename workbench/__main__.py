@@ -12,7 +12,7 @@ OUR_PACKAGES = ("workbench", "l2l_core")
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser, with the demo's own options only if `command` is the demo: they come with its imports."""
+    """Make the parser, with the demo's own options only if `command` is the demo: they come with its imports."""
     parser = argparse.ArgumentParser(prog="python -m workbench", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="run the demonstration without a browser and print what it measured")
@@ -42,7 +42,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int | None:
-    """Hand over to the chosen command; its result is the exit status (None counts as 0)."""
+    """Hand over to the chosen command and return its exit status (None counts as 0)."""
     if args.command == "demo":
         from workbench.lessons import demo
 
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int | None:
 def main(argv: Sequence[str]) -> int | None:
     """Parse and run; a package that is not installed becomes a message with the remedy."""
     try:
+        # The parser is made in here too: the demo's options come with imports that may be missing.
         return run(build_parser(argv[0] if argv else None).parse_args(argv))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in OUR_PACKAGES:

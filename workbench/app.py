@@ -49,7 +49,7 @@ def _steer(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[W
     def steer(self: Workbench, *args: P.args, **kwargs: P.kwargs) -> T:
         return verb(self.session, *args, **kwargs)
 
-    steer.__qualname__ = f"Workbench.{verb.__name__}"
+    steer.__qualname__ = f"Workbench.{verb.__name__}"  # `wraps` took that of the session
     return steer
 
 
@@ -85,7 +85,7 @@ class Workbench(Board):
         decode: Callable[[Sequence[int]], str] | None = None,
         view: str | Sequence[str] = "relay",
     ) -> None:
-        check_view(view, VIEWS)
+        check_view(view, VIEWS)  # first: making a session takes the relay over and starts a thread
         self.session = Session(
             relay, batches, loggers=loggers, scheduler=scheduler, schedule=schedule, probe=probe, decode=decode
         )
@@ -111,7 +111,7 @@ class Workbench(Board):
     @wraps(Session.wait)
     def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
         now = self.session.wait(timeout_s, progress=progress)
-        self._display.catch_up()
+        self._display.catch_up()  # the pump may be behind, and the notebook saved as soon as this cell ends
         return now
 
     def close(self, wait: bool = True) -> None:
@@ -120,5 +120,5 @@ class Workbench(Board):
         Args:
             wait: for the step under way.
         """
-        self.session.close(wait)
+        self.session.close(wait)  # before the still is drawn: it shows how the session has ended
         super().close()

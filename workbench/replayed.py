@@ -43,6 +43,7 @@ class Replay(Board):
             "edits": (JournalPanel,),
             "loss": (LossPanel,),
             "figures": (HeatPanel,),
+            # no race can be begun here, so where none was recorded the view would stay empty
             **({"race": (RacedPanel,)} if run.races else {}),
         }
         about = ipywidgets.HTML("".join(_describe(run)))
@@ -68,7 +69,7 @@ class SideBySide:
         self.comparison = comparison
 
     def shown(self) -> Sequence[Picture | Table]:
-        """Everything, from the top."""
+        """List everything that is shown, from the top."""
         steps = [picture for one in self.comparison.steps for picture in (one.timeline, one.memory)]
         return [self.comparison.table, self.comparison.loss, *steps]
 
@@ -88,7 +89,7 @@ def replay(path: str | Path) -> Replay:
 
 
 def compare(*paths: str | Path) -> SideBySide:
-    """Two recorded runs or more side by side.
+    """Show two recorded runs or more side by side.
 
     Raises:
         ValueError: fewer than two; or as of `load_run`.
@@ -108,11 +109,13 @@ def _stations(run: RecordedRun) -> list[tuple[str, int]]:
     for number in sorted({*run.traced, len(run.moments) - 1}):
         now = run.snapshot(number)
         said = str(now.step) if len(now.branches) < 2 else f"{now.step} of {now.branch}"
+        # The end of the run may show the same step once more, after an edit.
         words[said if said not in words else f"{said}, changed"] = number
     return list(words.items())
 
 
 def _describe(run: RecordedRun) -> Sequence[str]:
+    # Titles, names and facts are the user's, so they are escaped.
     yield f"<strong>{escape(run.title)}</strong>, recorded {escape(run.began)}: a replay, nothing is trained here. "
     yield "" if run.complete else "The recording was cut short. "
     yield "".join(f"<br>{escape(name)}: {escape(words)}" for name, words in run.facts.items())

@@ -60,7 +60,7 @@ class Calibration:
     seconds: float
 
     def machine(self, precision: str = "fp32") -> Machine:
-        """The figures as a forecast takes them: the matrices are those that the machine likes best.
+        """Return the figures as a forecast takes them: of the matrix products, the size that ran fastest.
 
         Raises:
             ValueError: a precision that was not measured.
@@ -103,8 +103,8 @@ def measure(device: Device, share_s: float = SHARE_S) -> Calibration:
 
 
 def typical_s(work: Callable[[], object], share_s: float, wait: Callable[[], object] = lambda: None) -> float:
-    """Median seconds of `work` in about `share_s`; `wait` waits until the device has done it."""
-    work()
+    """Measure the median seconds of `work` in about `share_s` seconds; `wait` waits until the device has done it."""
+    work()  # once unmeasured: what is made at the first call is there afterwards
     wait()
     seconds: list[float] = []
     while len(seconds) < LEAST or sum(seconds) < share_s:
@@ -133,6 +133,7 @@ def _memory_bytes_per_s(device: Device, share_s: float) -> float:
 
 def _update_params_per_s(device: Device, share_s: float) -> float:
     """On a thread like the EPS's own: the norm of a gradient, and fused AdamW."""
+    # As many as `Relay` gives its EPS.
     cores = 1 if device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
     param = nn.Parameter(torch.zeros(PARAMS))
     optimizer = torch.optim.AdamW([param], fused=True)
@@ -177,7 +178,7 @@ def _loss(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def name_hardware(device: Device) -> str:
-    """Processor, device, torch version and threads in one line."""
+    """Name processor, device, torch version and threads in one line."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -191,13 +192,13 @@ def name_hardware(device: Device) -> str:
 
 
 def cache_path(device: Device) -> Path:
-    """Where the figures of this machine and device are kept."""
+    """Return the file in which the figures of this machine and device are kept."""
     key = zlib.crc32(name_hardware(device).encode())
     return platformdirs.user_cache_path("l2l-workbench") / f"calibration-{key:08x}.json"
 
 
 def load_calibration(device: str | Device = "auto") -> Calibration | None:
-    """The figures of this machine, if they were measured; those of other hardware, torch or threads do not count.
+    """Read the figures of this machine, None if they were not measured; those of other hardware, torch or threads do not count.
 
     Raises:
         ValueError: the file is damaged; says how to measure anew.
@@ -220,7 +221,7 @@ def save_calibration(calibration: Calibration, device: Device) -> Path:
     """Write the figures where `load_calibration` finds them; returns the path."""
     path = cache_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
+    beside = path.with_suffix(".part")  # put in place in one go: whoever reads meanwhile finds no half of it
     beside.write_text(json.dumps({"version": VERSION, **asdict(calibration)}, indent=2) + "\n", encoding="utf-8")
     beside.replace(path)
     return path
@@ -230,7 +231,7 @@ def save_calibration(calibration: Calibration, device: Device) -> Path:
 
 
 def rows_of(calibration: Calibration) -> list[tuple[str, str]]:
-    """The figures in words."""
+    """Write the figures as rows of a name and a value."""
     c = calibration
     rows = [
         (f"matrix products, {precision}, {size} x {size}", f"{flops / 1e9:,.0f} GFLOP/s")
@@ -249,7 +250,7 @@ def rows_of(calibration: Calibration) -> list[tuple[str, str]]:
 
 
 def format_table(rows: Iterable[tuple[str, str]]) -> str:
-    """Two columns of plain text."""
+    """Write rows as two columns of plain text."""
     rows = list(rows)
     left, right = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{name.ljust(left)}  {value.rjust(right)}" for name, value in rows)

@@ -74,7 +74,7 @@ class Facts:
 
 
 def read_project(root: Path) -> tuple[SpecifierSet, list[Requirement]]:
-    """Python range and dependencies: from pyproject.toml in a clone, else from the installed package."""
+    """Read the range of Python versions and the dependencies: from pyproject.toml in a clone, else from the installed package."""
     pyproject = root / "pyproject.toml"
     if pyproject.is_file():
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
@@ -85,7 +85,7 @@ def read_project(root: Path) -> tuple[SpecifierSet, list[Requirement]]:
 
 
 def read_pins(constraints: Path) -> dict[str, Version]:
-    """Tested versions by canonical name; empty where there is no such file."""
+    """Read the tested versions by canonical name; empty where there is no such file."""
     if not constraints.is_file():
         return {}
     pins = re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -96,6 +96,7 @@ def read_pins(constraints: Path) -> dict[str, Version]:
 
 
 def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution, None if it is missing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -103,7 +104,7 @@ def installed_version(name: str) -> str | None:
 
 
 def find_widget_manager() -> Path | None:
-    """The JupyterLab extension that draws ipywidgets, wherever this Python's Jupyter looks for extensions."""
+    """Find the JupyterLab extension that draws ipywidgets, wherever this Python's Jupyter looks for extensions."""
     try:
         from jupyter_core.paths import jupyter_path
     except ModuleNotFoundError:
@@ -113,7 +114,7 @@ def find_widget_manager() -> Path | None:
 
 
 def find_kernel() -> str | None:
-    """The Python behind the kernel `python3`, by the rule that Jupyter starts it with; None if there is no such kernel."""
+    """Find the Python that Jupyter starts for the kernel `python3`; None if there is no such kernel."""
     try:
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     except ModuleNotFoundError:
@@ -126,7 +127,7 @@ def find_kernel() -> str | None:
 
 
 def look_at_torch() -> tuple[str | None, str | None]:
-    """(why torch does not import, name of the CUDA device); None for what there is not."""
+    """Return (why torch does not import, name of the CUDA device), each None if there is nothing to say."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library of a broken installation
@@ -135,7 +136,7 @@ def look_at_torch() -> tuple[str | None, str | None]:
 
 
 def look_at_ram() -> tuple[int | None, int | None]:
-    """(bytes of RAM, bytes available)."""
+    """Return (bytes of RAM, bytes available); None for both without psutil."""
     try:
         import psutil
     except ModuleNotFoundError:
@@ -145,7 +146,7 @@ def look_at_ram() -> tuple[int | None, int | None]:
 
 
 def count_cores() -> int:
-    """Cores this process may use, which in a container or under taskset are fewer than the machine has."""
+    """Count the cores this process may use, which in a container or under taskset are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -177,13 +178,14 @@ def gather(root: Path = ROOT) -> Facts:
 
 
 def judge_python(version: str, wanted: SpecifierSet) -> Row:
+    """Judge the version of Python by the range that is wanted."""
     if wanted.contains(version, prereleases=True):
         return Row("Python", version, "ok", f"in {wanted}")
     return Row("Python", version, "fail", f"needs {wanted}: rm -r .venv, then make setup PYTHON=python3.11")
 
 
 def judge_version(wanted: Wanted, installed: str | None) -> Row:
-    """Missing or out of range fails; another version than the tested one is worth a note."""
+    """Judge one distribution: missing or out of range fails; another version than the tested one gets a note."""
     wants = f"{wanted.name}{wanted.specifier}"
     if installed is None:
         return Row(wanted.name, "missing", "fail", f"run `make setup`, or: pip install -c constraints.txt '{wants}'")
@@ -196,13 +198,14 @@ def judge_version(wanted: Wanted, installed: str | None) -> Row:
 
 
 def judge_widgets(manager: Path | None) -> Row:
+    """Judge whether JupyterLab can draw the panels."""
     if manager is None:
         return Row("widget manager", "missing", "fail", "panels would show as text: pip install jupyterlab_widgets")
     return Row("widget manager", "present", "ok", "JupyterLab draws the panels; reload open pages after an upgrade")
 
 
 def judge_kernel(kernel: str | None, this_python: str) -> Row:
-    """A kernel that was registered once for another environment hides the one of this environment."""
+    """Judge the kernel: one that was registered for another environment hides the one of this environment."""
     remedy = f"{this_python} -m ipykernel install --sys-prefix"
     if kernel is None:
         return Row("kernel", "missing", "fail", f"notebooks could not start: {remedy}")
@@ -214,6 +217,7 @@ def judge_kernel(kernel: str | None, this_python: str) -> Row:
 
 
 def judge_device(torch_error: str | None, cuda: str | None) -> Row:
+    """Judge where relays would run: on a CUDA device, or on the emulated one."""
     if torch_error is not None:
         reason = torch_error.splitlines()[0] if torch_error else "no reason given"
         return Row("device", "none", "fail", f"torch does not import ({reason}): rm -r .venv, then make setup")
@@ -223,6 +227,7 @@ def judge_device(torch_error: str | None, cuda: str | None) -> Row:
 
 
 def judge_ram(total_bytes: int | None, free_bytes: int | None) -> Row:
+    """Judge the free memory, and say how many parameters it has room for."""
     if total_bytes is None or free_bytes is None:
         return Row("RAM", "unknown", "note", "psutil tells: run `make setup`")
     found = f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free"
@@ -233,12 +238,14 @@ def judge_ram(total_bytes: int | None, free_bytes: int | None) -> Row:
 
 
 def judge_cores(cores: int) -> Row:
+    """Judge whether copies and updates can run beside compute."""
     if cores == 1:
         return Row("cores", "1", "note", "copies, updates and compute share it: measured overlap means little here")
     return Row("cores", str(cores), "ok", "copies and updates can run beside compute")
 
 
 def judge_disk(free_bytes: int) -> Row:
+    """Judge the room on the disk that the repository is on."""
     found = f"{free_bytes / GIB:.1f} GiB free"
     if free_bytes < LOW_DISK_BYTES:
         advice = f"a saved relay takes 12 bytes per parameter (AdamW): keep {LOW_DISK_BYTES // GIB} GiB free"
@@ -264,14 +271,14 @@ def diagnose(facts: Facts) -> list[Row]:
 
 
 def format_rows(rows: Iterable[Row]) -> str:
-    """The rows as a table of plain text, one line each."""
+    """Write the rows as a table of plain text, one line each."""
     cells = [(row.status, row.check, row.found, row.advice) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     return "\n".join("  ".join([*map(str.ljust, line, widths), line[3]]) for line in cells)
 
 
 def main() -> int:
-    """Print the rows; 1 if something required is missing or out of range, else 0."""
+    """Print the rows; return 1 if something required is missing or out of range, else 0."""
     rows = diagnose(gather())
     print(format_rows(rows))
     failed = [row.check for row in rows if row.status == "fail"]

@@ -14,7 +14,7 @@ FIRST_NOTEBOOK = "00_start_here.ipynb"
 
 
 def start_page(root: Path) -> str:
-    """Where to start, as a path below `root`: the first notebook if it is there, else the folder of notebooks.
+    """Choose where to start, as a path below `root`: the first notebook if it is there, else the folder of notebooks.
 
     Raises:
         ValueError: there is no such folder, as when the package was installed without the repository.
@@ -26,7 +26,7 @@ def start_page(root: Path) -> str:
 
 
 def lab_command(root: Path, page: str, port: int, *, no_browser: bool = False, as_root: bool = False) -> list[str]:
-    """The command that opens `page`; it says nothing about token or password, so Jupyter makes a token."""
+    """Make the command that opens `page`; it says nothing about token or password, so Jupyter makes a token."""
     command = [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]
     # the page as default address and not as an argument: so it is also in the address that is printed
     command += [f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{page}"]
@@ -58,7 +58,7 @@ def trust_notebooks(root: Path) -> list[Path]:
 
 
 def main(port: int, no_browser: bool) -> int:
-    """Run JupyterLab until it is stopped; its exit status."""
+    """Run JupyterLab until it is stopped; return its exit status."""
     try:
         page = start_page(ROOT)
     except ValueError as error:
@@ -72,7 +72,7 @@ def main(port: int, no_browser: bool) -> int:
 
 
 def run_lab(root: Path, page: str, port: int, no_browser: bool) -> int:
-    """Run JupyterLab on a folder, opened at a page of it, until it is stopped; its exit status."""
+    """Run JupyterLab on a folder, opened at a page of it, until it is stopped; return its exit status."""
     as_root = hasattr(os, "geteuid") and os.geteuid() == 0
     process = subprocess.Popen(lab_command(root, page, port, no_browser=no_browser, as_root=as_root))
     while True:

@@ -34,7 +34,7 @@ ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
 def main(paths: Sequence[Path], check: bool) -> int:
-    """Execute and store notebooks, or with `check` only judge the stored ones; 1 if anything is wrong."""
+    """Execute and store notebooks, or with `check` only judge the stored ones; return 1 if anything is wrong."""
     wrong = 0
     bar = tqdm(list(paths) or find_notebooks(), unit="notebook", disable=check, dynamic_ncols=True)
     for path in bar:
@@ -53,7 +53,7 @@ def main(paths: Sequence[Path], check: bool) -> int:
 
 
 def find_notebooks(folder: Path = FOLDER) -> list[Path]:
-    """The notebooks of the repository, in order."""
+    """List the notebooks of the repository, in order."""
     return sorted(folder.glob("*.ipynb"))
 
 
@@ -79,7 +79,7 @@ def store(path: Path, timeout_s: float = CELL_TIMEOUT_S) -> None:
 
 
 def read(path: Path) -> NotebookNode:
-    """A notebook from its file.
+    """Read a notebook from its file.
 
     Raises:
         ValueError: it is not one.
@@ -129,7 +129,7 @@ def strip(nb: NotebookNode) -> NotebookNode:
 
 
 def find_faults(path: Path) -> list[str]:
-    """What is wrong with a stored notebook, in words; empty if it is as `store` leaves it.
+    """Say what is wrong with a stored notebook; empty if it is as `store` leaves it.
 
     Raises:
         ValueError: it is no notebook.
@@ -161,7 +161,7 @@ def _faults_of(cell: NotebookNode) -> Iterator[str]:
 
 
 def shows_something(source: str) -> bool:
-    """Whether running a cell should leave an output: it prints, or ends in an expression without a semicolon."""
+    """Say whether running a cell should leave an output: it prints, or ends in an expression without a semicolon."""
     body = ast.parse(_plain(source)).body
     ends_in_a_value = bool(body) and isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";")
     return ends_in_a_value or any(map(_prints, body))

@@ -16,7 +16,7 @@ NAME = "replay.ipynb"
 
 
 def main(paths: Sequence[Path], port: int, no_browser: bool) -> int:
-    """Write the notebook and run JupyterLab until it is stopped; its exit status, or 2 if a run cannot be read."""
+    """Write the notebook and run JupyterLab until it is stopped; return its exit status, or 2 if a run cannot be read."""
     try:
         runs = [load_run(path) for path in paths]
         notebook = write_notebook(runs)
@@ -27,7 +27,7 @@ def main(paths: Sequence[Path], port: int, no_browser: bool) -> int:
 
 
 def write_notebook(runs: Sequence[RecordedRun]) -> Path:
-    """A notebook that replays these runs, beside the first; one that is there is replaced."""
+    """Write a notebook that replays these runs, beside the first; one that is there is replaced."""
     path = runs[0].path.resolve().parent / NAME
     cells = [
         new_markdown_cell("Run the cells to see the recorded run again. Nothing is trained, and no model is built.")
