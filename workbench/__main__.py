@@ -32,7 +32,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     notebooks = commands.add_parser("notebooks", help="execute notebooks and store them with their outputs")
     notebooks.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all of the repository)")
     notebooks.add_argument("--check", action="store_true", help="execute nothing, only judge what is stored")
-    commands.add_parser("doctor", help="check versions, widgets, devices and room; status 1 if something is missing")
+    commands.add_parser(
+        "doctor", help="check versions, widgets, devices and free space; status 1 if something is missing"
+    )
     calibrate = commands.add_parser(
         "calibrate", help="measure this machine for forecasts, in under 30 s; kept for later"
     )

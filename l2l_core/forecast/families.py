@@ -107,7 +107,7 @@ def shapes_of_config(config: Any) -> ModelShapes:
     readers |= dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama)
     if kind not in readers:
         raise ValueError(
-            f"model_type={kind!r} is not known by formula ({', '.join(readers)} are): build the model, and Relay.forecast "
+            f"there is no formula for model_type={kind!r}, only for {', '.join(readers)}: build the model, and Relay.forecast "
             "finds out by rehearsing"
         )
     return readers[kind](config)

@@ -114,9 +114,7 @@ class Profile:
                 raise ValueError(f"expected schema {SCHEMA!r} version {VERSION}")
             return _restored(row)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{path}: this is no profile that Profile.save wrote: {type(error).__name__}: {error}"
-            ) from error
+            raise ValueError(f"{path}: Profile.save did not write this: {type(error).__name__}: {error}") from error
 
 
 def _restored(row: dict[str, Any]) -> Profile:

@@ -138,7 +138,7 @@ def _why_no_tokens(shape: Sequence[int] | None, rows: Rows) -> str:
     if shape is None:
         return _NO_TOKENS
     if len(shape) == 3 and rows.length is None:
-        return f"the model's output has the shape {tuple(shape)}, and the batch holds no tokens, so these are no logits of tokens"
+        return f"the model's output has the shape {tuple(shape)}, and the batch holds no tokens: these are not logits of tokens"
     return rows.why_not_first(shape, "the model's output")
 
 

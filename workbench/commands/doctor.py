@@ -229,7 +229,7 @@ def judge_device(torch_error: str | None, cuda: str | None) -> Row:
 def judge_ram(total_bytes: int | None, free_bytes: int | None) -> Row:
     """Judge the free memory, and say how many parameters it has room for."""
     if total_bytes is None or free_bytes is None:
-        return Row("RAM", "unknown", "note", "psutil tells: run `make setup`")
+        return Row("RAM", "unknown", "note", "psutil, which would tell, is missing: run `make setup`")
     found = f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free"
     room = f"room for {free_bytes / BYTES_PER_PARAM / 1e9:.2f} G parameters at {BYTES_PER_PARAM} bytes (float32, AdamW)"
     if free_bytes < LOW_RAM_BYTES:

@@ -148,7 +148,7 @@ def find_faults(path: Path) -> list[str]:
 
 def _faults_of(cell: NotebookNode) -> Iterator[str]:
     if shows_something(cell.source) and not cell.outputs:
-        yield "has no output, though it shows something; end its last line with ; if that is nothing"
+        yield "has no output, though it should show something; end its last line with ; if it should not"
     for name in sorted(VOLATILE & set(cell.metadata)):
         yield f"has the metadata {name}"
     for output in cell.outputs:

@@ -50,7 +50,7 @@ from workbench.session import Race, Snapshot
 Context = dict[str, Any]
 
 WORDS = {
-    "layer, shell": "A module that is loaded, run and put away as a unit; everything else of the model is the shell.",
+    "layer, shell": "A module that is loaded, run and removed as a unit; everything else of the model is the shell.",
     "micro-batch": "A slice of the batch. A layer runs all of them before the next layer comes, so it is loaded once per pass.",
     "EPS": "The eager param-server: weights, gradients and optimizer state of every layer, in host memory. It updates a layer "
     "as soon as its gradient has arrived, while the device is busy with the next one.",

@@ -52,15 +52,17 @@ class Races:
         if not_names := [name for name in names if not isinstance(name, str)]:
             raise ValueError(f"{not_names[0]!r} is no name of a branch: name them one by one, as race('main', 'slim')")
         if len(names) < 2:
-            raise ValueError(f"{list(names)} is no race: name two branches or more; fork('name') makes one")
+            raise ValueError(
+                f"{list(names)} is not enough for a race: name two branches or more; fork('name') makes one"
+            )
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{twice[0]!r} is named twice: a branch races once")
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps={steps!r}: must be a positive integer, which every branch makes")
         if why := self._trainer.rates.why_no_turns:
             raise ValueError(
-                f"this session cannot race: {why}, so that branches could not have a state of it each; give it these methods, "
-                "as those of torch have them, or race in a session without one, Session(relay, batches)"
+                f"this session cannot race: {why}, so that its state cannot be kept for each branch; give it these methods, "
+                "as the schedulers of torch have them, or race in a session without one, Session(relay, batches)"
             )
 
     def pause(self) -> bool:

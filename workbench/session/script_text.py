@@ -194,7 +194,7 @@ _BATCHES = {
         "return it here",
     ),
     "iterator": ("The batches that the session was given, from its first one on.", "return an iterator of them"),
-    "function": ("The next batch, as the function that the session was given.", "return a batch"),
+    "function": ("The next batch, as the session's own function returned it.", "return a batch"),
 }
 
 

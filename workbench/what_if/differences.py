@@ -24,7 +24,7 @@ def differences(was: Answer, now: Answer) -> list[str]:
             f"Host {_from_to(was.peak_host_bytes, now.peak_host_bytes)}: {_parts(was.host_bytes, now.host_bytes)}."
         )
     if now.bound is not None and (was.bound is None or was.bound.lane != now.bound.lane):
-        found.append(f"What binds now, {now.bound}.")
+        found.append(f"This binds the step now: {now.bound}.")
     return found
 
 
