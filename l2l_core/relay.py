@@ -53,8 +53,11 @@ from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
 from l2l_core.step import (
     Kind,
     Learned,
+    Metered,
+    NewHabit,
     Parts,
     Plan,
+    Ran,
     Stage,
     Task,
     VerifyReport,
@@ -579,28 +582,13 @@ class Relay:
         check_step(self.model, self._parts.shell_modules(), self._parts.units)
         rows, micro_batches = self._split(batch)
         divisors, first_call = self._mean.divisors(rows, micro_batches), self._first_call(rows)
-        kind, trace = self._kind_of(micro_batches, self.config), self._parts.new_trace(self.config, self._steps)
-        self._trace = trace  # before anything runs: whoever follows the step reads it meanwhile
-        put_buffers_back = self._parts.copy_buffers()  # forwards change them, and a step that fails leaves the old ones
-        self.device.ledger.reset_peak()
+        kind = self._kind_of(micro_batches, self.config)
         replay = self._learned.of_step(kind) if self.config.meter == "on_change" else None
+        run = partial(self._run_step, batch, micro_batches, divisors)
         try:
-            losses, ran = run_step(
-                self._parts,
-                self._store,
-                self._work(self.config, self._call.objective, micro_batches),
-                divisors,
-                trace,
-                replay,
-            )
-        except BaseException as error:
-            note_failure(trace, error)
-            updated = self._undo_step(put_buffers_back)  # a second interrupt comes here, too
-            if isinstance(error, DeviceOutOfMemory):
-                advise(error, self._rehearsal(), batch, self.config)
-            if updated:
-                raise self._torn(error, updated) from error
-            raise
+            losses, ran, trace = run(replay)
+        except NewHabit:
+            losses, ran, trace = run(None)  # nothing was updated; what the model does now is learned anew
         self._steps += 1
         self._store.updated.clear()  # it would keep layers that are dropped next
         self._editor.new_layers.call = first_call
@@ -615,6 +603,26 @@ class Relay:
             bytes_loaded=ran.bytes_loaded,
             bytes_pushed=ran.bytes_pushed,
         )
+
+    def _run_step(
+        self, batch: Batch, micro_batches: Sequence[Any], divisors: Sequence[float], replay: Metered | None
+    ) -> tuple[list[torch.Tensor], Ran, Trace]:
+        self._trace = trace = self._parts.new_trace(
+            self.config, self._steps
+        )  # whoever follows the step reads it meanwhile
+        put_buffers_back = self._parts.copy_buffers()  # forwards change them, and a step that fails leaves the old ones
+        self.device.ledger.reset_peak()
+        work = self._work(self.config, self._call.objective, micro_batches)
+        try:
+            return *run_step(self._parts, self._store, work, divisors, trace, replay), trace
+        except BaseException as error:
+            note_failure(trace, error)
+            updated = self._undo_step(put_buffers_back)  # a second interrupt comes here, too
+            if isinstance(error, DeviceOutOfMemory):
+                advise(error, self._rehearsal(), batch, self.config)
+            if updated:
+                raise self._torn(error, updated) from error
+            raise
 
     def _work(self, config: RelayConfig, task: Task, micro_batches: Sequence[Any]) -> Work:
         seeds = [config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))]
@@ -657,7 +665,10 @@ class Relay:
             self.model.eval()
             with torch.no_grad(), self._caches.off():
                 replay = self._learned.of_inference(kind, task)
-                results, ran = run_forward(self._parts, work, trace, replay, prepare)
+                try:
+                    results, ran = run_forward(self._parts, work, trace, replay, prepare)
+                except NewHabit:
+                    results, ran = run_forward(self._parts, work, trace, None, prepare)
             self._learned.inferred(kind, task, ran.metered)
             return results
         finally:

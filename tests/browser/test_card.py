@@ -17,6 +17,7 @@ pytestmark = pytest.mark.browser
 WORKBENCH = "workbench = Workbench(relay, batches, view='layers')\nworkbench"
 
 
+@pytest.mark.slow
 def test_a_layer_is_chosen_in_the_table_while_training_runs(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(RELAY.replace("0.03", "0.01"), WORKBENCH)
     notebook.run_cell(0), notebook.run_cell(1)

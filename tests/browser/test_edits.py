@@ -72,6 +72,7 @@ def assert_steps_change_nothing_of_the_form(bench: Bench, page: Page) -> None:
     assert top_of(bench.root.locator(".l2l-journal")) == before, "nothing has moved"
 
 
+@pytest.mark.slow
 def test_an_edit_that_cannot_be_says_why_and_training_goes_on(
     open_notebook: Callable[..., Notebook], page: Page
 ) -> None:

@@ -29,6 +29,7 @@ workbench
 """
 
 
+@pytest.mark.slow
 def test_look_shows_pictures_of_the_tiny_model(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(RELAY, WORKBENCH)
     notebook.run_cell(0), notebook.run_cell(1)

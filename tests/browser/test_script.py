@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 
+@pytest.mark.slow
 def test_the_script_is_copied_or_shown_where_a_page_may_not(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(RELAY, "workbench = Workbench(relay, batches, view='edits')\nworkbench")
     notebook.run_cell(0), notebook.run_cell(1)

@@ -112,6 +112,7 @@ def test_step_without_room_is_drawn_until_the_next_run(open_notebook: Callable[.
     until(lambda: "✕" not in memory.text_content(), page, "the mark to go")
 
 
+@pytest.mark.slow
 def test_slider_changes_the_next_step(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(RELAY, WORKBENCH)
     notebook.run_cell(0), notebook.run_cell(1)

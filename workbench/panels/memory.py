@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import ref
 
 import ipywidgets
 
@@ -33,7 +32,7 @@ class MemoryPanel(Panel):
 
     def build(self) -> ipywidgets.DOMWidget:
         self._span_s = 0.0
-        self._tabled: ref[Trace] | None = None
+        self._tabled: Trace | None = None
         self._sweep: Sweep | None = None
         self._picture, self._fold = touched(ipywidgets.HTML()), Fold("The last step's peaks as a table")
         return ipywidgets.VBox([self._picture, self._fold.widget])
@@ -52,8 +51,8 @@ class MemoryPanel(Panel):
             failed=failed.failed if failed is not None else None,
         )
         shown = failed or now.last
-        if shown is not None and (self._tabled is None or self._tabled() is not shown):
-            self._tabled = ref(shown)
+        if shown is not None and self._tabled is not shown:
+            self._tabled = shown
             needed = now.in_core_bytes
             self._fold.show(lambda: memory_table(shown, needed))
 

@@ -44,6 +44,7 @@ class Panel(ABC):
         # reentrant: what `draw` sets calls observers, on the same thread, which may draw again
         self._drawing = threading.RLock()  # the pump draws, and so do callbacks of widgets
         self.widget = self.build()
+        self._failure = ipywidgets.HTML()
         self._notice: Notice | None = None  # where the panel stands alone
         self._whose = None if self.says_whose else ipywidgets.HTML()
         if self._whose is not None:
@@ -52,7 +53,7 @@ class Panel(ABC):
 
     @abstractmethod
     def build(self) -> ipywidgets.Box:
-        """Make the panel's widget, once. Its first child should be an `ipywidgets.HTML`: there `fail` writes."""
+        """Make the panel's widget, once."""
 
     @abstractmethod
     def draw(self, now: Snapshot) -> None:
@@ -73,6 +74,7 @@ class Panel(ABC):
         """
         with self._drawing:
             try:
+                self._put_first(())
                 self.draw(now)
                 self._say_whose(now)
             except Exception as error:
@@ -87,8 +89,14 @@ class Panel(ABC):
         self.show(now)
 
     def fail(self, error: Exception) -> None:
-        """Say in the panel that drawing it has failed."""
-        self.widget.children[0].value = failure_html(self._blame(error), traceback.format_exc())
+        """Say above all in the panel that drawing it has failed, until it is drawn again."""
+        self._failure.value = failure_html(self._blame(error), traceback.format_exc())
+        self._put_first((self._failure,))
+
+    def _put_first(self, failure: tuple[ipywidgets.HTML, ...]) -> None:
+        children = (*failure, *(child for child in self.widget.children if child is not self._failure))
+        if children != self.widget.children:  # the page would be built anew
+            self.widget.children = children
 
     def page(self, now: Snapshot) -> Sequence[Picture | Table]:
         """Return the still, or what went wrong with it."""

@@ -17,7 +17,7 @@ class TimelinePanel(Panel):
     """Shows lanes over time, exposed copies hatched, and overlap in figures. `WhyPanel` says what binds each phase."""
 
     def build(self) -> ipywidgets.DOMWidget:
-        self._span_s = self._next_s = 0.0
+        self._span_s = 0.0
         self._tabled: ShownStep | None = None
         self._sweep: Sweep | None = None
         self._picture, self._fold = touched(ipywidgets.HTML()), Fold("The last step's lanes as a table")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from html import escape
 from typing import Any
 
@@ -228,7 +228,8 @@ class WhatIfPanel(Panel):
             self._view.refresh()
 
     def _refuse(self, error: Exception) -> None:
-        self._said = failure_html(f"There is no rehearsal: {error}", traceback.format_exc())
+        why = "it was taken out of the queue" if isinstance(error, CancelledError) else error
+        self._said = failure_html(f"There is no rehearsal: {why}", traceback.format_exc())
         self._line.value, self._rehearse.disabled = self._said, False
 
     def _apply(self) -> None:

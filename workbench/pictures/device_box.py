@@ -100,8 +100,10 @@ def _draw_slot(
             strong=True,
         )
     )
+    # transparent and last: a pointer meets only what is painted, and of that what is on top
+    touched = svg.rect(x, y, width, height, fill="transparent", r=4, key=slot.layer)
     if narrow:
-        return [*parts, say(x + width - 4, middle + 4, brief, size=10.5, strong=busy, anchor="end")]
+        return [*parts, say(x + width - 4, middle + 4, brief, size=10.5, strong=busy, anchor="end"), touched]
     bar = (x + width - 66, middle - 4, 60.0) if low else (x + 102, middle - 4, width - 110)
     if low:
         parts.append(say(x + 78, middle + 4, words, size=11, strong=busy))
@@ -109,8 +111,6 @@ def _draw_slot(
         parts.append(say(x + 102, middle - 11, words, size=12.5, strong=busy))
         if slot.layer in numbers:
             parts.append(say(x + 102, middle + 21, f"key {shorten(slot.layer, 18)}", size=10, style="dim"))
-    # transparent and last: a pointer meets only what is painted, and of that what is on top
-    touched = svg.rect(x, y, width, height, fill="transparent", r=4, key=slot.layer)
     if computes:
         return [*parts, *_draw_turns(*bar, moment, colour), touched]
     filled = [svg.rect(bar[0], bar[1], bar[2] * share, 9, fill=colour)] if share > 0 else []

@@ -92,8 +92,7 @@ def seamed(words: str, width: float = 3) -> str:
 def hatch(x: float, y: float, width: float, height: float, pitch: float = 5) -> str:
     """Return commands of a path that fills a box with slanted lines, inside its edges; join several into one path."""
     strokes = []
-    start = x - height
-    at = start + pitch * max(0, -(-(x - start - height) // pitch))
+    at = x - height
     while at < x + width:
         low, high = max(at, x), min(at + height, x + width)
         if high > low:

@@ -19,3 +19,4 @@ from l2l_core.step.micro_batch.keepers import Keeper as Keeper
 from l2l_core.step.micro_batch.shared import Observer as Observer
 from l2l_core.step.micro_batch.shared import Pass as Pass
 from l2l_core.step.micro_batch.sight import OutOfSight as OutOfSight
+from l2l_core.step.micro_batch.streams import Streams as Streams

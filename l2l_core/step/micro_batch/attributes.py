@@ -20,6 +20,7 @@ from torch import nn
 
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.graph import Asides
+from l2l_core.step.micro_batch.hooks import SideOutputs
 
 Place = tuple[nn.Module, str]
 
@@ -37,11 +38,19 @@ class Attributes:
         shell: modules of the shell; those of torch's own classes set nothing in their forward.
         layers: the layers.
         asides: told what a layer keeps on itself, and for which micro-batch it ran.
+        sides: knows which layers keep what can be differentiated.
         metering: whether to find out which numbers layers keep; later passes see the same ones.
     """
 
-    def __init__(self, shell: Iterable[nn.Module], layers: Sequence[Unit], asides: Asides, metering: bool) -> None:
-        self._metering = metering
+    def __init__(
+        self,
+        shell: Iterable[nn.Module],
+        layers: Sequence[Unit],
+        asides: Asides,
+        sides: SideOutputs,
+        metering: bool,
+    ) -> None:
+        self._metering, self._sides = metering, sides
         self._asides = asides
         self._proves = False
         self._unsteady: set[Place] = set()  # numbers that a recompute would set to something else
@@ -197,6 +206,7 @@ class Attributes:
 
     def _layer_keeps(self, module: nn.Module, name: str) -> None:
         place, value = (module, name), vars(module).get(name)
+        self._sides.check_kept(self._unit_of[module], value)
         if is_plain(value):
             if self._proves:
                 if self._plain.get((place, self._k), value) != value:

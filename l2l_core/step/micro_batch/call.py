@@ -131,7 +131,7 @@ class Call:
         traces = Traces(self.unit.module) if run.stash.metering else None
         run.user_hooks.adopt(self.unit.module)
         stop = run.timed("forward", self.unit.key, self.k, self.visit)
-        with run.sides.watching(self.unit.module) as seen:
+        with run.sides.watching(self.unit) as seen:
             given, graph = self._run(run)
         crossing.ran(self.unit.name, began)
         given.check_caches()
@@ -157,9 +157,10 @@ class Call:
         # Side outputs are what is still alive when the graph is gone, so nothing here may hold on to it.
         left = {id(tensor): at for at, tensor in enumerate(given.flowing)}
         del given, graph, found
-        sides = {**alive(seen), **run.sides.attributes(self.unit.module)}
+        sides = {**alive(seen), **run.sides.attributes(self.unit)}
         seen.clear()
         if sides:
+            run.sides.found(self.unit)
             self.kept = None  # what a graph has saved cannot be cut
             edges = [get_gradient_edge(tensor) for tensor in sides.values()]
             new = [edge for edge in edges if edge.node._sequence_nr() >= began]
@@ -324,8 +325,8 @@ class Call:
     def _recompute_in_context(self, run: Pass) -> Graph:
         with (
             run.user_hooks.silenced(),  # they ran with the forward, once, as in plain training
-            self.ambient.active(),
-            run.sides.watching(self.unit.module, strong=True) as seen,
+            self.ambient.active(run.streams.carried),
+            run.sides.watching(self.unit, strong=True) as seen,
         ):  # type: ignore[union-attr]
             given, graph = self._run(run)
             run.recomputes.compare(self.unit.name, self.sums, given.flowing)
@@ -336,7 +337,7 @@ class Call:
         return graph
 
     def _find_sides(self, run: Pass, seen: dict[Locator, Any]) -> dict[Locator, GradientEdge]:
-        tensors = {**seen, **run.sides.attributes(self.unit.module)}
+        tensors = {**seen, **run.sides.attributes(self.unit)}
         for _, path, *rest in [at for at in tensors if at[0] == "attribute"]:
             module = self.unit.module.get_submodule(path)
             setattr(

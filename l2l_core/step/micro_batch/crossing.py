@@ -30,11 +30,16 @@ class Crossing(TorchFunctionMode):
     """Cuts the graph of one micro-batch's shell code into segments.
 
     Invariant: no graph node of a segment leads to a node of another one; `check` proves it for every forward.
+
+    Args:
+        k: the micro-batch.
+        asides: guards what it has made while it waits.
+        inside: what is raised when shell code reads the inside of a layer.
     """
 
-    def __init__(self, k: int, asides: Asides) -> None:
+    def __init__(self, k: int, asides: Asides, inside: type[RuntimeError] = RuntimeError) -> None:
         super().__init__()
-        self._k, self.asides = k, asides
+        self._k, self.asides, self._inside = k, asides, inside
         self.segments = [Segment()]
         self._begins = [0]  # autograd's sequence number at the begin of each segment
         self._layers: list[tuple[int, int, str]] = []  # sequence numbers of every run of a layer, and its name
@@ -162,7 +167,7 @@ class Crossing(TorchFunctionMode):
         number = node._sequence_nr()
         at = bisect_right(self._layers, number, key=lambda ran: ran[0]) - 1
         if at >= 0 and number < self._layers[at][1]:
-            raise RuntimeError(self._reads_inside(self._layers[at][2]))
+            raise self._inside(self._reads_inside(self._layers[at][2]))
 
     def _reads_inside(self, layer: str) -> str:
         return (

@@ -19,8 +19,10 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
+from l2l_core.eps.blocks import Unit
 from l2l_core.model import compiled_below, parts_of
 from l2l_core.step.graph import is_entry
+from l2l_core.step.traffic import Metered, NewHabit
 
 Locator = tuple[str, ...]  # ("output", path, call, index) or ("attribute", path, name)
 
@@ -28,10 +30,16 @@ Locator = tuple[str, ...]  # ("output", path, call, index) or ("attribute", path
 class SideOutputs:
     """Watches the submodules of the layer that runs.
 
-    It installs one global forward hook while a layer runs, and none in the shell.
+    It installs one global forward hook while a layer runs, and none in the shell. Such a hook makes every call of a module
+    slower, so that layers which gave out nothing on the side while a pass was metered are not watched in passes like it.
+
+    Args:
+        metered: what is known of passes of this kind, or gets to be known.
+        learns: whether this is the metered pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metered: Metered, learns: bool) -> None:
+        self._metered, self._learns = metered, learns
         self._paths: dict[nn.Module, str] = {}
         self._known: dict[nn.Module, dict[nn.Module, str]] = {}
         self._calls: dict[str, int] = {}  # how often each has been called in this run, less one
@@ -39,9 +47,30 @@ class SideOutputs:
         self._strong = False
         self._handle: RemovableHandle | None = None
 
+    def found(self, unit: Unit) -> None:
+        """A layer has given out something on the side."""
+        if self._learns:
+            self._metered.gives_aside.add(unit.key)
+
+    def check_kept(self, unit: Unit, value: Any) -> None:
+        """A layer keeps something on an attribute.
+
+        Raises:
+            NewHabit: it can be differentiated, and the layer gave out nothing on the side before.
+        """
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None and not self._is_watched(unit):
+            raise NewHabit(f"layer {unit.name} keeps a tensor with a gradient, as in no step of the same shape before")
+
+    def _is_watched(self, unit: Unit) -> bool:
+        return self._learns or unit.key in self._metered.gives_aside
+
     @contextmanager
-    def watching(self, layer: nn.Module, strong: bool = False) -> Iterator[dict[Locator, Any]]:
-        """Note what submodules of `layer` give out in the block: weakly, or `strong` references while recomputing."""
+    def watching(self, unit: Unit, strong: bool = False) -> Iterator[dict[Locator, Any]]:
+        """Note what submodules of a layer give out in the block: weakly, or `strong` references while recomputing."""
+        if not self._is_watched(unit):
+            yield {}
+            return
+        layer = unit.module
         if layer not in self._known:
             self._known[layer] = {module: path for path, module in layer.named_modules() if path}
         self._paths, self._strong, self._seen = self._known[layer], strong, {}
@@ -65,10 +94,12 @@ class SideOutputs:
         finally:
             self._handle = nn_module.register_module_forward_hook(self._on_output)
 
-    def attributes(self, layer: nn.Module) -> dict[Locator, torch.Tensor]:
+    def attributes(self, unit: Unit) -> dict[Locator, torch.Tensor]:
         """Find tensors with a graph that the layer's modules keep as plain attributes."""
         found: dict[Locator, torch.Tensor] = {}
-        for module, path in [(layer, ""), *self._known[layer].items()]:
+        if not self._is_watched(unit):
+            return found
+        for module, path in [(unit.module, ""), *self._known[unit.module].items()]:
             held = vars(module)
             for name in [name for name, value in held.items() if isinstance(value, torch.Tensor)]:
                 if (node := held[name].grad_fn) is not None and not is_entry(node):

@@ -2,7 +2,7 @@
 
 The *influence* of a layer is 1 minus the mean cosine between the hidden state that a token enters with and the one that it
 leaves with: 0 for a layer that passes everything on. It is the Block Influence of ShortGPT (Men et al., arXiv 2403.03853),
-there of all tokens, here of an evenly spaced sample of each call.
+there of all tokens, here of an evenly spaced sample of each call, until a few hundred tokens have been looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from l2l_core.eps.blocks import Unit
 
-_SAMPLED = 256  # tokens of a call, at most
+_SAMPLED = 256  # tokens of a call, at most; calls of a layer are looked at until there are so many
 
 
 class Influence:
@@ -33,6 +33,8 @@ class Influence:
     @torch.no_grad()
     def note(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
         """Note that a layer made `outputs` of `inputs`: any tree, any shapes; the last dimension is the features'."""
+        if self._tokens.get(unit, 0) >= _SAMPLED:
+            return
         pair = hidden_states(inputs, pytree.tree_leaves(outputs))
         if pair is None:
             return

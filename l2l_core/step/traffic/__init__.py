@@ -15,6 +15,7 @@ from l2l_core.step.traffic.lanes import Lane as Lane
 from l2l_core.step.traffic.lanes import Link as Link
 from l2l_core.step.traffic.meter import Meter as Meter
 from l2l_core.step.traffic.meter import Metered as Metered
+from l2l_core.step.traffic.meter import NewHabit as NewHabit
 from l2l_core.step.traffic.readers import before_reads as before_reads
 from l2l_core.step.traffic.slots import Prefetch as Prefetch
 from l2l_core.step.traffic.stash import Stash as Stash

@@ -1,7 +1,7 @@
 """Gradients on the device: summed over micro-batches in a flat slot, then pushed to the EPS.
 
-Autograd's own accumulation is not used: a hook moves each parameter's fresh gradient into its place in the slot as soon
-as it is ready, so that at most one parameter's gradient exists besides the slot.
+A hook moves a parameter's first gradient into its place in the slot as soon as it is ready, so that at most one parameter's
+gradient exists besides the slot. From then on that place stands as the parameter's `grad`, and autograd adds to it by itself.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Takers:
         }
         self.trained = {block: block.trained for unit in units for block in unit.blocks}
         self._routes: dict[torch.Tensor, Callable[[torch.Tensor], None]] = {}
+        self._standing: dict[torch.Tensor, torch.Tensor] = {}  # places that autograd adds to
         self._handles = [
             block.params[i].register_post_accumulate_grad_hook(self._collect)
             for block, trained in self.trained.items()
@@ -81,9 +82,14 @@ class Takers:
                     )
 
     def _collect(self, param: torch.Tensor) -> None:
-        grad, param.grad = param.grad, None
-        if grad is None:
+        grad, stands = param.grad, self._standing.get(param)
+        if grad is None or grad is stands:
             return
+        if stands is not None:  # a hook of the user has put another sum there
+            stands.copy_(grad)
+            param.grad = stands
+            return
+        param.grad = None
         if param not in self._routes:
             raise RuntimeError(
                 f"parameter {self._names[param]} gets a gradient from code that is not in its layer (a closure, an attribute, "
@@ -103,10 +109,22 @@ class Takers:
             return lambda: None
         return lambda: self._routes.pop(param)  # type: ignore[func-returns-value]
 
+    def let_stand(self, param: torch.Tensor, place: torch.Tensor) -> None:
+        """Let autograd add what comes for a parameter to a place that holds a part of its gradient."""
+        if place.dtype == param.dtype:  # weights in bfloat16 have such gradients, and their sum is float32
+            self._standing[param] = param.grad = place
+
+    def lift(self, param: torch.Tensor) -> None:
+        """Let nothing be added there any more."""
+        if self._standing.pop(param, None) is not None:
+            param.grad = None
+
     def close(self) -> None:
         """Take no more gradients."""
         for handle in self._handles:
             handle.remove()
+        for param in list(self._standing):
+            self.lift(param)
         self._routes.clear()
 
 
@@ -158,6 +176,7 @@ class Gradient:
         self.unit, self._buffer, self._ways, takers = unit, buffer, ways, ways.takers
         self._shares: list[_Share] = []
         self._ends: list[Callable[[], None]] = []
+        self._standing: list[torch.Tensor] = []  # parameters to whose place autograd adds
         start = 0
         for block in unit.blocks:
             trained = takers.trained[block]
@@ -169,13 +188,18 @@ class Gradient:
             self._ends += [takers.route(block.params[i], self._taker(share, at, view)) for at, (i, view) in places]
 
     def _taker(self, share: _Share, at: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        param, ways = share.block.params[share.trained.indices[at]], self._ways
+
         def take(grad: torch.Tensor) -> None:
             self._buffer.settle()  # only now: up to the first gradient, what was pushed may still leave
             if share.touched[at]:
                 view.add_(grad)
-            else:
-                view.copy_(grad)  # not added to zero: -0.0 + 0.0 is 0.0, and a buffer need not be cleared
-                share.touched[at] = True
+                return
+            view.copy_(grad)  # not added to zero: -0.0 + 0.0 is 0.0, and a buffer need not be cleared
+            share.touched[at] = True
+            if not ways.is_apart(share.block):
+                ways.takers.let_stand(param, view)
+                self._standing.append(param)
 
         return take
 
@@ -189,6 +213,12 @@ class Gradient:
         for end in self._ends:
             end()
         self._ends = []
+        self._lift()
+
+    def _lift(self) -> None:
+        for param in self._standing:
+            self._ways.takers.lift(param)
+        self._standing.clear()
 
     def priors(self, k: int, uses: Callable[[], Counter[torch.Tensor]]) -> list[Root]:
         """Return what micro-batch `k` has brought before to parameters that the next run reads more than once.
@@ -225,6 +255,7 @@ class Gradient:
                 with ways.clock.stalled():
                     send = partial(ways.push, self.unit.key, k=k, visit=visit)
                     self._buffer.leaving.append(ways.store.take(self.unit, share.block, share.piece, send, k))
+                self._lift()  # it was not known to be apart when the first gradient came
                 share.touched[:] = [False] * len(share.touched)
 
     def push(self, at_once: bool = False) -> None:

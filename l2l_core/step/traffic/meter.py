@@ -15,17 +15,30 @@ from l2l_core.trace import Trace
 _OWNER = "the micro-batch at work"
 
 
+class NewHabit(RuntimeError):
+    """The model does what it did not do in the metered pass, on which this one has relied. Metered anew, it may be right."""
+
+
 @dataclass(slots=True)
 class Metered:
-    """What a metered pass has learned: activation bytes per compute event (highest during, left after), in order."""
+    """What a metered pass has learned.
+
+    Attributes:
+        events: activation bytes per compute event (highest during, left after), in order.
+        worst: highest bytes by event label without k, for events out of order.
+        draws: generators of random numbers from which somebody draws.
+        gives_aside: keys of layers that give out differentiable tensors otherwise than as outputs.
+    """
 
     events: list[tuple[str, int, int]] = field(default_factory=list)
-    worst: dict[str, int] = field(default_factory=dict)  # by event label without k, for events out of order
+    worst: dict[str, int] = field(default_factory=dict)
+    draws: set[str] = field(default_factory=set)
+    gives_aside: set[str] = field(default_factory=set)
 
     def joined(self, other: Metered) -> Metered:
         """Join what this pass and another one have learned; the order of events is that of this one."""
         worst = {label: max(m.worst.get(label, 0) for m in (self, other)) for label in {**self.worst, **other.worst}}
-        return Metered(self.events, worst)
+        return Metered(self.events, worst, self.draws | other.draws, self.gives_aside | other.gives_aside)
 
 
 class Meter:
@@ -47,9 +60,14 @@ class Meter:
         self.sample()
 
     @property
+    def learns(self) -> bool:
+        """Whether this pass is metered, so that others may rely on it."""
+        return self._replay is None
+
+    @property
     def latest(self) -> Metered:
         """What describes this step: what is replayed, or what was counted."""
-        return self._replay or self.metered
+        return self.metered if self._replay is None else self._replay
 
     def enter(self, kind: str, layer: str, k: int) -> None:
         """A compute event begins."""

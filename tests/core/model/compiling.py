@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(  # of PyTorch's own code
 
 WIDTH, TOKENS = 8, 11
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])]
+BACKENDS = [rarely("eager"), "aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])]
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +267,7 @@ PARTS: dict[str, tuple[Callable[[], Any], Callable[..., None], Any]] = {
 }
 
 
-@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("stash", [rarely("device"), "host"])
 @pytest.mark.parametrize("case", PARTS)
 def test_what_compiled_parts_do_besides(case: str, stash: Any) -> None:
     make, way, loss = PARTS[case]
@@ -313,7 +313,7 @@ def test_inference(backend: str) -> None:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [in_place, around, by_forward, in_layers])
+@pytest.mark.parametrize("way", [in_place, rarely(around), rarely(by_forward), in_layers])
 def test_edits_and_saves(way: Callable[..., None], tmp_path: Path) -> None:
     """Copies are compiled as the originals are; `verify` is the proof, on a copy of its own that shares no weights."""
     config = RelayConfig(micro_batches=2)
@@ -426,8 +426,8 @@ def test_layers_that_are_compiled_later_relay_too() -> None:
     assert found == losses
 
 
-@pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("stash", [rarely("device"), "host"])
+@pytest.mark.parametrize("backend", ["eager", rarely("aot_eager")])
 def test_a_compiled_function_outside_of_layers_is_refused(backend: str, stash: Any) -> None:
     twice = torch.compile(lambda x: x * 2, backend=backend)
     model = Model()

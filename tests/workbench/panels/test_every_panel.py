@@ -15,6 +15,8 @@ from workbench.app import Workbench
 from workbench.panels.card import CardPanel
 from workbench.panels.display import WIDGET
 from workbench.panels.edits import EditsPanel
+from workbench.panels.explore import ExplorePanel
+from workbench.panels.export import ExportPanel
 from workbench.panels.header import HeaderPanel
 from workbench.panels.heat import HeatPanel
 from workbench.panels.inside import InsidePanel
@@ -25,7 +27,7 @@ from workbench.panels.panel import Panel
 from workbench.panels.race import RacePanel
 from workbench.panels.relay import RelayPanel
 from workbench.panels.timeline import TimelinePanel
-from workbench.panels.verdict import VerdictPanel
+from workbench.panels.verdict import VerdictPanel, WhyPanel
 from workbench.panels.what_if import WhatIfPanel
 from workbench.session.session import Session
 from workbench.session.snapshot import Snapshot
@@ -45,6 +47,9 @@ KINDS: Sequence[type[Panel]] = (
     InsidePanel,
     RacePanel,
     WhatIfPanel,
+    WhyPanel,
+    ExplorePanel,
+    ExportPanel,
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from patience import HANG_S
+from patience import HANG_S, rarely
 from sessions import (
     WIDTH,
     assert_equal,
@@ -62,8 +62,8 @@ def raced(session: Session, *names: str, steps: int) -> Race:
 # The same bits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [("main", "slim"), ("slim", "main")])
-@pytest.mark.parametrize("steps", [1, ROUND, 2 * ROUND + 3])
+@pytest.mark.parametrize("order", [("main", "slim"), rarely(("slim", "main"))])
+@pytest.mark.parametrize("steps", [1, rarely(ROUND), 2 * ROUND + 3])
 def test_every_branch_ends_with_the_bits_of_training_alone(order: Sequence[str], steps: int) -> None:
     ends = {}
     with noisy_relay() as relay, Session(relay, BATCHES, probe=HELD_OUT) as session:
