@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -58,7 +59,7 @@ class Caches:
         waiting = [vars(module).get("config") for module in self._model.modules()]
         while waiting:
             config = waiting.pop()
-            if _is_configuration(config) and id(config) not in found:
+            if _is_configuration(type(config)) and id(config) not in found:
                 found[id(config)] = config
                 waiting += vars(config).values()  # of a part: an encoder, a text model
         return [config for config in found.values() if vars(config).get("use_cache") is True]
@@ -70,5 +71,6 @@ def arguments_without(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if takes and hasattr(model, "config") else {}
 
 
-def _is_configuration(value: Any) -> bool:
-    return any(kind.__name__ in _CONFIGURATIONS for kind in type(value).__mro__)
+@cache  # asked for every value of every configuration, at every step
+def _is_configuration(kind: type) -> bool:
+    return any(base.__name__ in _CONFIGURATIONS for base in kind.__mro__)

@@ -5,7 +5,7 @@ something is slow. pytest's own limit (pyproject.toml) is twice as much, so that
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,6 +16,11 @@ HANG_S = 900.0
 def rarely(*values: Any) -> Any:
     """Values of a parameter that only the long run tries: others in the same list go the same ways."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def sampled(values: Iterable[Any], every: int = 3) -> list[Any]:
+    """Every third value of a parameter; the others only in the long run."""
+    return [value if at % every == 0 else rarely(value) for at, value in enumerate(values)]
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = HANG_S) -> None:

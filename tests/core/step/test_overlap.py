@@ -47,7 +47,7 @@ class SlowLink(EmulatedDevice):
 
 @few_kinds
 @stashes
-@pytest.mark.parametrize("ahead, micro_batches", [(0, 3), rarely(1, 1), rarely(1, 2), (1, 3), (2, 4)])
+@pytest.mark.parametrize("ahead, micro_batches", [rarely(0, 3), rarely(1, 1), rarely(1, 2), (1, 3), rarely(2, 4)])
 def test_a_slow_link_changes_no_bit(kind: Kind, stash: str, ahead: int, micro_batches: int) -> None:
     config = RelayConfig(micro_batches=micro_batches, ahead=ahead, stash=stash)
     with both(kind, config, device=SlowLink()) as pair:
