@@ -19,6 +19,11 @@ class RelayConfig:
     Args:
         micro_batches: slices of a batch that pass through a layer during one visit.
         ahead: layers loaded ahead of the one that computes; 0 is serial (plain L2L), 1 or more overlap (L2L-p).
+        resident: further layers for which the device has room. The last ``ahead + 1 + resident`` layers of forward are still
+            there when backward comes to them, and are not loaded again.
+        keep: of how many of the last layers the graphs of all micro-batches are kept until backward, so that these are not
+            recomputed. It costs their activations, and is possible for as many layers as stay: at most
+            ``ahead + 1 + resident``.
         stash: where boundary activations wait for their recompute. On the ``"host"``, device memory does not grow
             with depth or with the number of micro-batches.
         update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them.
@@ -35,6 +40,8 @@ class RelayConfig:
 
     micro_batches: int = 1
     ahead: int = 1
+    resident: int = 0
+    keep: int = 0
     stash: StashPlace = "device"
     update: UpdateMode = "eager"
     precision: Precision = "fp32"
@@ -46,6 +53,8 @@ class RelayConfig:
     def __post_init__(self) -> None:
         _check_int("micro_batches", self.micro_batches, least=1)
         _check_int("ahead", self.ahead, least=0)
+        _check_int("resident", self.resident, least=0)
+        _check_int("keep", self.keep, least=0)
         _check_int("seed", self.seed, least=0)
         _check_choice("stash", self.stash, StashPlace)
         _check_choice("update", self.update, UpdateMode)

@@ -626,7 +626,7 @@ class Relay:
 
     def _work(self, config: RelayConfig, task: Task, micro_batches: Sequence[Any]) -> Work:
         seeds = [config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))]
-        return Work(config, Plan(self._learned.way), task, micro_batches, seeds)
+        return Work(config, Plan.of(config, self._learned.way), task, micro_batches, seeds)
 
     def _undo_step(self, put_buffers_back: Callable[[], None]) -> list[str]:
         """Leave the old step if nothing was updated or updates can be undone; returns what is updated all the same."""

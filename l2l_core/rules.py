@@ -16,9 +16,19 @@ def weight_share(precision: str) -> float:
     return weight_itemsize(precision) / weight_itemsize("fp32")
 
 
-def weight_slots(ahead: int) -> int:
-    """Count the layers that the device has room for: the one at work and those that load meanwhile."""
-    return ahead + 1
+def weight_slots(ahead: int, resident: int = 0) -> int:
+    """Count the layers that the device has room for: the one at work, those that load meanwhile, and those that stay."""
+    return ahead + 1 + resident
+
+
+def kept_layers(keep: int, ahead: int, resident: int) -> int:
+    """Count the layers whose graphs can be kept: the last ones of forward, whose weights are still there in backward."""
+    return min(keep, weight_slots(ahead, resident))
+
+
+def loads(layers: int, ahead: int, resident: int) -> int:
+    """Count the loads of a training step that visits each of so many layers once, there and back."""
+    return layers + max(0, layers - weight_slots(ahead, resident))
 
 
 def gradient_slots(ahead: int) -> int:

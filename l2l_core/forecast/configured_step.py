@@ -143,7 +143,7 @@ class _Memory:
         model, config = step.model, step.config
         layer, shell = slot_numel(model.layer), slot_numel(model.shell)
         self._slots = {
-            "weights": step.itemsize * (shell + weight_slots(config.ahead) * layer),
+            "weights": step.itemsize * (shell + weight_slots(config.ahead, config.resident) * layer),
             "gradients": step.gradient_bytes[1] + gradient_slots(config.ahead) * step.gradient_bytes[0],
         }
         self._on_host, self._boundary = config.stash == "host", step.boundary_bytes

@@ -67,6 +67,11 @@ def forecast_config(
         raise ValueError(f"batch={batch} rows in micro_batches={micro_batches}: every micro-batch needs a row")
     assert length is not None
     settings = replace(relay_config or RelayConfig(), micro_batches=micro_batches)
+    if settings.keep:
+        raise ValueError(
+            f"relay_config has keep={settings.keep}: what kept graphs hold is measured and has no formula. Leave it out, or "
+            "build the model and ask relay.forecast"
+        )
     rows = -(-batch // micro_batches)
     step = ConfiguredStep(model, machine, settings, rows, length, optimizer_bytes, emulated)
     forecast = _forecast(step, memory_bytes, host_bytes)

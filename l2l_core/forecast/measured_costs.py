@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.stands import representatives
 from l2l_core.forecast.stretch import with_memory
-from l2l_core.rules import weight_itemsize
+from l2l_core.rules import kept_layers, weight_itemsize, weight_slots
 from l2l_core.trace import Trace
 
 
@@ -53,6 +54,7 @@ def costs_of_step(
         or any(was.get(name) != getattr(config, name) for name in same)
         # one without overlap has other rings and buffers; that there are further slots is reckoned below
         or (was["ahead"] > 0) != (config.ahead > 0)
+        or _kept(was) != _kept(asdict(config))
         # a step that was metered took longer, as the first of a shape does
         or was.get("metered") != (config.meter == "always")
     ):
@@ -62,10 +64,18 @@ def costs_of_step(
     )
     profile = Profile.of(trace)
     slot_bytes = weight_itemsize(config.precision) * rehearsal.parts.slot_numel
-    profile = with_memory(profile, partial(_with_more_slots, (config.ahead - was["ahead"]) * slot_bytes))
+    profile = with_memory(profile, partial(_with_more_slots, (_slots(asdict(config)) - _slots(was)) * slot_bytes))
     # No trace tells what came after its last event.
     around_s = min((event.start_s for event in trace.events), default=0.0)
     return _costs(rehearsal, profile, stands, around_s, _standing(rehearsal), f"step {trace.step}, measured", 0)
+
+
+def _slots(settings: Mapping[str, Any]) -> int:
+    return weight_slots(settings["ahead"], settings["resident"])
+
+
+def _kept(settings: Mapping[str, Any]) -> int:
+    return kept_layers(settings["keep"], settings["ahead"], settings["resident"])
 
 
 def _standing(rehearsal: Rehearsal) -> dict[str, int]:

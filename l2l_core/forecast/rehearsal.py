@@ -147,7 +147,7 @@ class Rehearsal:
         began_s = time.perf_counter()
         trace = parts.new_trace(config)
         seeds = [config.micro_batch_seed(0, k) for k in range(len(micro_batches))]
-        work = Work(config, Plan(predicted), self.objective, micro_batches, seeds)
+        work = Work(config, Plan.of(config, predicted), self.objective, micro_batches, seeds)
         put_buffers_back = parts.copy_buffers()
         try:
             _, ran = run_step(parts, dry, work, [1.0] * len(micro_batches), trace, replay)

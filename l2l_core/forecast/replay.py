@@ -21,7 +21,7 @@ from l2l_core.devices import Device
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, TurnCost
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.virtual_lane import VirtualLane
-from l2l_core.rules import MAX_UNDER_WAY, pieces_of_copy, weight_itemsize, weight_slots
+from l2l_core.rules import MAX_UNDER_WAY, kept_layers, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.trace import Event, MemorySample, Trace
 
 MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
@@ -50,11 +50,25 @@ def simulate(profile: Profile, config: RelayConfig, device: Device | Mapping[str
                 f"the profile is of a step with {name}={known!r}, and {name}={asked!r} moves other bytes: record a step with "
                 f"RelayConfig({name}={asked!r}), or make the profile with it"
             )
+    known = _kept(profile.settings)
+    if known is not None and known != _kept(asdict(config)):
+        raise ValueError(
+            f"the profile is of a step that kept the graphs of {known} layer(s), and these settings keep those of "
+            f"{_kept(asdict(config))}, so that others are recomputed: record a step with RelayConfig(keep={config.keep}, "
+            f"resident={config.resident}, ahead={config.ahead}), or rehearse one with relay.forecast(batch, config)"
+        )
     figures = device.figures() if isinstance(device, Device) else dict(device or {})
     profile = profile.with_micro_batches(config.micro_batches)
     if _count_events(profile) > MOST_EVENTS:
         profile = profile.aggregated()
     return _Replay(profile, config, figures).run()
+
+
+def _kept(settings: Mapping[str, Any]) -> int | None:
+    """Count the layers whose graphs a step with these settings keeps; None if that is not among them."""
+    if "keep" not in settings:
+        return None
+    return kept_layers(settings["keep"], settings["ahead"], settings["resident"])
 
 
 def _count_events(profile: Profile) -> int:
@@ -101,7 +115,9 @@ class _Replay:
         self._eps_s = 0.0  # when the EPS is free
         self._jobs: deque[_Job] = deque()  # that it has not begun, in order
         self._left_s = self._arrives_s = 0.0  # when the stash that moves has left, or is there
-        self._slots: list[str] = [""] * weight_slots(config.ahead)  # the layer in each, "" if there is none
+        self._slots: list[str] = [""] * weight_slots(
+            config.ahead, config.resident
+        )  # the layer in each, "" if there is none
         self._there_s: dict[str, float] = {}  # when the weights of a layer in a slot are there
         self._visits: dict[str, list[int]] = defaultdict(list)  # positions in the stays, by layer
         for index, stay in enumerate(profile.stays):
@@ -151,7 +167,7 @@ class _Replay:
 
     def _load(self, index: int) -> None:
         """Have the weights of a stay in a slot, and those of the next ones on their way."""
-        window = dict.fromkeys(stay.layer for stay in self._profile.stays[index : index + len(self._slots)])
+        window = dict.fromkeys(stay.layer for stay in self._profile.stays[index : index + self._config.ahead + 1])
         for layer in window:
             if layer not in self._slots:
                 free = [slot for slot, other in enumerate(self._slots) if other not in window]

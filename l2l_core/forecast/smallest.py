@@ -24,7 +24,7 @@ from l2l_core.trace import format_bytes
 
 # Of the bytes: with overlap, what copies still hold is a matter of timing, and forecasts are exact to so much.
 TIMED = 0.02
-SEARCHED = ("micro_batches", "ahead", "stash")
+SEARCHED = ("micro_batches", "ahead", "stash", "resident", "keep")  # the last two are 0 where the least is needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class WhatFits:
         least = self.smallest
         words = (
             f"The smallest budget that fits this model and batch is {format_bytes(least.budget_bytes)} "
-            f"({least.budget_bytes:,} bytes), with {_words({n: getattr(least.config, n) for n in SEARCHED})}; "
+            f"({least.budget_bytes:,} bytes), with {_words({n: getattr(least.config, n) for n in SEARCHED[:3]})}; "
             f"the budget is {format_bytes(self.budget_bytes)}."
         )
         if self.fastest is None:
@@ -131,7 +131,10 @@ def what_fits(price: Price, asked: RelayConfig, rows: int, budget_bytes: int, mo
 
     counts = _counts(asked.micro_batches, rows)
     # Without layers ahead: fewer slots and no room for what moves, so nothing needs less.
-    serial = [_descend(priced, replace(asked, ahead=0, stash=stash), counts) for stash in get_args(StashPlace)]
+    serial = [
+        _descend(priced, replace(asked, ahead=0, resident=0, keep=0, stash=stash), counts)
+        for stash in get_args(StashPlace)
+    ]
     least = min((found for each in serial for found in _falling(each)), key=_size, default=None)
     if least is None:
         raise ValueError(f"no step could be made with {len(known)} settings from {asked} on")
@@ -158,9 +161,18 @@ def _counts(present: int, rows: int) -> Sequence[int]:
 
 
 def _ways(asked: RelayConfig) -> list[RelayConfig]:
-    """The same settings with every place of the stash, as far ahead, or a layer, or none; those that overlap first."""
+    """The same settings with every place of the stash, as far ahead, or a layer, or none; those that overlap first.
+
+    With what stays on the device, and without.
+    """
     aheads = sorted({asked.ahead, 1, 0}, reverse=True)
-    return [replace(asked, ahead=ahead, stash=stash) for ahead in aheads for stash in get_args(StashPlace)]
+    stays = dict.fromkeys([(asked.resident, asked.keep), (0, 0)])
+    return [
+        replace(asked, ahead=ahead, stash=stash, resident=resident, keep=keep)
+        for resident, keep in stays
+        for ahead in aheads
+        for stash in get_args(StashPlace)
+    ]
 
 
 def _descend(price: Price, config: RelayConfig, counts: Sequence[int]) -> Iterator[Priced]:

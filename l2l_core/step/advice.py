@@ -29,6 +29,12 @@ def advise(ledger: Ledger, config: RelayConfig, slot_bytes: int, least_bytes: in
             "device more than that."
         )
     now = ledger.by_category()
+    stays_bytes = slot_bytes * config.resident + (now.get("activations", 0) if config.keep else 0)
+    if stays_bytes and stays_bytes >= missing_bytes:
+        return (
+            f"Remedy: RelayConfig(resident=0, keep=0) lets no further weights and no graphs stay on the device "
+            f"({format_bytes(stays_bytes)} so far, with the activations at work)."
+        )
     stash_bytes = now.get("stash", 0)
     if config.stash == "device" and stash_bytes >= missing_bytes:
         return f"Remedy: RelayConfig(stash='host') keeps the stash ({format_bytes(stash_bytes)} so far) on the host."

@@ -63,7 +63,7 @@ class ForwardLoop:
         self.begin(self.plan.order)
         while (unit := self.order.next_unit()) is not None:
             visit = self.order.open(unit)
-            with self.prefetch.visit(unit):  # [1]
+            with self.prefetch.visit(unit) as visit.stay:  # [1]
                 for forward, after in self.order.in_turn(visit):  # [2]
                     self.advance(forward, visit, after)
                     self.run.stash.park(forward.k, visit.index)
@@ -79,7 +79,7 @@ class ForwardLoop:
         """Take one turn: a micro-batch runs the layer, and the shell up to its next layer call."""
         call = forward.waiting
         assert call is not None and call.unit is visit.unit, f"{visit.unit.key} k={forward.k}"
-        call.visit = visit.index
+        call.visit, call.stay = visit.index, visit.stay
         self.relay(call, after)
         call.buffers = self.run.buffers_of(visit.unit)  # before the run, which may change them; a recompute begins here
         forward.keeper = self.plan.keeper(visit.index)
@@ -128,7 +128,7 @@ class TrainLoop:
         self._lose_in_order()  # a forward that calls no layer is over by now
         while (unit := self._order.next_unit()) is not None:
             visit = self._open(unit)
-            with self._prefetch.visit(unit):  # [1]
+            with self._prefetch.visit(unit) as visit.stay:  # [1]
                 for forward, after in self._order.in_turn(visit):  # [2]
                     self._forward.advance(forward, visit, after)
                     self._lose_in_order(visit, forward)

@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.micro_batch import Call, Forward
-from l2l_core.step.traffic import Gradient
+from l2l_core.step.traffic import Gradient, Stay
 
 
 @dataclass(eq=False, slots=True)
@@ -24,12 +24,14 @@ class Visit:
     """One stay of a layer on the device during forward.
 
     Attributes:
+        stay: of the layer in its slot, which may be over before backward comes.
         calls: those made there that are not back-propagated yet.
         gradient: what backward has brought so far.
     """
 
     unit: Unit
     index: int
+    stay: Stay = field(default_factory=Stay)
     calls: list[Call] = field(default_factory=list)
     gradient: Gradient | None = None
 

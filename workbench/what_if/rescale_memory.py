@@ -38,6 +38,7 @@ class Memories:
     def __init__(self, base: MeasuredStep, question: Question, weight_bytes: float) -> None:
         settings = base.profile.settings
         was, ahead = settings.get("precision", question.precision), settings.get("ahead", 1)
+        resident = settings.get("resident", 0)
         self._base, self._question, rows = base, question, question.rows_of(base)
         self._on_host, self._now_on_host = settings.get("stash", question.stash) == "host", question.stash == "host"
         self.item = weight_share(question.precision) / weight_share(was)
@@ -48,8 +49,8 @@ class Memories:
         weights = base.weight_bytes(SHELL), base.largest_bytes
         gradients = base.gradient_bytes(SHELL), base.largest_gradient_bytes
         self._weights = (
-            weight_share(was) * _slots(weights, weight_slots(ahead), 1),
-            weight_share(question.precision) * _slots(weights, weight_slots(question.ahead), question.width),
+            weight_share(was) * _slots(weights, weight_slots(ahead, resident), 1),
+            weight_share(question.precision) * _slots(weights, weight_slots(question.ahead, resident), question.width),
         )
         self._gradients = (
             _slots(gradients, gradient_slots(ahead), 1),

@@ -13,6 +13,7 @@ from l2l_core.step.micro_batch.forward import Shadows as Shadows
 from l2l_core.step.micro_batch.hooks import SideOutputs as SideOutputs
 from l2l_core.step.micro_batch.hooks import UserHooks as UserHooks
 from l2l_core.step.micro_batch.influence import hidden_states as hidden_states
+from l2l_core.step.micro_batch.keepers import KEEP as KEEP
 from l2l_core.step.micro_batch.keepers import KEEP_AT_THE_TURN as KEEP_AT_THE_TURN
 from l2l_core.step.micro_batch.keepers import RECOMPUTE as RECOMPUTE
 from l2l_core.step.micro_batch.keepers import Keeper as Keeper

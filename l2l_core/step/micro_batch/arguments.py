@@ -6,7 +6,7 @@ The first run and every recompute go this way, so that the same code gives the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Graph:
     inputs: list[GradientEdge]  # aligned with Arguments.inputs; roots for gradients that inputs already have
     outputs: list[GradientEdge]  # aligned with Call.outputs
     sides: dict[Locator, GradientEdge]
+    given: list[torch.Tensor] = field(default_factory=list)  # what the layer gave out, if it may be parked
 
 
 @dataclass(slots=True)

@@ -47,6 +47,7 @@ from l2l_core.step.micro_batch.keepers import Keeper
 from l2l_core.step.micro_batch.recomputes import Sum, differs
 from l2l_core.step.micro_batch.shared import Pass
 from l2l_core.step.micro_batch.traces import Traces
+from l2l_core.step.traffic import Stay
 from l2l_core.surgery import same_random_numbers
 
 Priors = Callable[[int, Callable[[], Counter[torch.Tensor]]], list[Root]]  # what a run of a micro-batch has to add to
@@ -67,6 +68,7 @@ class Call:
     outputs: list[Sink] = field(default_factory=list)
     side_sinks: dict[Locator, Sink] = field(default_factory=dict)
     segment: Segment | None = None  # of shell code before the call, back-propagated after it
+    stay: Stay = field(default_factory=Stay)  # of the layer, where the kept graph has saved its weights
     keeper: Keeper | None = None
     kept: Graph | None = None
     ambient: Ambient | None = None
@@ -107,7 +109,12 @@ class Call:
     def awaited(self) -> list[torch.Tensor]:
         """What the call needs on the device: its arguments and, in backward, the gradients that have come so far."""
         sinks = [*self.outputs, *self.side_sinks.values(), *(item.sink for item in self.inputs)]
-        return self.tensors + [sink.grad for sink in sinks if sink.grad is not None]
+        saved = self.kept.given if self.kept is not None else []  # a graph may have saved what the layer gave out
+        return [*self.tensors, *saved, *(sink.grad for sink in sinks if sink.grad is not None)]
+
+    def has_changed_buffers(self, run: Pass) -> bool:
+        """Whether the layer's buffers are others than before its run, which a kept graph may have saved."""
+        return run.buffers_of(self.unit) is not self.buffers
 
     @property
     def needs_backward(self) -> bool:
@@ -119,6 +126,8 @@ class Call:
         if self.buffers:
             run.order.layer_ran(self.k, self.unit.buffers, self.buffers, run.buffers_of(self.unit))
         run.influence.note(self.unit, self.tensors, outputs)
+        if self.kept is not None and run.stash.is_on_host:
+            self.kept.given = [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -280,6 +289,8 @@ class Call:
         # Nobody used what it gave out: plain training runs none of its nodes either, so weights get no gradient, not zero.
         if all(sink.grad is None for sink in [*self.outputs, *self.side_sinks.values()]):
             return
+        if self.stay.is_over:
+            self.kept = None  # the weights that it has saved are another layer's by now
         run.stash.fetch(self.awaited, self.k, self.unit.key)
         stop = run.timed("backward", self.unit.key, self.k, self.visit)
         with run.at_work.turn(self.k, "shell"), self._buffers_as_seen(run):

@@ -10,6 +10,9 @@ from l2l_core.step.micro_batch.shared import Pass
 class Graphed(Protocol):
     """A call, as far as a keeper knows it."""
 
+    def has_changed_buffers(self, run: Pass) -> bool:
+        """Whether the layer's buffers are not those any more that the graph may have saved."""
+
     def drop_graph(self, run: Pass) -> None:
         """Let the graph go; backward will recompute it."""
 
@@ -46,4 +49,14 @@ class _KeepAtTheTurn:
         call.drop_graph(run)
 
 
-RECOMPUTE, KEEP_AT_THE_TURN = _Recompute(), _KeepAtTheTurn()
+class _Keep:
+    """The graph stays until backward, for as long as the layer's weights stay on the device."""
+
+    keeps = True
+
+    def gives_way(self, call: Graphed, run: Pass) -> None:
+        if call.has_changed_buffers(run):  # plain training back-propagates before the next micro-batch changes them
+            call.drop_graph(run)
+
+
+RECOMPUTE, KEEP_AT_THE_TURN, KEEP = _Recompute(), _KeepAtTheTurn(), _Keep()

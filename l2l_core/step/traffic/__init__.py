@@ -18,5 +18,6 @@ from l2l_core.step.traffic.meter import Metered as Metered
 from l2l_core.step.traffic.meter import NewHabit as NewHabit
 from l2l_core.step.traffic.readers import before_reads as before_reads
 from l2l_core.step.traffic.slots import Prefetch as Prefetch
+from l2l_core.step.traffic.slots import Stay as Stay
 from l2l_core.step.traffic.stash import Stash as Stash
 from l2l_core.step.traffic.watch import Watch as Watch

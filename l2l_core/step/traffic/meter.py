@@ -57,6 +57,7 @@ class Meter:
         self._label = ""
         self._at = 0
         self._booked = 0
+        self._beside = 0  # bytes of other kinds at the begin of the event
         self.sample()
 
     @property
@@ -74,6 +75,7 @@ class Meter:
         self._label = f"{kind} {layer}"
         self._device.doing = lambda: self._name(kind, layer, k)
         self._device.take_high()
+        self._beside = self._besides_activations()
         if self._replay is not None:
             self._book(self._expected(self._replay)[1])
 
@@ -89,13 +91,22 @@ class Meter:
         high = self._device.take_high()
         self._trace.sample("device", high)
         if self._replay is None:
-            during, after = high.get("activations", 0), self._device.by_category().get("activations", 0)
+            # What is exact moves within an event: an output becomes stash. A replay books activations for the whole event beside
+            # that, so they are what is missing to the highest total.
+            beside, after = max(self._beside, self._besides_activations()), self._activations()
+            during = max(sum(high.values()) - beside, after)
             self.metered.events.append((self._label, during, after))
             self.metered.worst[self._label] = max(during, self.metered.worst.get(self._label, 0))
         else:
             self._book(self._expected(self._replay)[2])
         self._at += 1
         self.sample()
+
+    def _activations(self) -> int:
+        return self._device.by_category().get("activations", 0)
+
+    def _besides_activations(self) -> int:
+        return self._device.total - self._activations()
 
     def sample(self) -> None:
         """Note what fills both memories now."""

@@ -7,7 +7,7 @@ farthest away, so at the turn the last layers of forward are still there when ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -21,6 +21,20 @@ from l2l_core.rules import weight_slots
 from l2l_core.step.traffic.clock import Clock
 
 
+class Stay:
+    """A layer's time in one slot.
+
+    Attributes:
+        is_over: whether the slot was given to another layer. What a graph has saved of the weights is that layer's then, and
+            no version counter tells: whoever keeps a graph asks here.
+    """
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
 @dataclass(eq=False, slots=True)
 class Slot:
     """A device buffer that holds one layer's weights.
@@ -32,12 +46,13 @@ class Slot:
     number: int
     flat: torch.Tensor  # (numel of the largest layer,)
     unit: Unit | None = None
+    stay: Stay = field(default_factory=Stay)
     ticket: Ticket | None = None
     lent: list[Block] = field(default_factory=list)
 
 
 class Prefetch:
-    """`ahead + 1` slots for the layers of one step, and one more for each that is resident.
+    """`ahead + 1` slots for the layers of one step, and as many more as layers shall stay.
 
     Args:
         device: where the slots are.
@@ -49,7 +64,7 @@ class Prefetch:
         place: lends what a load copies from.
         dtype: of the weights on the device; a load casts.
         visiting: entered for the length of a visit, when the weights are there; brings the layer's buffers.
-        resident: layers that keep their slots once they are loaded.
+        resident: slots besides those that streaming needs.
     """
 
     def __init__(
@@ -63,12 +78,11 @@ class Prefetch:
         place: Place,
         dtype: torch.dtype = torch.float32,
         visiting: Callable[[Unit], AbstractContextManager[object]] = lambda unit: nullcontext(),
-        resident: Collection[Unit] = (),
+        resident: int = 0,
     ) -> None:
         self._place, self._visiting = place, visiting
         self._device, self._ahead, self._load, self._clock, self._shell = device, ahead, load, clock, shell
-        self._resident = resident
-        count = weight_slots(ahead) + len(resident)
+        count = weight_slots(ahead, resident)
         self._nbytes = dtype.itemsize * numel * count
         device.ledger.book("weights", "slots", self._nbytes)
         self.slots = [Slot(number, device.empty(numel, dtype)) for number in range(count)]
@@ -86,8 +100,11 @@ class Prefetch:
         self._plan[self._position :] = rest
 
     @contextmanager
-    def visit(self, unit: Unit) -> Iterator[None]:
-        """Let `unit` compute: its weights are in a slot and its parameters point there until the block ends."""
+    def visit(self, unit: Unit) -> Iterator[Stay]:
+        """Let `unit` compute: its weights are in a slot and its parameters point there until the block ends.
+
+        Yields the layer's stay in that slot, which may go on after the block.
+        """
         self._advance_to(unit)
         window = list(dict.fromkeys(self._plan[self._position : self._position + self._ahead + 1]))
         for wanted in window:
@@ -103,7 +120,7 @@ class Prefetch:
         self._clock.stay += 1
         try:
             with self._visiting(unit):
-                yield
+                yield slot.stay
         finally:
             homes = [view for block in unit.blocks for view in block.views]
             unit.point([self._shell.get(param, home) for param, home in zip(unit.params, homes, strict=True)])
@@ -134,10 +151,11 @@ class Prefetch:
         return next((slot for slot in self.slots if slot.unit is unit), None)
 
     def _issue(self, unit: Unit, keep: Sequence[Unit]) -> None:
-        free = [slot for slot in self.slots if slot.unit is None or slot.unit not in (*keep, *self._resident)]
+        free = [slot for slot in self.slots if slot.unit not in keep]
         slot = max(free, key=self._next_use)  # Belady: what is wanted last goes first, and the plan knows the future
         self._give_up(slot)  # perhaps a load that nobody came for
-        slot.unit, copies = unit, []
+        slot.stay.is_over = True
+        slot.unit, slot.stay, copies = unit, Stay(), []
         for target, block in zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True):
             copies.append((target, self._place.lend(block)))
             slot.lent.append(block)

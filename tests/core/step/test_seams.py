@@ -7,13 +7,15 @@ these doubles stand where a disk, a quantized optimizer or other workers would.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from by_hand import chain_of
 from oracle import assert_equal, both
 from torch import nn
-from zoo import BY_NAME, Kind
+from zoo import BY_NAME, Kind, ResidualMlp
 
 from l2l_core import Relay, RelayConfig
 from l2l_core.eps import InHostMemory, Masters, Place, Reducer, Update
@@ -48,7 +50,10 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Lets relays make plans with other attributes."""
 
     def let(**attributes: Any) -> None:
-        monkeypatch.setattr("l2l_core.relay.Plan", lambda way: Plan(way, **{n: v(way) for n, v in attributes.items()}))
+        def make(config: RelayConfig, way: Sequence[Unit]) -> Plan:
+            return replace(Plan.of(config, way), **{name: of(way) for name, of in attributes.items()})
+
+        monkeypatch.setattr("l2l_core.relay.Plan", SimpleNamespace(of=make))
 
     yield let
 
@@ -86,16 +91,21 @@ def test_a_keeper_is_asked_at_every_turn(name: str, planned: Callable[..., None]
     assert not keeper.gave_way[relay.stack[-1].key]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("name", KINDS)
-def test_resident_layers_are_loaded_once(name: str, ahead: int, planned: Callable[..., None]) -> None:
-    planned(resident=lambda way: frozenset(way[:2]))
-    config = replace(CONFIG, ahead=ahead)
-    relay = train(BY_NAME[name], lambda relay: None, config)
-    loads = Counter(events(relay, "load"))
-    pieces = CONFIG.micro_batches if ahead else 1
-    assert [loads[unit.key] <= pieces for unit in relay.stack[:2]] == [True, True], loads
-    assert ahead or [loads[unit.key] for unit in relay.stack[:-1]] == [1, 1, *[2] * (len(relay.stack) - 3)], loads
+class Stubborn:
+    """Keeps every graph, whatever becomes of the weights."""
+
+    keeps = True
+
+    def gives_way(self, call: Call, run: Pass) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("resident", [0, 1, 2])
+def test_a_graph_whose_weights_have_left_is_not_used(resident: int, stash: Any, planned: Callable[..., None]) -> None:
+    """Two to four slots, and six layers keep their graphs: those that lost their slots are recomputed, and the bits are right."""
+    planned(keeper_of=lambda way: lambda visit: Stubborn())
+    train(chain_of(ResidualMlp, count=6), lambda relay: None, replace(CONFIG, stash=stash, resident=resident))
 
 
 # --- a place: where weights are -------------------------------------------------------------------------------------

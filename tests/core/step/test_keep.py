@@ -1,0 +1,116 @@
+"""Layers that stay on the device, and graphs that are kept: the same bits, fewer loads, fewer recomputes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from by_hand import chain_of, stashes
+from oracle import assert_equal, both
+from patience import sampled
+from torch import Tensor, nn
+from zoo import BY_NAME, KINDS, WIDTH, Kind, ResidualMlp
+
+from l2l_core import EmulatedDevice, Relay, RelayConfig
+from l2l_core.rules import kept_layers, loads, weight_slots
+
+
+def counted(relay: Relay, kind: str) -> Counter[str]:
+    assert relay.trace is not None
+    return Counter(event.layer for event in relay.trace.events if event.kind == kind and event.layer != "shell")
+
+
+@stashes
+@pytest.mark.parametrize("kind", sampled(KINDS, 4), ids=str)
+def test_any_model_keeps(kind: Kind, stash: Any) -> None:
+    """Metered and not, with more graphs than slots to begin with."""
+    with both(kind, RelayConfig(micro_batches=3, stash=stash, resident=1, keep=9)) as pair:
+        assert_equal([pair.step(kind.make_batch(7, seed)) for seed in range(3)])
+
+
+@stashes
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("resident, keep", [(0, 0), (0, 1), (0, 2), (1, 1), (2, 0), (2, 3), (9, 3), (9, 9)])
+def test_loads_and_recomputes_are_as_many_as_the_rules_say(resident: int, keep: int, ahead: int, stash: Any) -> None:
+    kind, count = BY_NAME["gpt2"], 3
+    config = RelayConfig(micro_batches=count, stash=stash, ahead=ahead, resident=resident, keep=keep)
+    with both(kind, config) as pair:
+        steps = [pair.step(kind.make_batch(7, seed)) for seed in range(3)]
+        assert_equal(steps)
+        relay, trace = pair.relay, steps[-1].result.trace
+    depth = len(relay.stack)
+    whole = [e for e in trace.events if e.kind == "load" and e.layer != "shell" and e.piece == 0]
+    assert len(whole) == loads(depth, ahead, resident)
+    assert {e.slot for e in whole} == set(range(min(depth, weight_slots(ahead, resident))))
+    kept = min(depth, kept_layers(keep, ahead, resident))
+    reads = measured_recomputes(kind, config)
+    assert [reads[unit.name] for unit in relay.stack] == [2 * count] * (depth - max(kept, 1)) + [count] * max(kept, 1)
+
+
+def measured_recomputes(kind: Kind, config: RelayConfig) -> Counter[str]:
+    """How often every layer's own forward runs in a step that is not metered."""
+    ran: Counter[str] = Counter()
+    with both(kind, config) as pair:
+        pair.relay.step(kind.make_batch(7, 0))
+        for unit in pair.relay.stack:
+            inner = next(unit.module.children())
+            inner.forward = counting(inner.forward, ran, unit.name)  # type: ignore[method-assign]
+        pair.relay.step(kind.make_batch(7, 1))
+    return ran
+
+
+def counting(forward: Any, ran: Counter[str], name: str) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        ran[name] += 1
+        return forward(*args, **kwargs)
+
+    return counted
+
+
+class Rectified(nn.Module):
+    """Its graph saves what it gives out, which is parked when the stash is on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.lin(x))
+
+
+class Averaged(nn.Module):
+    """Its graph reads a buffer that every micro-batch changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.mean.clone()
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        return y
+
+
+@stashes
+@pytest.mark.parametrize("layer", [Rectified, Averaged])
+def test_what_graphs_save_is_there(layer: type[nn.Module], stash: Any) -> None:
+    kind = chain_of(layer, count=5)
+    with both(kind, RelayConfig(micro_batches=3, stash=stash, resident=3, keep=5)) as pair:
+        assert_equal([pair.step(kind.make_batch(7, seed)) for seed in range(3)])
+
+
+@stashes
+def test_what_is_kept_costs_device_bytes_and_is_booked(stash: Any) -> None:
+    kind = chain_of(ResidualMlp, count=6)
+    peaks = []
+    for keep in (0, 3, 6):
+        config = RelayConfig(micro_batches=3, stash=stash, resident=4, keep=keep)
+        with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice(), config=config) as relay:
+            results = [relay.step(kind.make_batch(7, seed)) for seed in range(3)]
+            assert results[0].peak_device_bytes == results[1].peak_device_bytes == results[2].peak_device_bytes
+            assert sum(relay.forecast(kind.make_batch(7, 3)).device_bytes.values()) == results[2].peak_device_bytes
+            peaks.append(results[2].peak_device_bytes)
+    assert peaks[0] < peaks[1] < peaks[2]
