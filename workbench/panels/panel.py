@@ -44,7 +44,7 @@ class Panel(ABC):
         # reentrant: what `draw` sets calls observers, on the same thread, which may draw again
         self._drawing = threading.RLock()  # the pump draws, and so do callbacks of widgets
         self.widget = self.build()
-        self._failure = ipywidgets.HTML()
+        self._failure: ipywidgets.HTML | None = None  # made when it is needed: widgets live until they are closed
         self._notice: Notice | None = None  # where the panel stands alone
         self._whose = None if self.says_whose else ipywidgets.HTML()
         if self._whose is not None:
@@ -74,7 +74,7 @@ class Panel(ABC):
         """
         with self._drawing:
             try:
-                self._put_first(())
+                self._recover()
                 self.draw(now)
                 self._say_whose(now)
             except Exception as error:
@@ -90,13 +90,15 @@ class Panel(ABC):
 
     def fail(self, error: Exception) -> None:
         """Say above all in the panel that drawing it has failed, until it is drawn again."""
-        self._failure.value = failure_html(self._blame(error), traceback.format_exc())
-        self._put_first((self._failure,))
+        self._recover()
+        self._failure = ipywidgets.HTML(failure_html(self._blame(error), traceback.format_exc()))
+        self.widget.children = (self._failure, *self.widget.children)
 
-    def _put_first(self, failure: tuple[ipywidgets.HTML, ...]) -> None:
-        children = (*failure, *(child for child in self.widget.children if child is not self._failure))
-        if children != self.widget.children:  # the page would be built anew
-            self.widget.children = children
+    def _recover(self) -> None:
+        if self._failure is not None:
+            self.widget.children = tuple(child for child in self.widget.children if child is not self._failure)
+            self._failure.close()
+            self._failure = None
 
     def page(self, now: Snapshot) -> Sequence[Picture | Table]:
         """Return the still, or what went wrong with it."""
