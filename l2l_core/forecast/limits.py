@@ -82,18 +82,17 @@ def hiding_micro_batches(profile: Profile, config: RelayConfig, figures: Mapping
             stretch(bare, pattern(bare.micro_batches, count)), replace(config, micro_batches=count), figures
         )
 
-    def hidden(count: int) -> bool:
-        return not any(b.phase in OVERLAPPING and b.lane in COPY_LANES for b in trace_of(count).bound_by())
+    def is_hidden(trace: Trace) -> bool:
+        return not any(b.phase in OVERLAPPING and b.lane in COPY_LANES for b in trace.bound_by())
 
-    high = 1
-    while high <= most and not hidden(high):
-        high *= 2
-    if high > most:
-        return _by_arithmetic(trace_of(most), most)
-    low = high // 2  # does not hide, or is none at all
+    low, high = 0, 1  # low does not hide, or is none at all
+    while not is_hidden(trace := trace_of(high)):
+        if high == most:
+            return _by_arithmetic(trace, most)
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if hidden(middle) else (middle, high)
+        low, high = (low, middle) if is_hidden(trace_of(middle)) else (middle, high)
     return high
 
 
@@ -103,6 +102,8 @@ def _by_arithmetic(trace: Trace, micro_batches: int) -> int | None:
     for phase in OVERLAPPING:
         for lane in COPY_LANES:
             visits = [visit for visit in work.in_phase(phase) if visit[lane]]
+            if not visits:
+                continue  # the lane has nothing to do in this phase, so there is nothing to hide
             events = [event for visit in visits for event in visit[lane]]
             # With a micro-batch's number a push is that of its own gradient, and grows with the number of them.
             fixed_s = sum(e.stop_s - e.start_s for e in events if e.kind in ("load", "push") and e.k < 0)
