@@ -63,7 +63,9 @@ class Worker:
 
     def start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Begin; on the thread, `before` is called first and `after` last."""
-        self._thread = threading.Thread(target=self._work, args=(before, after), name="session", daemon=True)
+        # in a list to take it from: a thread holds its arguments until it ends, and `before` may know another session
+        first = [before]
+        self._thread = threading.Thread(target=self._work, args=(first, after), name="session", daemon=True)
         self._thread.start()
 
     @property
@@ -139,9 +141,8 @@ class Worker:
             self.at_work = None
             self.touch()
 
-    def _work(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        before()
-        del before
+    def _work(self, first: list[Callable[[], None]], after: Callable[[], None]) -> None:
+        first.pop()()
         while (command := self._next()) is not None:
             self.do(command)
             del command  # its error knows the frames of the step, and these all tensors

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import threading
 import time
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -206,6 +208,20 @@ def test_another_session_takes_the_relay_over(relay: Relay) -> None:
         now = new.wait(HANG_S)
         assert (now.state, now.step) == ("idle", 2), "the old one's step, then the new one's"
         assert old.snapshot().state == "closed"
+
+
+def test_a_session_that_was_taken_over_is_let_go(relay: Relay) -> None:
+    """At once, and not when the later one ends: it holds the traces of its steps."""
+    first = Session(relay, make_batches())
+    first.run(1)
+    first.wait(HANG_S)
+    gone = ref(first)
+    with Session(relay, make_batches()) as second:
+        second.run(1)
+        second.wait(HANG_S)
+        del first
+        gc.collect()
+        assert gone() is None
 
 
 def test_a_session_that_takes_over_shows_what_the_earlier_one_set_last(relay: Relay) -> None:
