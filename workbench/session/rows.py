@@ -44,7 +44,8 @@ def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
 def changed_layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> frozenset[str]:
     """Find the keys of layers that are new, have moved past others, were frozen, or are trained again."""
     frozen = {row.key: row.frozen for row in before}
-    old = [row.key for row in before if row.key in {row.key for row in after}]
+    still = {row.key for row in after}
+    old = [row.key for row in before if row.key in still]
     new = [row.key for row in after if row.key in frozen]
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     stayed = {key for block in blocks for key in new[block.b : block.b + block.size]}
