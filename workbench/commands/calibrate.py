@@ -12,6 +12,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -260,15 +261,17 @@ def main(device: str = "auto", force: bool = False) -> int:
     """Measure, or show what was measured before; returns the exit status."""
     try:
         with_device = resolve_device(device)
-        known = None if force else load_calibration(with_device)
     except ValueError as error:
         print(error)
         return 1
-    try:
+    with closing(with_device):
+        try:
+            known = None if force else load_calibration(with_device)
+        except ValueError as error:
+            print(error)
+            return 1
         calibration = known or measure(with_device)
         path = cache_path(with_device) if known else save_calibration(calibration, with_device)
-    finally:
-        with_device.close()
     print(calibration.hardware)
     print(format_table(rows_of(calibration)))
     how = "measured before; --force measures anew" if known else f"measured in {calibration.seconds:.1f} s"

@@ -107,6 +107,17 @@ def test_a_damaged_file_is_named_with_the_remedy(cache: Path, device: EmulatedDe
         load_calibration(device)
 
 
+def test_the_device_is_closed_when_the_file_is_damaged(
+    cache: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_calibration(here(device), device).write_text("")
+    closed: list[EmulatedDevice] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(EmulatedDevice, "close", lambda device: closed.append(device))
+        assert command_line.main(["calibrate", "--device", "cpu"]) == 1
+    assert "--force" in capsys.readouterr().out and len(closed) == 1
+
+
 def test_another_number_of_threads_is_another_file(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     one = cache_path(device)
     monkeypatch.setattr(calibrate.torch, "get_num_threads", lambda: 77)
