@@ -89,7 +89,11 @@ def _profile_of(step: ConfiguredStep, micro_batches: int) -> Profile:
     """
     model, machine, precision = step.model, step.machine, step.config.precision
     products = 2 * step.length * model.width
-    head = model.head_params if not model.per_row else max(1, model.head_params // 3)
+    head, head_trained = model.head_params, model.head_params if model.trained[1] else 0
+    if model.per_row:
+        # These are patch embeddings, and pixels need no gradient: per token and parameter 2 operations forward, and 2
+        # backward if it is trained. The formula has 4 for a frozen parameter and 2 more for a trained one: half fits both.
+        head //= 2
     layer, shell = (
         cost_of_moving(machine, precision, slot_numel(held), slot_numel(trained), count(trained))
         for held, trained in zip((model.layer, model.shell), model.trained, strict=True)
@@ -98,7 +102,7 @@ def _profile_of(step: ConfiguredStep, micro_batches: int) -> Profile:
     settings = {"micro_batches": micro_batches, "stash": step.config.stash, "precision": precision}
     costs = costs_by_formula(
         [one] * model.depth,
-        Sized(head, head if model.trained[1] else 0, shell),
+        Sized(head, head_trained, shell),
         machine,
         settings,
         step.tokens,

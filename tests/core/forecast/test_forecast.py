@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from oracle import adamw
 from patience import rarely
 from small import assert_same, make_batch, make_relay, whole
 from small import make_gpt as make_small_gpt
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -516,6 +518,38 @@ def test_slots_and_state_are_exact_and_the_rest_is_near(name: str, stash: str, p
     assert formula.peak_device_bytes == pytest.approx(real.peak_device_bytes, rel=0.25)
     standing = [f.peak_host_bytes - f.host_bytes["gradients"] for f in (formula, real)]  # gradients are timing's
     assert standing[0] == pytest.approx(standing[1], rel=0.05)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(
+    "config_class, model_class", [(GPT2Config, GPT2LMHeadModel), (ViTConfig, ViTForImageClassification)]
+)
+def test_operations_of_the_shell_are_those_that_torch_counts(
+    config_class: Any, model_class: Any, is_frozen: bool
+) -> None:
+    """The inputs of a head need a gradient, the pixels under patch embeddings do not."""
+    config = config_class(**SMALL, image_size=64, patch_size=8)
+    model, length = model_class(config), 65
+    layers, name = next((m, name) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList))
+    model.requires_grad_(not is_frozen)
+    layers.requires_grad_(True)
+    is_text = model_class is GPT2LMHeadModel
+    inputs = torch.zeros(2, length, dtype=torch.long) if is_text else torch.zeros(2, 3, 64, 64)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs).logits.sum().backward()
+    counts = {at: sum(by_kind.values()) for at, by_kind in counter.get_flop_counts().items()}
+    inside = sum(counts[f"{model_class.__name__}.{name}.{i}"] for i in range(len(layers)))
+    # any adapter: with one, all else is frozen
+    step = forecast_config(
+        config,
+        replace(MACHINE, flops_per_s=1.0),
+        micro_batches=1,
+        batch=2,
+        sequence=length,
+        adapters=[(8, 64)] if is_frozen else (),
+    )
+    (loss,) = (event for event in step.trace.events if event.kind == "loss")
+    assert loss.stop_s - loss.start_s == pytest.approx(counts["Global"] - inside, rel=0.03)
 
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
