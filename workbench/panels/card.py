@@ -35,7 +35,7 @@ from workbench.readings import full_name, number_layers
 from workbench.session import TRIED, How, LayerFacts, LayerRow, Moment, Session, Snapshot, code_of, edits_of
 
 _NOBODY = "No layer is chosen: choose one in the list, or in the table of layers."
-_NONE = ("choose a layer", None)
+_NONE = ("choose a layer", "")  # not None: with that value a list of ipywidgets shows nothing
 _EDITS = {
     "Drop": "trash",
     "Duplicate": "clone",
@@ -130,7 +130,7 @@ class CardPanel(Panel):
         self._filling = True
         try:
             offer(self._list, [_NONE, *options])
-            if self._list.value != (key := row.key if row else None):
+            if self._list.value != (key := row.key if row else _NONE[1]):
                 self._list.value = key
         finally:
             self._filling = False
@@ -217,12 +217,12 @@ class CardPanel(Panel):
 
     # -- pressed -------------------------------------------------------------------------------------------------------
 
-    def _choose_listed(self, key: str | None) -> None:
+    def _choose_listed(self, key: str) -> None:
         with self._drawing:  # another thread may be filling the list, and have put the old choice back
             if self._filling:
                 return
         # without the lock: every panel that watches is drawn, under a lock of its own
-        self._selection.choose(key)
+        self._selection.choose(None if key == _NONE[1] else key)
 
     def _move(self, by: int) -> None:
         # as they are now: there may have been an edit since the panel was drawn
