@@ -43,10 +43,9 @@ def examples_html(found: Examples, decode: Decode | None) -> str:
     if found.why_not:
         return f'<p class="l2l-caption">No predictions: {escape(found.why_not)}</p>'
     rows = [("in the row", _given(found, decode)), *_said(found, decode)]
-    columns = list(zip(*(cells for _, cells in rows), strict=True))
-    lines = []
-    for i, (words, _) in enumerate(rows):
-        cells = "".join(_cell(column[i], i > 0 and column[1][0] != column[2][0]) for column in columns)
+    differs, lines = _differs(found), []
+    for i, (words, said) in enumerate(rows):
+        cells = "".join(_cell(each, i > 0 and differs[at]) for at, each in enumerate(said))
         lines.append(f'<tr><th scope="row">{words}</th>{cells}</tr>')
     return (
         f'<div class="l2l-caption">{escape(_words(found))}</div>'
@@ -61,21 +60,27 @@ def examples_table(found: Examples, decode: Decode | None) -> Table:
     (_, whole), (_, without) = _said(found, decode)
     given = [words for words, _ in _given(found, decode)]
     rows = [
-        (str(i), given[i], " ".join(whole[i]), " ".join(without[i]), "" if whole[i][0] == without[i][0] else "differs")
-        for i in range(len(whole))
+        (str(i), given[i], " ".join(whole[i]), " ".join(without[i]), "differs" if differs else "")
+        for i, differs in enumerate(_differs(found))
     ]
     header = ("position", "in the row", "with it", "without it", "")
     return Table("Predictions with and without the layer", header, rows, _words(found))
 
 
-def _words(found: Examples) -> str:
+def _differs(found: Examples) -> Sequence[bool]:
+    """Whether the two looks predict different tokens, by position; two tokens may be the same text."""
     whole, without = found.depths
     assert whole.tokens is not None and without.tokens is not None, "there is something to compare"
-    differ = int((whole.tokens[:, 0] != without.tokens[:, 0]).sum())
+    return (whole.tokens[:, 0] != without.tokens[:, 0]).tolist()
+
+
+def _words(found: Examples) -> str:
+    whole, without = found.depths
+    differs = _differs(found)
     losses = [
         f"{show_figure(one.loss)} {words}" for one, words in ((whole, "with it"), (without, "without it")) if one.loss
     ]
-    return f"{differ} of {len(whole.tokens)} predictions differ; loss of this micro-batch: {', '.join(losses)}."
+    return f"{sum(differs)} of {len(differs)} predictions differ; loss of this micro-batch: {', '.join(losses)}."
 
 
 def _given(found: Examples, decode: Decode | None) -> Sequence[tuple[str, str]]:

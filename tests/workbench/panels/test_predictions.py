@@ -76,6 +76,14 @@ def test_they_are_those_of_the_model_in_core(panel: CardPanel) -> None:
     assert table.to_text().count("differs") == differ
 
 
+def test_tokens_that_are_the_same_text_differ_in_the_cells_as_in_the_count(panel: CardPanel) -> None:
+    panel.session.decode = lambda tokens: "x" * len(tokens)
+    said = press(panel)
+    differ = int((in_core(panel.session.relay) != in_core(panel.session.relay, 1)).sum())
+    assert differ and f"{differ} of " in said and said.count('class="l2l-differs"') == 2 * differ
+    assert panel.still(panel.session.snapshot())[1].to_text().count("differs") == differ
+
+
 def test_the_line_of_code_does_the_same(panel: CardPanel) -> None:
     said = press(panel)
     (line,) = re.findall(r"<code>(workbench\.look\(.*?\))</code>", said)
