@@ -123,7 +123,7 @@ class CudaDevice(Device):
         except RuntimeError:
             found = torch.device("cpu")
         if found.type != "cuda":
-            raise ValueError(f"device={device!r} is no CUDA device: give 'cuda', 'cuda:n' or a number")
+            raise ValueError(f"device={device!r} is not a CUDA device: give 'cuda', 'cuda:n' or a number")
         if not torch.cuda.is_available():
             raise ValueError(
                 f"device={device!r} does not exist: PyTorch finds no CUDA device. Use 'cpu' or EmulatedDevice(...)"

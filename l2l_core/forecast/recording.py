@@ -27,7 +27,7 @@ class Recording:
         self._first_s = min((event.start_s for event in trace.events), default=0.0)
         # The first group is what comes before the first layer: a step has more than that.
         if not self._visits[1:] or not any(event.kind == "backward" for event in self._compute):
-            raise ValueError(f"{trace!r} is no whole training step, so there is nothing to replay")
+            raise ValueError(f"{trace!r} is not a whole training step, so there is nothing to replay")
         self._starts: dict[int, list[float]] = defaultdict(list)  # by micro-batch
         self._indices: dict[int, list[int]] = defaultdict(list)
         for index, event in enumerate(self._compute):

@@ -50,7 +50,7 @@ def check_numbers(
 
     Raises:
         ValueError: names the number, and what there is.
-        TypeError: `micro_batches` is no collection.
+        TypeError: `micro_batches` is not a collection.
     """
     positions, generate, top = (
         _at_least(least, name, value)
@@ -58,7 +58,7 @@ def check_numbers(
     )
     if isinstance(micro_batches, str) or not isinstance(micro_batches, Iterable):
         raise TypeError(
-            f"micro_batches={micro_batches!r} is no collection: give the numbers of one or more, as [{micro_batches!r}]"
+            f"micro_batches={micro_batches!r} is not a collection: give the numbers of one or more, as [{micro_batches!r}]"
         )
     given = list(micro_batches)
     numbers = {_whole(one) for one in given}

@@ -90,7 +90,7 @@ class Resolver:
         if isinstance(where, nn.Module):
             if where not in self._keys:
                 raise ValueError(
-                    f"this {type(where).__name__} is no layer of the model; {_there_are(self._by_key)}. "
+                    f"this {type(where).__name__} is not a layer of the model; {_there_are(self._by_key)}. "
                     "A copy of a layer is another module: pass the layer itself or its key"
                 )
             return where

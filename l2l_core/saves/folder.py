@@ -192,7 +192,7 @@ def _read_pointer(folder: Path) -> tuple[str, str]:
         pointer = json.loads(path.read_bytes())
         generation, checksum = pointer["generation"], pointer["manifest_sha256"]
         if not _GENERATION.fullmatch(generation):
-            raise ValueError(f"{generation!r} is no generation")
+            raise ValueError(f"{generation!r} is not a generation")
         return generation, checksum
     except (FileNotFoundError, NotADirectoryError):
         cause = "no save was ever finished in this folder" if folder.is_dir() else "there is no such folder"

@@ -19,7 +19,7 @@ QUICK = RELAY.replace("0.03", "0.01")
 
 def test_edits_while_training_runs(open_notebook: Callable[..., Notebook], page: Page) -> None:
     bench = start(open_notebook)
-    bench.press("Apply")  # the form begins with a new layer behind the last one
+    bench.press("Apply")  # the form begins with a new layer after the last one
     until(lambda: edits(bench) == ["+ at 4 (identity)"], page, "the new layer in the journal")
     assert "5 layers" in bench.title
 

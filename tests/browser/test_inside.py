@@ -42,7 +42,7 @@ def test_look_shows_pictures_of_the_tiny_model(open_notebook: Callable[..., Note
     until(lambda: seen.locator('svg[aria-label="The stream over depth"]').count() == 1, page, "the stream")
     assert "after step 1; took" in seen.inner_text()
     bench.press("Spread")
-    until(lambda: seen.locator('svg[aria-label="Activations behind each layer"]').count() == 1, page, "histograms")
+    until(lambda: seen.locator('svg[aria-label="Activations after each layer"]').count() == 1, page, "histograms")
     bench.press("Attention")
     until(lambda: "no attention maps were asked for" in seen.inner_html(), page, "the reason for no map")
     bench.press("Step")

@@ -30,7 +30,7 @@ def test_player_goes_through_the_last_step(open_notebook: Callable[..., Notebook
     bench.press("Next visit")
     until(lambda: bench.event > 2, page, "the next visit")
     visit = bench.event
-    bench.press("Event before")
+    bench.press("Previous event")
     until(lambda: bench.event == visit - 1, page, "the event before")
 
     bench.handle("event").focus()

@@ -80,7 +80,7 @@ def large(nb: NotebookNode) -> None:
         (out_of_order, "not executed once from top to bottom: its counts are [7, 2]"),
         (no_output, "cell 2: has no output"),
         (failed, "cell 1: ended in KeyError: 'a'"),
-        (dead_widget, "cell 2: shows a widget that no longer lives"),
+        (dead_widget, "cell 2: shows a widget whose kernel has ended"),
         (address, "cell 2: shows an address in memory, 0x7f12ab34cd56"),
         (large, "bytes, 300,000 are allowed"),
     ],

@@ -155,7 +155,7 @@ def _faults_of(cell: NotebookNode) -> Iterator[str]:
         if output.output_type == "error":
             yield f"ended in {output.ename}: {output.evalue}"
         if WIDGET_VIEW in output.get("data", {}):
-            yield "shows a widget that no longer lives"
+            yield "shows a widget whose kernel has ended"
         if found := ADDRESS.search(str(output.get("text", "")) + str(output.get("data", {}).get("text/plain", ""))):
             yield f"shows an address in memory, {found[0]}: differs in every run"
 

@@ -31,7 +31,7 @@ class BranchControls:
             button(
                 "Switch", "exchange", "Go on with the chosen branch as it was left: relay.switch(name)", self._switch
             ),
-            button("Discard", "trash", "Free the chosen branch: relay.discard(name)", self._discard),
+            button("Discard", "trash", "Delete the chosen branch: relay.discard(name)", self._discard),
         )
         rows = [ipywidgets.HBox([self.name, fork]), ipywidgets.HBox([self.other, *self._on_other])]
         for row in rows:

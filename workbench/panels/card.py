@@ -75,15 +75,17 @@ class CardPanel(Panel):
         self._line.add_class("l2l-card-pending")
         self._list = make_dropdown("card of", [_NONE], "320px")
         self._list.observe(lambda change: self._choose_listed(change["new"]), "value")
-        self._before = self._button("Layer before", "chevron-left", "Choose the layer before", lambda: self._move(-1))
-        self._after = self._button("Layer behind", "chevron-right", "Choose the next layer", lambda: self._move(1))
+        self._before = self._button(
+            "Previous layer", "chevron-left", "Choose the previous layer", lambda: self._move(-1)
+        )
+        self._after = self._button("Next layer", "chevron-right", "Choose the next layer", lambda: self._move(1))
         self._look = self._button("Look again", "refresh", "Look at the weights as they are now", self._look_again)
         chooser = _row(self._list, self._before, self._after, self._look)
         acts = [self._build_act(words, icon) for words, icon in _EDITS.items()]
         tries = [self._build_try(how) for how in TRIED]
         predicted = [_row(self._predictions.button, self._predictions.line), self._predictions.picture]
         self._all = self._button("All layers", "bar-chart", "Measure both for every layer in turn", self._press_all)
-        self._stop = self._button("Stop measuring", "stop", "End after the measurement under way", self._trials.stop)
+        self._stop = self._button("Stop measuring", "stop", "Stop after the current measurement", self._trials.stop)
         self._progress = ipywidgets.HTML()
         side_by_side = ipywidgets.VBox(acts)
         side_by_side.add_class("l2l-card-acts")
@@ -96,7 +98,7 @@ class CardPanel(Panel):
         return box
 
     def _build_act(self, words: str, icon: str) -> ipywidgets.Box:
-        button = self._button(words, icon, "Carry it out when the step under way is over", partial(self._press, words))
+        button = self._button(words, icon, "Carry it out after the current step", partial(self._press, words))
         self._edits[words] = button, ipywidgets.HTML()
         return _row(*self._edits[words])
 

@@ -100,7 +100,7 @@ class EditQuestions:
             self._take_one()
         if self.asked["other"].value == self.asked["layer"].value and len(rows) > 1:
             self.asked["other"].value = next(key for _, key in rows if key != self.asked["layer"].value)
-        offer(self.asked["at"], [*rows, ("behind the last layer", END)] if rows else [])
+        offer(self.asked["at"], [*rows, ("after the last layer", END)] if rows else [])
         offer(self.asked["like"], [("the layer before it", PREVIOUS), *rows])
 
     @property

@@ -40,7 +40,7 @@ class EditsPanel(Panel):
         self._group: list[Edit] = []
         self._title = ipywidgets.HTML()
         self._questions = EditQuestions(self._guarded, self._enable)
-        self._apply = self._button("Apply", "check", "Carry it out when the step under way is over", self._press_apply)
+        self._apply = self._button("Apply", "check", "Carry it out after the current step", self._press_apply)
         self._apply.button_style = "primary"
         self._add = self._button(
             "Add to group", "plus", "Edits of a group are all carried out, or none", self._press_add

@@ -32,7 +32,7 @@ class ExportPanel(Panel):
         self._folder = ipywidgets.Text(
             value=FOLDER,
             description="into the folder",
-            tooltip="Relative to where the kernel works, which is the folder of the notebook as a rule",
+            tooltip="Relative to the kernel's folder, usually that of the notebook",
             continuous_update=False,
             **sized("260px"),
         )

@@ -36,12 +36,13 @@ class FitOffer:
             settings, fastest = found.settings, found.fastest
             self._button.layout.display = "" if fastest is not None else "none"
             self._button.description = f"Use {', '.join(f'{name}={value}' for name, value in settings.items())}"
-            self._button.tooltip = "Let the next step have these settings, with which it fits by the forecast"
+            self._button.tooltip = "Use these settings for the next step; by the forecast it then fits"
             words = (
                 f"{format_bytes(fastest.device_bytes)} on the device, by the forecast"
                 if fastest is not None
-                else f"with as many micro-batches no settings help: the least is {format_bytes(found.smallest.budget_bytes)}, by "
-                "the forecast; the step will try other numbers, and say what fits"
+                else "with this number of micro-batches no settings fit: the least is "
+                f"{format_bytes(found.smallest.budget_bytes)}, by the forecast; the step will try other numbers "
+                "and say what fits"
             )
             self._words.value = f'<span class="l2l-caption">{escape(words)}</span>'
         self.widget.layout.display = "" if found is not None else "none"

@@ -47,12 +47,12 @@ class HeaderPanel(Panel):
             "Skip this batch", "forward", "Leave out the batch that failed; the next step takes another one"
         )
         self._skip.add_class("l2l-skip")
-        self._fit = _button("", "check", "Let the next step have settings that were found to fit")
+        self._fit = _button("", "check", "Give the next step settings with which it fits")
         self._fit.add_class("l2l-fit")
         self._run = _button("Run", "play", "Train for the number of steps on the right; after a pause, go on")
-        self._pause = _button("Pause", "pause", "Pause when the step under way is over")
+        self._pause = _button("Pause", "pause", "Pause after the current step")
         self._step = _button("Step", "step-forward", "Train one step")
-        self._stop = _button("Stop", "stop", "End the run when the step under way is over")
+        self._stop = _button("Stop", "stop", "End the run after the current step")
         self._back = _button("Take back", "reply", "Remove the newest waiting command from the queue")
         # not `display`: its place stays free, so that no button moves when it comes
         self._back.layout.visibility = "hidden"

@@ -60,13 +60,13 @@ class InsidePanel(Panel):
         self._micro_batch = _number("micro-batch", 0, 0, "150px")
         self._row = _number("row", 0, 0, "110px")
         self._positions = _number("positions", 32, 1, "140px")
-        self._attention = _check("attention maps", "Keep a map of every head, for the row")
+        self._attention = _check("attention maps", "Keep a map of every attention head, for one row")
         self._lens = _check("head at each depth", "Logit lens: leave out the layers above, one depth after the other")
         self._write = _number("tokens to write", 0, 0, "170px")
         self._look = ipywidgets.Button(
             description="Look",
             icon="eye",
-            tooltip="Look inside when the step under way is over",
+            tooltip="Look inside after the current step",
             button_style="primary",
         )
         self._look.on_click(lambda _: self._press())
@@ -121,7 +121,7 @@ class InsidePanel(Panel):
 
     def _say(self, now: Snapshot, waits: bool) -> None:
         if waits:
-            words = "Looking, or waiting for the step under way."
+            words = "Looking, or waiting for the current step to end."
         elif self._why_not:
             words = f"Nothing was seen: {self._why_not}"
         elif self._seen is None or self._moment is None:

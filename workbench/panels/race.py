@@ -38,8 +38,8 @@ class RacePanel(Panel):
             "Start race", "flag-checkered", "Train the chosen branches on the same batches", self._ask
         )
         self._race.button_style = "primary"
-        self._pause = self._button("Pause race", "pause", "Wait after the step under way", self._hold)
-        self._stop = self._button("Stop race", "stop", "End the race after the step under way", self.session.stop)
+        self._pause = self._button("Pause race", "pause", "Pause after the current step", self._hold)
+        self._stop = self._button("Stop race", "stop", "End the race after the current step", self.session.stop)
         self._axis = race_axis()
         self._axis.observe(lambda _: self._redraw(), "value")
         self._trouble = ipywidgets.HTML(layout={"display": "none"})

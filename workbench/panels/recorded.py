@@ -64,7 +64,7 @@ class MomentsPanel(RelayPanel):
             return
         self._take(now.shown)
         if (step := self._moments()) is None or not step.count:
-            self._picture.value = '<p class="l2l-empty">No step up to here was recorded whole.</p>'
+            self._picture.value = '<p class="l2l-empty">No step up to here was fully recorded.</p>'
             return
         self._at.value = step.telling()
         # the slider alone would draw nothing where it has stood at this event already
@@ -88,7 +88,7 @@ class RacedPanel(Panel):
         race = now.race
         self._axis.disabled = race is None
         if race is None:
-            self._picture.value = '<p class="l2l-empty">No race was over by this moment.</p>'
+            self._picture.value = '<p class="l2l-empty">No race had ended by this moment.</p>'
             # else an open fold would go on showing the race of a later moment
             self._fold.show(lambda: Table("Race", ("branch",), ()))
             return

@@ -47,8 +47,8 @@ class RelayPanel(Panel):
         link = ipywidgets.jslink((self._play, "value"), (self._at, "value"))  # in the page: playing does not stutter
         self._play.observe(lambda change: link.close() if change["new"] is None else None, "comm")  # nobody else has it
         moves = [
-            _button("fast-backward", "Visit before", lambda: self._visit(-1)),
-            _button("step-backward", "Event before", lambda: self._move(-1)),
+            _button("fast-backward", "Previous visit", lambda: self._visit(-1)),
+            _button("step-backward", "Previous event", lambda: self._move(-1)),
             self._play,
             _button("step-forward", "Next event", lambda: self._move(1)),
             _button("fast-forward", "Next visit", lambda: self._visit(1)),

@@ -73,7 +73,7 @@ export default {
       const behind = share > 0.5;
       plus.dataset.next = cell.dataset.key;
       plus.dataset.behind = behind ? "1" : "";
-      plus.title = `Insert a layer ${behind ? "behind" : "before"} ${cell.dataset.key}`;
+      plus.title = `Insert a layer ${behind ? "after" : "before"} ${cell.dataset.key}`;
       plus.disabled = false;
       place(plus, behind ? box.right : box.left, box.top + box.height / 2);
     };

@@ -68,10 +68,10 @@ class Tour:
         self._stops = [stop for stop in STOPS if not stop.view or stop.view in views.names]
         self._at: int | None = None
         self.button = _button(
-            "Tour", "map-signs", f"{len(self._stops)} stops that say what is where; leave at any time"
+            "Tour", "map-signs", f"{len(self._stops)} stops that explain the views; end it at any time"
         )
         self._words = ipywidgets.HTML()
-        self._back = _button("Back", "arrow-left", "The stop before")
+        self._back = _button("Back", "arrow-left", "The previous stop")
         self._next = _button("Next", "arrow-right", "The next stop")
         self._leave = _button("Leave", "close", "End the tour")
         self.button.on_click(lambda _: self._go(None if self._at is not None else 0))

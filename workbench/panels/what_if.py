@@ -90,7 +90,7 @@ class WhatIfPanel(Panel):
         self._said = self._error = ""
         self._line = ipywidgets.HTML()
         self._open = ipywidgets.ToggleButton(
-            layout={"width": "auto"}, tooltip="Sliders for settings of a step that need not run"
+            layout={"width": "auto"}, tooltip="Sliders for the settings of a simulated step; nothing runs"
         )
         self._rehearse = ipywidgets.Button(
             description="Rehearse",
@@ -114,7 +114,7 @@ class WhatIfPanel(Panel):
             description="Apply",
             icon="check",
             button_style="primary",
-            tooltip="Let the next step have these settings",
+            tooltip="Use these settings for the next step",
             layout={"width": "auto"},
         )
         apply.on_click(lambda _: self._apply())

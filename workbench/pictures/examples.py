@@ -22,7 +22,7 @@ STYLE = """
 
 
 class Examples(NamedTuple):
-    """Holds two looks at one row, of the whole model and without a layer, each with what the head says behind the last layer."""
+    """Holds two looks at one row, of the whole model and without a layer, each with what the head says after the last layer."""
 
     whole: Inside
     without: Inside

@@ -129,7 +129,7 @@ def _curve(shown: Sequence[Passing], figure: Figure, wide: float, numbers: Numbe
     known = [(i, math.log10(value)) for i, value in found if value > 0] if figure.logarithmic else found
     yield svg.text(0, 12, f"{figure.words}{', log scale' if figure.logarithmic else ''}", style="small")
     if not known:
-        yield svg.text(_LEFT, (_TOP + _BOTTOM) / 2, "not to be had", style="small dim")
+        yield svg.text(_LEFT, (_TOP + _BOTTOM) / 2, "not known", style="small dim")
         return
     values = [value for _, value in known]
     low, high = min(0.0, *values) if figure.from_zero else min(values), max(values)

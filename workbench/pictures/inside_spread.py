@@ -19,7 +19,7 @@ _LEFT, _TOP, _PITCH, _HIGH = 44, 40, 24, 34  # px; a ridge may reach into the on
 
 def show_spreads(seen: Inside, numbers: Numbers) -> Picture:
     """Draw a histogram for each layer, as high as its fullest bin, and make a table of the same in words."""
-    title = "Activations behind each layer"
+    title = "Activations after each layer"
     shown = [(one, one.left) for one in drawn_of(seen) if one.left is not None and one.left.counts]
     rows = [
         (

@@ -25,7 +25,7 @@ from workbench.session import FORMULA, Change, Race, Racer, change_words
 
 Axis = Literal["steps", "flop", "seconds"]
 
-AXES: Mapping[Axis, str] = {"steps": "steps", "flop": "compute (FLOP)", "seconds": "seconds of own steps"}
+AXES: Mapping[Axis, str] = {"steps": "steps", "flop": "compute (FLOP)", "seconds": "seconds of the branch's own steps"}
 MOST = 8  # branches that are drawn
 MOST_EDITS = 40  # of a branch
 TREE = (LEFT, 560.0)  # px, from left to right

@@ -107,7 +107,7 @@ class Told:
         for name, (kept, new) in row["lists"].items():
             known = self._lists[name]
             if not 0 <= kept <= len(known):
-                raise ValueError(f"{kept} of {len(known)} {name} are to stay")
+                raise ValueError(f"keeps {kept} of {len(known)} {name}")
             known[kept:] = [_BUILD[name](one) for one in new] if name in LISTS else new
         for name, column in row["layers"].items():
             self._of_layer[name] = [None if value is None else float(value) for value in column]

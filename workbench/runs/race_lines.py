@@ -32,7 +32,7 @@ def _racer_of(row: Mapping[str, Any]) -> Racer:
     measured = tuple((int(at), Measured.of_plain(found)) for at, found in row["measured"])
     # Pictures read these side by side: what does not fit is named with its line here, and breaks no picture later.
     if len(row["flop"]) != len(steps) or any(not 0 <= at <= len(steps) for at, _ in measured):
-        raise ValueError(f"FLOP or measurements of other steps than the {len(steps)} of {row['name']}")
+        raise ValueError(f"FLOP or measurements do not fit the {len(steps)} steps of {row['name']}")
     lists = {
         "steps": steps,
         "flop": tuple(map(int, row["flop"])),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from l2l_core import Trace
-from workbench.runs.lines import READ, SCHEMA, VERSION, Row, Told, trace_of
+from workbench.runs.lines import READ, SCHEMA, Row, Told, trace_of
 from workbench.runs.race_lines import race_of
 from workbench.session import Pasts, Race, ShownStep, Snapshot
 
@@ -82,7 +82,8 @@ class RecordedRun:
             ValueError: it was not, or its line is damaged.
         """
         if number not in self._traces:
-            raise ValueError(f"number={number}: recorded whole are {', '.join(map(str, self.traced))}")
+            there = ", ".join(map(str, self.traced))
+            raise ValueError(f"number={number}: whole steps were recorded at moments {there}")
         return _read_trace(self, number)
 
     def until(self, number: int) -> RecordedRun:
@@ -224,7 +225,8 @@ class _Reader:
         if kind == "run":
             if row["schema"] != SCHEMA or row["version"] not in READ:
                 raise ValueError(
-                    f"{row['schema']!r} version {row['version']!r}; this program reads {SCHEMA!r} version {VERSION}"
+                    f"{row['schema']!r} version {row['version']!r}; this program reads {SCHEMA!r} "
+                    f"versions {READ[0]} to {READ[-1]}"
                 )
             self._head = {name: row[name] for name in ("title", "began", "machine")}
         elif kind == "moment":

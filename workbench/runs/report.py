@@ -282,7 +282,7 @@ def _kept(run: RecordedRun) -> Table:
         # Traces count steps from 0, and whatever people see counts them from 1.
         rows.append((str(trace.step + 1), format_seconds(trace.span_s), f"{trace.counts[0]:,}", hidden, *peaks))
     header = ("step", "time", "events", "copies hidden", "device peak", "host peak")
-    return Table("Steps that were recorded whole", header, rows)
+    return Table("Fully recorded steps", header, rows)
 
 
 # The page ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from workbench.readings import Numbers, full_name
 from workbench.session.edit_words import place_words
 from workbench.session.values import LayerRow
 
-END = ""  # in place of a key: behind the last layer
+END = ""  # in place of a key: after the last layer
 PREVIOUS = ""  # likewise: the layer before the place
 
 Answers = Mapping[str, Any]  # by name of the question
@@ -155,7 +155,7 @@ def _sentence(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> str:
 
     match edit:
         case Insert(at, _, _, init):
-            where = f"in front of {call(at)}" if isinstance(at, str) else "behind the last one"
+            where = f"in front of {call(at)}" if isinstance(at, str) else "after the last one"
             like = full_name(_model_of(edit, stack).key, numbers)
             return f"A new layer {where}, made like {like}: {_STARTS[init].format(like=like)}."
         case Duplicate(layers, mode):
@@ -171,7 +171,7 @@ def _sentence(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> str:
                 f"{call(layer)} moves {100 * weight:.3g} % of the way towards {call(other)}, with its optimizer state."
             )
         case Freeze(layers):
-            return f"{call(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained no longer."
+            return f"{call(layers)} {'are' if isinstance(layers, tuple) else 'is'} no longer trained."
         case Unfreeze(layers):
             return f"{call(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained again."
     raise AssertionError(f"the form has no {type(edit).__name__}")
@@ -184,9 +184,9 @@ _STARTS = {
     "interpolate": "it starts as the mean of the layers on both sides",
 }
 _GOES = {
-    "middle": "behind them as a whole",
-    "top": "behind the last layer of the stack",
-    "interleaved": "each behind its original",
+    "middle": "after them as a whole",
+    "top": "after the last layer of the stack",
+    "interleaved": "each after its original",
 }
 _PARKS = {
     "memory": "weights and optimizer state wait in memory for an undo",

@@ -50,7 +50,9 @@ class Races:
 
     def _check(self, names: Sequence[str], steps: int) -> None:
         if not_names := [name for name in names if not isinstance(name, str)]:
-            raise ValueError(f"{not_names[0]!r} is no name of a branch: name them one by one, as race('main', 'slim')")
+            raise ValueError(
+                f"{not_names[0]!r} is not the name of a branch: name them one by one, as race('main', 'slim')"
+            )
         if len(names) < 2:
             raise ValueError(
                 f"{list(names)} is not enough for a race: name two branches or more; fork('name') makes one"

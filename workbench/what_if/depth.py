@@ -27,7 +27,7 @@ class DepthEdit:
 
 
 def depth_edits(layers: Sequence[LayerRow], depth: int) -> tuple[DepthEdit, ...]:
-    """List ways from these layers to `depth`: new ones come behind the last, or the last ones go; none if it is the depth.
+    """List ways from these layers to `depth`: new ones come after the last, or the last ones go; none if it is the depth.
 
     Of several stacks the last one is edited.
 
@@ -75,7 +75,7 @@ def _insert(stack: _Stack, more: int) -> DepthEdit:
     code = one if more == 1 else f"*(Insert({stack.at('at')}) for at in range({where.start}, {where.stop}))"
     return DepthEdit(
         f"Insert {_count(more)}",
-        f"{_count(more)} behind the last one{stack.words}, which {'passes its' if more == 1 else 'pass their'} input on until "
+        f"{_count(more)} after the last one{stack.words}, which {'passes its' if more == 1 else 'pass their'} input on until "
         "something is learned: the model computes the same.",
         f"workbench.edit({code})",
         [Insert(at if stack.name is None else (stack.name, at)) for at in where],
@@ -97,7 +97,7 @@ def _duplicate(stack: _Stack, more: int) -> DepthEdit:
     what = f"the last {_count(more)}" if more <= stack.size else f"all layers, until there are {_count(more)} more,"
     return DepthEdit(
         f"Duplicate {_count(more)}",
-        f"Copies of {what} behind the last one{stack.words}, with their optimizer state: the model computes something else.",
+        f"Copies of {what} after the last one{stack.words}, with their optimizer state: the model computes something else.",
         f"workbench.edit({', '.join(code)})",
         [
             Duplicate(span if stack.name is None else (stack.name, span), "middle" if span == slice(None) else "top")

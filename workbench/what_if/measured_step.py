@@ -30,7 +30,7 @@ class MeasuredStep:
             return MeasuredStep(Profile.of(step), step, name or f"step {step.step + 1}")
         if isinstance(step, Profile):
             return MeasuredStep(step)
-        raise TypeError(f"{step!r} is no step: give the Trace of a finished one (StepResult.trace), or a Profile")
+        raise TypeError(f"{step!r} is not a step: give the Trace of a finished one (StepResult.trace), or a Profile")
 
     @cached_property
     def keys(self) -> list[str]:

@@ -61,7 +61,7 @@ def test_without_a_gpu_asking_for_one_says_so(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["cpu", "cuda:first", "gpu"])
 def test_what_is_no_gpu_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"device='{name}' is no CUDA device: give 'cuda', 'cuda:n' or a number"):
+    with pytest.raises(ValueError, match=f"device='{name}' is not a CUDA device: give 'cuda', 'cuda:n' or a number"):
         CudaDevice(name)
 
 

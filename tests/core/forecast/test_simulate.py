@@ -167,7 +167,7 @@ def test_bytes_of_another_setting_are_refused() -> None:
         simulate(profile, RelayConfig(micro_batches=2, stash="host"))
     with pytest.raises(ValueError, match="precision='bf16'"):
         simulate(profile, RelayConfig(micro_batches=2, precision="bf16"))
-    with pytest.raises(ValueError, match="no whole training step"):
+    with pytest.raises(ValueError, match="not a whole training step"):
         Profile.of(Trace())
 
 

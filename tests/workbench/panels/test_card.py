@@ -53,13 +53,13 @@ def test_a_layer_is_chosen_in_the_list_or_with_buttons(panel: CardPanel) -> None
     listed = find(panel, "card of")
     assert listed.options[1:3] == (("0 · L000 1", "L000"), ("1 · L001 2", "L001")) and listed.label == "choose a layer"
     assert "No layer is chosen" in html_of(panel) and find(panel, "Look again").disabled
-    find(panel, "Layer behind").click()
-    assert listed.value == "L000" and find(panel, "Layer before").disabled
-    find(panel, "Layer behind").click()
+    find(panel, "Next layer").click()
+    assert listed.value == "L000" and find(panel, "Previous layer").disabled
+    find(panel, "Next layer").click()
     assert listed.value == "L001" and "No layer is chosen" not in html_of(panel)
     choose(panel, "L003")
-    assert find(panel, "Layer behind").disabled and not find(panel, "Layer before").disabled
-    find(panel, "Layer before").click()
+    assert find(panel, "Next layer").disabled and not find(panel, "Previous layer").disabled
+    find(panel, "Previous layer").click()
     assert selection_of(panel.session).key == "L002" == listed.value
 
 

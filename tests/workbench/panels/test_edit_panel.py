@@ -224,7 +224,7 @@ def test_choices_stay_when_the_stack_changes(panel: EditsPanel) -> None:
     panel.session.edit(Drop("L003"))
     shown(panel)
     assert panel._questions.asked["first"].value == "L002", "what stands at its place, or before it"
-    assert panel._questions.asked["at"].value == "", "behind the last layer, as before"
+    assert panel._questions.asked["at"].value == "", "after the last layer, as before"
 
 
 def test_a_span_is_one_layer_until_somebody_wants_more_and_again_after_apply(panel: EditsPanel) -> None:

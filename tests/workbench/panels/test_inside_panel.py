@@ -67,7 +67,7 @@ def test_look_shows_the_stream_and_what_it_cost(panel: InsidePanel) -> None:
     assert "Micro-batch 0, row 0, after step 2; took" in said and "1 pass of a micro-batch, keeps" in said
     assert 'aria-label="The stream over depth"' in said
     find(panel, "show").value = "spread"
-    assert 'aria-label="Activations behind each layer"' in html_of(panel)
+    assert 'aria-label="Activations after each layer"' in html_of(panel)
     find(panel, "show").value = "attention"
     assert "no attention maps were asked for" in html_of(panel)
     find(panel, "show").value = "text"

@@ -37,7 +37,7 @@ def moments_of(panel: Panel) -> Moments:
 def test_without_a_step_the_player_has_nowhere_to_go(session: Session) -> None:
     panel = RelayPanel(session)
     shown(panel)
-    for words in ("Next event", "Event before", "Next visit", "Visit before"):
+    for words in ("Next event", "Previous event", "Next visit", "Previous visit"):
         find(panel, words).click()
     assert find(panel, "Live").value and find(panel, "event").value == 0
     assert panel._play.max == 0, "nor does playing move it"
@@ -57,7 +57,7 @@ def test_events_one_by_one(player: RelayPanel) -> None:
         seen.append(picture_of(player))
     assert idle not in seen and len(set(seen)) > 1
     for number in (4, 3, 2, 1, 0, 0):
-        find(player, "Event before").click()
+        find(player, "Previous event").click()
         assert at.value == number
         assert not number or picture_of(player) == seen[number - 1], "the same moment, the same picture"
     at.value = at.max
@@ -73,9 +73,9 @@ def test_visits_one_by_one(player: RelayPanel) -> None:
         seen.append(at.value)
     assert seen == [one for one in visits if one > 0] + [visits[-1]] * (len(visits) - len([v for v in visits if v > 0]))
     at.value = visits[2] + 1
-    find(player, "Visit before").click()
+    find(player, "Previous visit").click()
     assert at.value == visits[2]
-    find(player, "Visit before").click()
+    find(player, "Previous visit").click()
     assert at.value == visits[1]
 
 

@@ -123,7 +123,7 @@ def test_a_next_step_that_would_not_fit_has_a_button_for_what_does(threads_end: 
             shown(panel)
             assert panel.settle() and "which is too much" in html_of(panel)
             assert panel._fit.widget.layout.display == "" and "on the device, by the forecast" in html_of(panel)
-            find(panel, "Let the next step have these settings, with which it fits by the forecast").click()
+            find(panel, "Use these settings for the next step; by the forecast it then fits").click()
             session.wait(HANG_S)
             shown(panel)
             assert panel.settle() and "which is too much" not in html_of(panel)
@@ -210,5 +210,5 @@ def test_what_if_without_a_session(session: Session) -> None:
     assert shown_alone.answer.question.depth == 50 and "what if, simulated" in bundle["text/html"]
     with pytest.raises(ValueError, match="depth=0"):
         WhatIf(trace, depth=0)
-    with pytest.raises(TypeError, match="is no step"):
+    with pytest.raises(TypeError, match="is not a step"):
         WhatIf(3)  # type: ignore[arg-type]

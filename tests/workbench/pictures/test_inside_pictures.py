@@ -129,7 +129,7 @@ def test_without_attention_the_picture_says_why() -> None:
     )
     pictures = all_of(make(passings=bare, depths=()))
     assert "this layer calls no attention" in words(pictures["attention"])
-    assert "the head was not asked for" in words(pictures["lens"]) and "not to be had" in words(pictures["stream"])
+    assert "the head was not asked for" in words(pictures["lens"]) and "not known" in words(pictures["stream"])
     assert "no layer has a hidden state" in words(pictures["spread"])
 
 

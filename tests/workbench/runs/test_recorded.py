@@ -153,7 +153,7 @@ def test_traces_come_back_exactly(path: Path, seen: list[Snapshot]) -> None:
         assert (mine.step, mine.device, mine.names, mine.settings) == (its.step, its.device, its.names, its.settings)
         assert mine.overlap() == its.overlap()
     assert run.snapshot(2).last is run.trace(1)  # the third step was not recorded whole
-    with pytest.raises(ValueError, match="number=2: recorded whole are 0, 1, 3"):
+    with pytest.raises(ValueError, match="number=2: whole steps were recorded at moments 0, 1, 3"):
         run.trace(2)
 
 
@@ -250,9 +250,12 @@ def change(lines: list[str], number: int, **fields: Any) -> list[str]:
         (lambda lines: [*lines[:2], lines[2][:30], *lines[3:]], "line 3: this is not what Recorder writes"),
         (lambda lines: [lines[0], "[]", *lines[1:]], "line 2: "),
         (lambda lines: lines[1:], "line 1: .* of the type 'moment' cannot be here"),
-        (lambda lines: change(lines, 1, version=99), "line 1: .* version 99; this program reads 'l2l-run' version 4"),
+        (
+            lambda lines: change(lines, 1, version=99),
+            "line 1: .* version 99; this program reads 'l2l-run' versions 1 to 4",
+        ),
         (lambda lines: change(lines, 1, schema="other"), "line 1: .*'other'"),
-        (lambda lines: change(lines, 2, lists={"steps": [3, []]}), "line 2: .*3 of 0 steps are to stay"),
+        (lambda lines: change(lines, 2, lists={"steps": [3, []]}), "line 2: .*keeps 3 of 0 steps"),
         (lambda lines: change(lines, 2, lists={"steps": [0, [{"loss": 1.0}]]}), "line 2: .*missing"),
         (lambda lines: change(lines, 2, layers={"version": ["x"]}), "line 2: "),
         (lambda lines: change(lines, 2, lists={"changes": [0, [CHANGE | {"judged": {"before": 1}}]]}), "line 2: "),

@@ -262,7 +262,7 @@ def test_a_source_that_fails_ends_the_race_at_home(relay: Relay) -> None:
         (("main",), 2, "two branches or more"),
         (("main", "main"), 2, "'main' is named twice"),
         (("main", "slim"), 0, "steps=0: must be a positive integer"),
-        (("main", ["slim"]), 2, "is no name of a branch"),
+        (("main", ["slim"]), 2, "is not the name of a branch"),
     ],
 )
 def test_what_is_no_race_is_refused_at_once(relay: Relay, names: Any, steps: int, said: str) -> None:

@@ -235,9 +235,9 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) 
 
 
 def test_what_is_no_step_is_refused() -> None:
-    with pytest.raises(TypeError, match="is no step"):
+    with pytest.raises(TypeError, match="is not a step"):
         answer("step 3", Question(depth=1))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no whole training step"):
+    with pytest.raises(ValueError, match="not a whole training step"):
         answer(Trace(), Question(depth=1))
 
 
