@@ -53,6 +53,12 @@ def test_views_fit_a_screen(bench: Bench, page: Page, theme: str) -> None:
         below = bench.root.evaluate(BELOW)
         assert below <= 0, f"{name} is {below:.0f} px too high"
         bench.screenshot(f"view_{name}_{theme[11:].lower()}")
+    bench.press("Layers")
+    bench.root.locator(".l2l-layers-box [data-key]").nth(1).click()
+    until(lambda: bench.root.locator(".l2l-card-panel svg:visible").count() > 0, page, "the card with its histogram")
+    keep(page, "view_layers_with_card")
+    below = bench.root.evaluate(BELOW)
+    assert below <= 0, f"with a layer's card the view is {below:.0f} px too high"
 
 
 @pytest.mark.parametrize("theme", [DARK, rarely(LIGHT)])
@@ -65,6 +71,12 @@ def test_narrow_pages_lose_nothing(bench: Bench, page: Page, theme: str) -> None
         bench.press(name.capitalize())
         assert bench.root.evaluate(OUTSIDE) == [], name
     keep(page, f"narrow_{theme[11:].lower()}")
+    page.set_viewport_size({"width": 520, "height": 900})  # as in the left half of a laptop's screen
+    bench.press("Run")
+    until(lambda: bench.root.locator(".l2l-progress span").count() > 0, page, "how far the run has come")
+    cut = bench.root.locator(".l2l-progress").evaluate("e => e.scrollWidth - e.clientWidth")
+    keep(page, "narrowest")
+    assert cut <= 0, f"{cut} px of the run's progress are cut off"
 
 
 def test_a_lecture_room_reads_it_and_the_keyboard_turns_views(

@@ -106,6 +106,7 @@ background:var(--jp-layout-color1,Canvas)}
 @container l2l (max-width:899px){.l2l-title{flex-wrap:wrap;white-space:normal}
 .widget-hbox{flex-flow:row wrap!important}
 .l2l-form>*{min-width:0;max-width:100%}}
+@container l2l (max-width:599px){.l2l-workbench .l2l-buttons>.widget-html{flex-basis:100%}}
 .l2l-layers-box .l2l-layers{max-height:none;overflow:visible}
 """
 

@@ -18,6 +18,8 @@ GLOSSARY: Mapping[str, str] = {
     "push": "a copy of a layer's summed gradient from the device to the host",
     "stash": "the inputs of the layers, kept from forward until backward computes the layer again",
     "layers ahead": "how many layers are loaded while another one computes; each takes one more slot on the device",
+    "layers that stay": "further layers that the device has room for; the last ones of forward are not loaded again for backward",
+    "graphs kept": "how many of the last layers keep what backward needs, and are not computed a second time",
     "hidden": "a copy is hidden while the device computes at the same time; the rest is exposed, and makes the step longer",
     "compute-bound": "the device hardly ever waits: a faster link would not help",
     "link-bound": "the device waits for copies: more micro-batches per visit, or a faster link, would help",

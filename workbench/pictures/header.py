@@ -130,9 +130,11 @@ def _settings(now: Snapshot) -> dict[str, object]:
         for name, words in (("h2d_bytes_per_s", "link to the device"), ("d2h_bytes_per_s", "link from the device"))
         if name in figures  # a device whose link is real need not state any
     }
+    stays = {"layers that stay": config.resident, "graphs kept": config.keep}
     return {
         "micro-batches": config.micro_batches,
         "layers ahead": config.ahead,
+        **{words: count for words, count in stays.items() if count},
         "stash on": config.stash,
         "update": config.update,
         "precision": config.precision,

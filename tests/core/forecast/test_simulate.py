@@ -45,7 +45,7 @@ def shape_of(trace: Trace, lane: str) -> list[tuple[Any, ...]]:
 
 @kinds
 @pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("ahead, update", [(0, "eager"), (1, "eager"), (1, "deferred"), rarely(2, "eager")])
+@pytest.mark.parametrize("ahead, update", [rarely(0, "eager"), (1, "eager"), rarely(1, "deferred"), (2, "eager")])
 def test_a_replay_has_the_same_events_and_bytes(kind: Kind, stash: str, ahead: int, update: str) -> None:
     """Invariant 4, on every lane in order, and every memory sample."""
     config = RelayConfig(micro_batches=3, stash=stash, ahead=ahead, update=update)
@@ -62,7 +62,7 @@ def test_a_replay_has_the_same_events_and_bytes(kind: Kind, stash: str, ahead: i
 
 @kinds
 @pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", [rarely(0), 1, rarely(2)])
 def test_a_trace_of_version_1_is_told_as_of_today(kind: Kind, stash: str, ahead: int) -> None:
     """Also where the graphs at the turn are dropped, as in the first step through a layer that is visited repeatedly."""
     with both(kind, RelayConfig(micro_batches=3, stash=stash, ahead=ahead)) as pair:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from by_hand import chain_of, stashes
 from oracle import assert_equal, both
-from patience import sampled
+from patience import rarely, sampled
 from torch import Tensor, nn
 from zoo import BY_NAME, KINDS, WIDTH, Kind, ResidualMlp
 
@@ -31,8 +31,11 @@ def test_any_model_keeps(kind: Kind, stash: Any) -> None:
 
 
 @stashes
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("resident, keep", [(0, 0), (0, 1), (0, 2), (1, 1), (2, 0), (2, 3), (9, 3), (9, 9)])
+@pytest.mark.parametrize("ahead", [0, 1, rarely(2)])
+@pytest.mark.parametrize(
+    "resident, keep",
+    [(0, 0), rarely(0, 1), (0, 2), rarely(1, 1), rarely(2, 0), (2, 3), rarely(9, 3), (9, 9)],
+)
 def test_loads_and_recomputes_are_as_many_as_the_rules_say(resident: int, keep: int, ahead: int, stash: Any) -> None:
     kind, count = BY_NAME["gpt2"], 3
     config = RelayConfig(micro_batches=count, stash=stash, ahead=ahead, resident=resident, keep=keep)
