@@ -46,7 +46,7 @@ class SilentMeter:
     """Samples nothing and books no activations; hands on what was metered, so that the next step need not meter."""
 
     def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None) -> None:
-        self.latest = replay
+        self.latest, self.learns = replay, replay is None
 
     def sample(self) -> None:
         """Nothing."""

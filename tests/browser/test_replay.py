@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_seen_again(page: Page, lab: Lab) -> None:
     folder = lab.folder / "recorded"
     write_notebook([load_run(record(folder / "run.jsonl.gz", title="a run"))])

@@ -165,6 +165,7 @@ def test_error_in_a_layer_is_readable_and_mended(open_notebook: Callable[..., No
     until(lambda: not alert.is_visible(), page, "the message to go")
 
 
+@pytest.mark.slow
 def test_kernel_answers_while_training_runs(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(RELAY, WORKBENCH, "1+1")
     notebook.run_cell(0), notebook.run_cell(1)

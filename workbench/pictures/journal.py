@@ -18,7 +18,7 @@ MOST = 100  # newest entries that are shown
 
 # A height of its own, so that what is below does not move as entries come.
 STYLE = """
-.l2l-journal{height:10.5em;overflow:auto;border:1px solid var(--jp-border-color2,#8886);
+.l2l-journal{height:9.5em;overflow:auto;border:1px solid var(--jp-border-color2,#8886);
 color:var(--jp-ui-font-color1,CanvasText);background:var(--jp-layout-color1,Canvas);
 font:12px var(--jp-ui-font-family,system-ui,sans-serif);font-variant-numeric:tabular-nums}
 .l2l-journal table{border-collapse:separate;border-spacing:0;width:100%;min-width:81em;margin:0;table-layout:fixed;
