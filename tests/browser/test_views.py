@@ -53,6 +53,12 @@ def test_views_fit_a_screen(bench: Bench, page: Page, theme: str) -> None:
         bench.screenshot(f"view_{name}_{theme[11:].lower()}")
         below = bench.root.evaluate(BELOW)
         assert below <= 0, f"{name} is {below:.0f} px too high"
+    bench.press("Layers")
+    bench.root.locator(".l2l-layers-box [data-key]").nth(1).click()
+    until(lambda: bench.root.locator(".l2l-card-charts svg:visible").count() == 2, page, "the card with its charts")
+    keep(page, "view_layers_with_card")
+    below = bench.root.evaluate(BELOW)
+    assert below <= 0, f"with a layer's card the view is {below:.0f} px too high"
 
 
 @pytest.mark.parametrize("theme", [DARK, rarely(LIGHT)])

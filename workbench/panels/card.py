@@ -87,9 +87,11 @@ class CardPanel(Panel):
         self._all = self._button("All layers", "bar-chart", "Measure both for every layer in turn", self._press_all)
         self._stop = self._button("Stop measuring", "stop", "Stop after the current measurement", self._trials.stop)
         self._progress = ipywidgets.HTML()
-        side_by_side = ipywidgets.VBox(acts)
+        charts = ipywidgets.HBox([self._weights, self._figures])
+        charts.add_class("l2l-card-charts")
+        side_by_side = ipywidgets.VBox([*acts, *tries])
         side_by_side.add_class("l2l-card-acts")
-        parts = [self._facts_html, self._weights, self._figures, side_by_side, *tries, *predicted]
+        parts = [self._facts_html, charts, side_by_side, *predicted]
         self._of_one = ipywidgets.VBox(parts)
         everyone = [_row(self._all, self._stop, self._progress), self._chart, self._fold.widget]
         keys = KeepsKeys(layout={"display": "none"})
@@ -115,7 +117,9 @@ class CardPanel(Panel):
     def draw(self, now: Snapshot) -> None:
         row, numbers = self._selection.among(now.layers), number_layers(one.key for one in now.layers)
         title = self.widget.children[0]
-        title.value = f'<div class="l2l-heading">Card of a layer</div>{"" if row else f"<p>{_NOBODY}</p>"}'
+        # of a chosen layer the list below says it, and the view fits a screen
+        title.value = "" if row else f'<div class="l2l-heading">Card of a layer</div><p>{_NOBODY}</p>'
+        title.layout.display = "none" if row else ""
         self._fill([(f"{full_name(one.key, numbers)} {one.name}", one.key) for one in now.layers], row)
         # -1: nothing is chosen; then both buttons are enabled, and choose the first layer
         at = numbers[row.key] if row else -1

@@ -62,7 +62,8 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-list{flex:0 0 216px;overflow:visible}
 .l2l-list select{font-size:12px}
 .l2l-caption{font-size:12px;opacity:.75}
-.l2l-pending,.l2l-card-pending{min-height:20px;font-size:12px}
+.l2l-pending{min-height:20px;font-size:12px}
+.l2l-card-pending{min-height:12px;font-size:12px}
 .l2l-ended{border:1px solid;border-left-width:6px;border-radius:4px;padding:6px 12px;margin-bottom:6px;font-weight:600}
 .l2l-workbench :disabled{cursor:not-allowed}
 .l2l-failure{border:1px solid;border-color:@RED;border-left-width:6px;border-radius:4px;padding:8px 12px;font-size:13px}
@@ -70,6 +71,9 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-failure p{margin:4px 0}
 .l2l-empty{opacity:.65;font-size:12px;padding:24px 0;text-align:center}
 .l2l-card-panel{border-top:1px solid var(--jp-border-color2,#8884);margin-top:6px;padding-top:6px}
+.l2l-workbench .l2l-card-charts{gap:4px 24px;flex-flow:row wrap;overflow:visible}
+.l2l-workbench .l2l-card-charts>.widget-html{flex:1 1 300px;max-width:520px}
+.l2l-workbench .l2l-card-charts>.widget-html:last-child{flex:2 1 600px;max-width:none}
 .l2l-workbench .l2l-card-acts{display:grid;grid-template-columns:repeat(auto-fill,minmax(420px,1fr))}
 .l2l-workbench .l2l-present{width:auto}
 .l2l-layers-box{max-height:26em;overflow:auto!important}

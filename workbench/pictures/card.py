@@ -16,7 +16,7 @@ PARTS_UP_TO = 12  # parameters that are listed
 TRIAL_WORDS: Mapping[How, str] = {"without": "loss without it", "twice": "loss with it twice"}
 
 STYLE = """
-.l2l-card-facts{font-size:12.5px;line-height:1.5;font-variant-numeric:tabular-nums}
+.l2l-card-facts{display:flex;flex-wrap:wrap;gap:0 28px;font-size:12.5px;line-height:1.5;font-variant-numeric:tabular-nums}
 .l2l-card-facts strong{font-size:14px}
 .l2l-card-facts table{margin:4px 0;font-size:12px;border-spacing:0}
 .l2l-card-facts td,.l2l-card-facts th{padding:0 14px 0 0;text-align:left;font-weight:inherit}
@@ -41,7 +41,7 @@ def facts_html(row: LayerRow, numbers: Numbers, facts: LayerFacts | None) -> str
     more = 0 if facts is None else len(facts.parts) - PARTS_UP_TO
     parts += f"<tr><td>… {more} more</td></tr>" if more > 0 else ""
     name = f"<strong>{escape(full_name(row.key, numbers))}</strong> {escape(row.name)}"
-    return f'<div class="l2l-card-facts">{name}<br>{said}<table>{parts}</table></div>'
+    return f'<div class="l2l-card-facts"><div>{name}<br>{said}</div><table>{parts}</table></div>'
 
 
 def code_line(code: str) -> str:

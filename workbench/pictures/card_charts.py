@@ -15,46 +15,50 @@ from workbench.pictures.shades import show_figure
 from workbench.pictures.theme import BLUE, GREEN, VERMILION
 from workbench.session import FIGURES, LayerFacts, Statistics
 
-WIDTH, HEIGHT = 960, 128
-_TOP, _BOTTOM = 26, 104  # px of what is drawn between words
+WIDTHS = 300, 636  # px of the histogram and of the figures, which stand side by side on a wide page
+HEIGHT = 106
+_TOP, _BOTTOM = 22, 84  # px of what is drawn between words
 _APART = 24
 COLOURS = {"grad_norm": VERMILION, "update_ratio": BLUE, "influence": GREEN}
 
 
 def draw_histogram(facts: LayerFacts) -> str:
     """Draw bars of equal width as an SVG, each as high as its bin has weights."""
-    words = f"weights: {spread_words(facts)}"
-    bars = "" if not facts.counts else svg.path(_bars(facts.counts), fill=BLUE)
+    width, words = WIDTHS[0], f"weights: {spread_words(facts)}"
+    title = f"weights {show_figure(facts.mean)} ± {show_figure(facts.deviation)}" if facts.counts else words
+    title = f"{title}, {facts.broken:,} not finite" if facts.broken and facts.counts else title
+    bars = "" if not facts.counts else svg.path(_bars(facts.counts, width), fill=BLUE)
     ends = []
     if facts.counts:
         ends = [
             svg.text(0, _BOTTOM + 15, show_figure(facts.low), style="small"),
-            svg.text(WIDTH, _BOTTOM + 15, show_figure(facts.high), style="small", anchor="end"),
-            svg.text(WIDTH, 12, f"up to {max(facts.counts):,} in a bar", style="small dim", anchor="end"),
+            svg.text(width, _BOTTOM + 15, show_figure(facts.high), style="small", anchor="end"),
+            svg.text(width, 12, f"up to {max(facts.counts):,} a bar", style="small dim", anchor="end"),
         ]
         if facts.low < 0 < facts.high:
-            zero = Scale(facts.low, facts.high, 0, WIDTH)(0)
+            zero = Scale(facts.low, facts.high, 0, width)(0)
             ends += [svg.path(f"M{zero:.1f} {_TOP}V{_BOTTOM}", style="axis", dash="3 3")]
             ends += [svg.text(zero, _BOTTOM + 15, "0", style="small", anchor="middle")]
-    axis = svg.path(f"M0 {_BOTTOM}H{WIDTH}", style="axis")
-    return svg.document(WIDTH, HEIGHT, "Weights", words, [svg.text(0, 12, words, style="small"), bars, axis, *ends])
+    axis = svg.path(f"M0 {_BOTTOM}H{width}", style="axis")
+    return svg.document(width, HEIGHT, "Weights", words, [svg.text(0, 12, title, style="small"), bars, axis, *ends])
 
 
 def draw_figures(statistics: Statistics, key: str) -> str:
     """Draw gradient norm, update over weight and influence of a layer over the steps, side by side, as an SVG."""
     tracks = [track for track in statistics.stack if track.key == key]
     known = {figure: statistics.values(figure, tracks)[0] if tracks else np.array([], np.float32) for figure in FIGURES}
-    wide = (WIDTH - _APART * (len(FIGURES) - 1)) / len(FIGURES)
+    width = WIDTHS[1]
+    wide = (width - _APART * (len(FIGURES) - 1)) / len(FIGURES)
     parts = []
     for i, figure in enumerate(FIGURES):
         drawn = _curve(figure, statistics.first, statistics.last, known[figure], wide)
         parts.append(svg.group(drawn, transform=f"translate({i * (wide + _APART):.1f} 0)"))
-    return svg.document(WIDTH, HEIGHT, "Figures over the steps", f"{', '.join(FIGURES)} of {key}", parts)
+    return svg.document(width, HEIGHT, "Figures over the steps", f"{', '.join(FIGURES)} of {key}", parts)
 
 
-def _bars(counts: tuple[int, ...]) -> str:
+def _bars(counts: tuple[int, ...], width: float) -> str:
     # a bar has one px at least: a single weight among millions is seen, too
-    height, wide = Scale(0, max(counts), 0, _BOTTOM - _TOP), WIDTH / len(counts)
+    height, wide = Scale(0, max(counts), 0, _BOTTOM - _TOP), width / len(counts)
     return "".join(
         f"M{i * wide + 0.5:.1f} {_BOTTOM}v{-max(height(count), 1):.1f}h{wide - 1:.1f}V{_BOTTOM}z"
         for i, count in enumerate(counts)
