@@ -584,11 +584,7 @@ class Relay:
         divisors, first_call = self._mean.divisors(rows, micro_batches), self._first_call(rows)
         kind = self._kind_of(micro_batches, self.config)
         replay = self._learned.of_step(kind) if self.config.meter == "on_change" else None
-        run = partial(self._run_step, batch, micro_batches, divisors)
-        try:
-            losses, ran, trace = run(replay)
-        except NewHabit:
-            losses, ran, trace = run(None)  # nothing was updated; what the model does now is learned anew
+        losses, ran, trace = self._run_step(batch, micro_batches, divisors, replay)
         self._steps += 1
         self._store.updated.clear()  # it would keep layers that are dropped next
         self._editor.new_layers.call = first_call
@@ -618,6 +614,8 @@ class Relay:
         except BaseException as error:
             note_failure(trace, error)
             updated = self._undo_step(put_buffers_back)  # a second interrupt comes here, too
+            if isinstance(error, NewHabit):
+                self._learned.distrust()
             if isinstance(error, DeviceOutOfMemory):
                 advise(error, self._rehearsal(), batch, self.config)
             if updated:
@@ -665,10 +663,7 @@ class Relay:
             self.model.eval()
             with torch.no_grad(), self._caches.off():
                 replay = self._learned.of_inference(kind, task)
-                try:
-                    results, ran = run_forward(self._parts, work, trace, replay, prepare)
-                except NewHabit:
-                    results, ran = run_forward(self._parts, work, trace, None, prepare)
+                results, ran = run_forward(self._parts, work, trace, replay, prepare)
             self._learned.inferred(kind, task, ran.metered)
             return results
         finally:

@@ -47,14 +47,14 @@ def costs_of_step(
         config: to forecast.
     """
     known, others = representatives(recorded), representatives(asked)
-    was = trace.settings
+    was, depth = trace.settings, len(rehearsal.parts.layers)
     same = ("stash", "precision", "update", "max_grad_norm", "rollback", "meter")
     if (
         [recorded[k] for k in known.chosen] != [asked[k] for k in others.chosen]
         or any(was.get(name) != getattr(config, name) for name in same)
         # one without overlap has other rings and buffers; that there are further slots is reckoned below
         or (was["ahead"] > 0) != (config.ahead > 0)
-        or _kept(was) != _kept(asdict(config))
+        or min(_kept(was), depth) != min(_kept(asdict(config)), depth)
         # a step that was metered took longer, as the first of a shape does
         or was.get("metered") != (config.meter == "always")
     ):

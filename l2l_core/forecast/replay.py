@@ -50,8 +50,8 @@ def simulate(profile: Profile, config: RelayConfig, device: Device | Mapping[str
                 f"the profile is of a step with {name}={known!r}, and {name}={asked!r} moves other bytes: record a step with "
                 f"RelayConfig({name}={asked!r}), or make the profile with it"
             )
-    known = _kept(profile.settings)
-    if known is not None and known != _kept(asdict(config)):
+    known, depth = _kept(profile.settings), len(profile.layers) - 1  # besides the shell
+    if known is not None and min(known, depth) != min(_kept(asdict(config)), depth):
         raise ValueError(
             f"the profile is of a step that kept the graphs of {known} layer(s), and these settings keep those of "
             f"{_kept(asdict(config))}, so that others are recomputed: record a step with RelayConfig(keep={config.keep}, "

@@ -4,7 +4,6 @@ Imports nothing of the engine.
 Begin reading at `layers.py`, `stacks.py`; `reference.py` is the oracle.
 """
 
-from l2l_core.model.ambient import STREAMS as STREAMS
 from l2l_core.model.ambient import Ambient as Ambient
 from l2l_core.model.ambient import RandomState as RandomState
 from l2l_core.model.ambient import function_modes_without as function_modes_without

@@ -8,7 +8,7 @@ hand at every switch. What is not here: context variables (each greenlet has its
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,36 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-STREAMS = ("torch_cpu", "torch_cuda", "python")  # of random numbers, by the fields of `RandomState`
-
 _AUTOCAST_TYPES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The generators that a micro-batch draws from: the CPU's, Python's, and the current CUDA device's; None is left alone."""
+    """The generators that a micro-batch draws from: the CPU's, Python's, and the current CUDA device's."""
 
-    torch_cpu: torch.Tensor | None
+    torch_cpu: torch.Tensor
     torch_cuda: torch.Tensor | None
-    python: tuple[Any, ...] | None
+    python: tuple[Any, ...]
 
     @staticmethod
-    def take(streams: Collection[str] = STREAMS) -> RandomState:
-        """Read generators as they stand now. CUDA's lives on the host too, so that nothing is waited for."""
-        return RandomState(
-            torch.get_rng_state() if "torch_cpu" in streams else None,
-            torch.cuda.get_rng_state() if "torch_cuda" in streams and torch.cuda.is_initialized() else None,
-            random.getstate() if "python" in streams else None,
-        )
-
-    def only(self, streams: Collection[str]) -> RandomState:
-        """Leave the other generators alone."""
-        return RandomState(**{name: getattr(self, name) if name in streams else None for name in STREAMS})
-
-    def moved(self, other: RandomState) -> frozenset[str]:
-        """Find the generators that stand elsewhere in `other`."""
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in STREAMS}
-        return frozenset(name for name, (a, b) in pairs.items() if not _is_same(a, b))
+    def take() -> RandomState:
+        """Read the generators as they stand now. CUDA's lives on the host too, so that nothing is waited for."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return RandomState(torch.get_rng_state(), cuda, random.getstate())
 
     @staticmethod
     def seeded(seed: int) -> RandomState:
@@ -63,16 +49,10 @@ class RandomState:
 
     def put(self) -> None:
         """Make this the thread's state."""
-        if self.torch_cpu is not None:
-            torch.set_rng_state(self.torch_cpu)
+        torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda)
-        if self.python is not None:
-            random.setstate(self.python)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+        random.setstate(self.python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +69,10 @@ class Ambient:
     attention: tuple[Any, ...]
 
     @staticmethod
-    def take(streams: Collection[str] = STREAMS) -> Ambient:
-        """Read the thread's state, with these generators; its mode and hook stacks are left empty."""
+    def take() -> Ambient:
+        """Read the thread's state; its mode and hook stacks are left empty."""
         state = Ambient(
-            random=RandomState.take(streams),
+            random=RandomState.take(),
             grad_enabled=torch.is_grad_enabled(),
             autocast=tuple((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES),
             autocast_cache=torch.is_autocast_cache_enabled(),
@@ -161,9 +141,9 @@ class Ambient:
         return any(getattr(pack, "__module__", None) == "torch.utils.checkpoint" for pack, _ in hooks)
 
     @contextmanager
-    def active(self, streams: Collection[str] = STREAMS) -> Iterator[None]:
-        """Run a block under this state, then restore what was there before, with these generators."""
-        outside = Ambient.take(streams)
+    def active(self) -> Iterator[None]:
+        """Run a block under this state, then restore what was there before."""
+        outside = Ambient.take()
         self.put()
         try:
             yield

@@ -54,6 +54,11 @@ class Learned:
         self._in_part = _MeteredInPart(self._whole)
         self._inferred.clear()
 
+    def distrust(self) -> None:
+        """A step did what the one that was metered did not: the next one is metered."""
+        self._whole.forget()
+        self._in_part.forget()
+
     def take_way(self, way: Sequence[Unit]) -> None:
         """A pass has found out in which order layers are visited."""
         self.way, self._is_guess = list(way), False
@@ -113,6 +118,9 @@ class _Metered:
 
     def learn(self, kind: Kind, metered: Metered) -> None:
         self._kind, self._metered = kind, metered
+
+    def forget(self) -> None:
+        self._kind = self._metered = None
 
     def snapshot(self) -> Callable[[], None]:
         kind, metered = self._kind, self._metered

@@ -39,7 +39,7 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.step.apart import Apart
 from l2l_core.step.checks import Checks
 from l2l_core.step.graph import run_backward
-from l2l_core.step.micro_batch import Call, Forward, Pass
+from l2l_core.step.micro_batch import Call, Forward, Pass, all_give_way
 from l2l_core.step.order import Order, Visit
 from l2l_core.step.plan import Plan
 from l2l_core.step.traffic import Gradient, GradientSlots, Prefetch
@@ -157,8 +157,7 @@ class TrainLoop:
         return visit
 
     def _close(self, visit: Visit) -> None:
-        for call in visit.calls:
-            call.gives_way(self._run)  # the slot goes to another layer; whoever is not done is recomputed
+        all_give_way(visit.calls, self._run)  # the slot goes to another layer; whoever is not done is recomputed
         if visit.gradient is None:
             return
         if not visit.calls and all(forward.done for forward in self._order.forwards):

@@ -20,7 +20,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit, refuse_cached
-from l2l_core.model import RandomState
+from l2l_core.model import Ambient, RandomState
 from l2l_core.rules import gradient_slots, pieces_of_copy
 from l2l_core.step.advice import advise
 from l2l_core.step.apart import Apart
@@ -34,7 +34,6 @@ from l2l_core.step.micro_batch import (
     Pass,
     Shadows,
     SideOutputs,
-    Streams,
     UserHooks,
     functions_seen,
 )
@@ -50,7 +49,6 @@ from l2l_core.step.traffic import (
     Link,
     Meter,
     Metered,
-    NewHabit,
     Prefetch,
     Stash,
     Takers,
@@ -168,8 +166,6 @@ class Stage:
         enter(functions_seen())
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
         sides = SideOutputs(self.meter.latest, self.meter.learns)
-        streams = Streams(self.meter.latest, self.meter.learns)
-        later(streams.close)
         attributes = Attributes(parts.shell_modules(), parts.layers, self._asides, sides, self.meter.learns)
         layers = {unit.module: unit for unit in parts.layers}
         enter(OutOfSight(parts.model, layers, self._watch, self._asides, sides, attributes, order))
@@ -184,7 +180,6 @@ class Stage:
             self.stash.metering or (on_host and not torch.is_grad_enabled()),
             self._asides,
             self.trace,
-            streams,
             sides,
             hooks,
             self.meter,
@@ -260,7 +255,7 @@ class Stage:
 
     def forwards(self, micro_batches: Sequence[Any], task: Task, seeds: Sequence[int]) -> list[Forward]:
         """Make one paused forward per micro-batch, each with a random stream of its own."""
-        base = self.run.streams.take()
+        base = Ambient.take()
         base.put()  # `take` has emptied the thread's stacks of modes and hooks
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
             base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
@@ -273,9 +268,9 @@ class Stage:
             bring, run, crossing = (
                 partial(self._bring, k, micro_batch),
                 partial(task, self.parts.model),
-                Crossing(k, self._asides, RuntimeError if self.meter.learns else NewHabit),
+                Crossing(k, self._asides, relies=not self.meter.learns),
             )
-            ambient = base.reseeded(self.run.streams.seeded(seed))
+            ambient = base.reseeded(RandomState.seeded(seed))
             if torch.is_grad_enabled():
                 ambient = ambient.within(crossing)
             self.shadows.forwards.append(Forward(k, bring, run, ambient, self.run, crossing))

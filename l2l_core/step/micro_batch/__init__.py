@@ -17,7 +17,7 @@ from l2l_core.step.micro_batch.keepers import KEEP as KEEP
 from l2l_core.step.micro_batch.keepers import KEEP_AT_THE_TURN as KEEP_AT_THE_TURN
 from l2l_core.step.micro_batch.keepers import RECOMPUTE as RECOMPUTE
 from l2l_core.step.micro_batch.keepers import Keeper as Keeper
+from l2l_core.step.micro_batch.keepers import all_give_way as all_give_way
 from l2l_core.step.micro_batch.shared import Observer as Observer
 from l2l_core.step.micro_batch.shared import Pass as Pass
 from l2l_core.step.micro_batch.sight import OutOfSight as OutOfSight
-from l2l_core.step.micro_batch.streams import Streams as Streams

@@ -137,7 +137,7 @@ class Call:
             self.versions = [tensor._version for tensor in self.tensors]
         # Autograd numbers nodes as they are made: by these numbers it is told later whose code has made one.
         began, stamps = sequence_number(), stamps_of(self.unit.params)
-        traces = Traces(self.unit.module) if run.stash.metering else None
+        traces = Traces(self.unit.module) if run.stash.metering or keeper.outlasts else None
         run.user_hooks.adopt(self.unit.module)
         stop = run.timed("forward", self.unit.key, self.k, self.visit)
         with run.sides.watching(self.unit) as seen:
@@ -162,7 +162,8 @@ class Call:
             for place in traces.changed():
                 run.attributes.layer_changed(place)
         self.sums = run.recomputes.sums_of(given.flowing)
-        self.keeper, self.kept = keeper, graph if keeper.keeps else None
+        is_kept = keeper.keeps and not (keeper.outlasts and self.left_traces)  # proven by a recompute, then
+        self.keeper, self.kept = keeper, graph if is_kept else None
         # Side outputs are what is still alive when the graph is gone, so nothing here may hold on to it.
         left = {id(tensor): at for at, tensor in enumerate(given.flowing)}
         del given, graph, found
@@ -336,7 +337,7 @@ class Call:
     def _recompute_in_context(self, run: Pass) -> Graph:
         with (
             run.user_hooks.silenced(),  # they ran with the forward, once, as in plain training
-            self.ambient.active(run.streams.carried),
+            self.ambient.active(),
             run.sides.watching(self.unit, strong=True) as seen,
         ):  # type: ignore[union-attr]
             given, graph = self._run(run)

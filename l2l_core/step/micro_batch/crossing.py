@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from l2l_core.step.graph import Asides, Segment, Sink, enter, enter_in_place, is_entry, is_leaf, reach, sequence_number
 from l2l_core.step.micro_batch.operations import Extent, operation_of
+from l2l_core.step.traffic import NewHabit
 
 
 class Crossing(TorchFunctionMode):
@@ -34,12 +35,12 @@ class Crossing(TorchFunctionMode):
     Args:
         k: the micro-batch.
         asides: guards what it has made while it waits.
-        inside: what is raised when shell code reads the inside of a layer.
+        relies: whether layers of which nothing was read on the side in the metered pass are not watched in this one.
     """
 
-    def __init__(self, k: int, asides: Asides, inside: type[RuntimeError] = RuntimeError) -> None:
+    def __init__(self, k: int, asides: Asides, relies: bool = False) -> None:
         super().__init__()
-        self._k, self.asides, self._inside = k, asides, inside
+        self._k, self.asides, self._relies = k, asides, relies
         self.segments = [Segment()]
         self._begins = [0]  # autograd's sequence number at the begin of each segment
         self._layers: list[tuple[int, int, str]] = []  # sequence numbers of every run of a layer, and its name
@@ -167,7 +168,10 @@ class Crossing(TorchFunctionMode):
         number = node._sequence_nr()
         at = bisect_right(self._layers, number, key=lambda ran: ran[0]) - 1
         if at >= 0 and number < self._layers[at][1]:
-            raise self._inside(self._reads_inside(self._layers[at][2]))
+            layer = self._layers[at][2]
+            if self._relies:
+                raise NewHabit(f"micro-batch {self._k}: the model reads a tensor from inside layer {layer}")
+            raise RuntimeError(self._reads_inside(layer))
 
     def _reads_inside(self, layer: str) -> str:
         return (

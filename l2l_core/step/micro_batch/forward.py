@@ -60,7 +60,7 @@ class Forward:
     def advance(self) -> None:
         """Run the waiting layer and the shell after it, up to the next layer call or the end."""
         self._run.order.begin_turn()
-        engine = self._run.streams.take()
+        engine = Ambient.take()
         try:
             with self._run.at_work.turn(self.k, SHELL), self._run.attributes.turn(self.k, self._attributes):
                 self._greenlet.switch()
@@ -76,7 +76,7 @@ class Forward:
         """
         if not self._greenlet or self._greenlet.dead:
             return
-        engine = self._run.streams.take()
+        engine = Ambient.take()
         try:
             self._greenlet.throw()
         finally:
@@ -90,7 +90,6 @@ class Forward:
     # -- inside the coroutine ------------------------------------------------------------------------------------------
 
     def _body(self) -> None:
-        began = self._ambient.random
         self._ambient.put()
         try:
             rows = self._bring()
@@ -98,10 +97,9 @@ class Forward:
             self.result = self._task(rows)
             self._stop_shell()
             self._run.asides.guard()
-            self._run.streams.forward_ended(began)
             self.done = True
         finally:
-            self._ambient = self._run.streams.take()
+            self._ambient = Ambient.take()
 
     def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a shadowed layer does: cut, give way, and run when it is this layer's turn."""
@@ -122,7 +120,7 @@ class Forward:
 
     def _goes_on_from(self, last: Call) -> None:
         """The layer was not the last one after all."""
-        shell = self._run.streams.take()
+        shell = Ambient.take()
         try:
             last.gives_way(self._run)
         finally:
@@ -132,7 +130,7 @@ class Forward:
         """Hand control to the engine until it resumes this micro-batch; returns the state that the shell stood in."""
         self._stop_shell()
         self._run.asides.guard()
-        self._ambient = shell = self._run.streams.take()
+        self._ambient = shell = Ambient.take()
         parent = self._greenlet.parent
         assert parent is not None
         try:
@@ -154,7 +152,7 @@ class Forward:
                     raise RuntimeError(_checkpointed(f"layer {call.unit.name} was called within a checkpoint"))
                 outputs = call.first(self._run, self.keeper, self.crossing)
             finally:
-                after = self._run.streams.take()
+                after = Ambient.take()
             call.note(self._run, outputs)  # no mode is on: nobody sees it
             call.prove(self._run)
         finally:

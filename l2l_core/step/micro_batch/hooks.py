@@ -59,7 +59,7 @@ class SideOutputs:
             NewHabit: it can be differentiated, and the layer gave out nothing on the side before.
         """
         if isinstance(value, torch.Tensor) and value.grad_fn is not None and not self._is_watched(unit):
-            raise NewHabit(f"layer {unit.name} keeps a tensor with a gradient, as in no step of the same shape before")
+            raise NewHabit(f"layer {unit.name} keeps a tensor that has a gradient on an attribute")
 
     def _is_watched(self, unit: Unit) -> bool:
         return self._learns or unit.key in self._metered.gives_aside

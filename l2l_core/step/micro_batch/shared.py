@@ -17,7 +17,6 @@ from l2l_core.step.micro_batch.attributes import Attributes, Place
 from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
 from l2l_core.step.micro_batch.influence import Influence
 from l2l_core.step.micro_batch.recomputes import Recomputes
-from l2l_core.step.micro_batch.streams import Streams
 from l2l_core.step.traffic import AtWork, Clock, Meter, Stash, Watch
 from l2l_core.trace import Trace
 
@@ -37,7 +36,6 @@ class Pass:
     watches_layers: bool  # when activations are counted; and in inference, where nobody else is on guard
     asides: Asides
     trace: Trace
-    streams: Streams
     sides: SideOutputs
     user_hooks: UserHooks
     meter: Meter

@@ -18,6 +18,12 @@ _OWNER = "the micro-batch at work"
 class NewHabit(RuntimeError):
     """The model does what it did not do in the metered pass, on which this one has relied. Metered anew, it may be right."""
 
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}, which it did not in the first step of this shape, on which later ones rely. Nothing was trained, and the "
+            "next step looks at everything anew: make this step again. RelayConfig(meter='always') looks every time"
+        )
+
 
 @dataclass(slots=True)
 class Metered:
@@ -26,19 +32,17 @@ class Metered:
     Attributes:
         events: activation bytes per compute event (highest during, left after), in order.
         worst: highest bytes by event label without k, for events out of order.
-        draws: generators of random numbers from which somebody draws.
         gives_aside: keys of layers that give out differentiable tensors otherwise than as outputs.
     """
 
     events: list[tuple[str, int, int]] = field(default_factory=list)
     worst: dict[str, int] = field(default_factory=dict)
-    draws: set[str] = field(default_factory=set)
     gives_aside: set[str] = field(default_factory=set)
 
     def joined(self, other: Metered) -> Metered:
         """Join what this pass and another one have learned; the order of events is that of this one."""
         worst = {label: max(m.worst.get(label, 0) for m in (self, other)) for label in {**self.worst, **other.worst}}
-        return Metered(self.events, worst, self.draws | other.draws, self.gives_aside | other.gives_aside)
+        return Metered(self.events, worst, self.gives_aside | other.gives_aside)
 
 
 class Meter:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from by_hand import chain_of, stashes
@@ -13,7 +15,7 @@ from patience import rarely, sampled
 from torch import Tensor, nn
 from zoo import BY_NAME, KINDS, WIDTH, Kind, ResidualMlp
 
-from l2l_core import EmulatedDevice, Relay, RelayConfig
+from l2l_core import EmulatedDevice, Profile, Relay, RelayConfig, TornStep, simulate
 from l2l_core.rules import kept_layers, loads, weight_slots
 
 
@@ -97,8 +99,23 @@ class Averaged(nn.Module):
         return y
 
 
+class SometimesAveraged(nn.Module):
+    """Some micro-batches put another tensor in the buffer's place, so that some graphs could be kept and others not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.lin(x) * self.mean)
+        if int(float(x.detach().sum()) * 1e3) % 2:
+            self.mean = self.mean * 0.9 + 0.1 * x.detach().mean((0, 1))
+        return y
+
+
 @stashes
-@pytest.mark.parametrize("layer", [Rectified, Averaged])
+@pytest.mark.parametrize("layer", [Rectified, Averaged, SometimesAveraged])
 def test_what_graphs_save_is_there(layer: type[nn.Module], stash: Any) -> None:
     kind = chain_of(layer, count=5)
     with both(kind, RelayConfig(micro_batches=3, stash=stash, resident=3, keep=5)) as pair:
@@ -117,3 +134,43 @@ def test_what_is_kept_costs_device_bytes_and_is_booked(stash: Any) -> None:
             assert sum(relay.forecast(kind.make_batch(7, 3)).device_bytes.values()) == results[2].peak_device_bytes
             peaks.append(results[2].peak_device_bytes)
     assert peaks[0] < peaks[1] < peaks[2]
+
+
+class DrawsElsewhere(ResidualMlp):
+    """Draws from NumPy's generator, which all micro-batches share."""
+
+    late = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + float(np.random.rand())) if self.late else super().forward(x)
+
+
+@stashes
+@pytest.mark.parametrize("steps", [0, 2])
+def test_draws_that_nobody_can_carry_are_refused_where_graphs_are_kept_too(steps: int, stash: Any) -> None:
+    """From the first step on, or later: nothing compares a kept graph with a recompute."""
+    kind = chain_of(DrawsElsewhere)
+    with both(kind, RelayConfig(micro_batches=3, stash=stash, resident=9, keep=9)) as pair:
+        for layer in pair.relay.model.layers:
+            layer.late = False
+        for seed in range(steps):
+            pair.relay.step(kind.make_batch(7, seed))
+        before = [param.clone() for param in pair.relay.model.parameters()]
+        for layer in pair.relay.model.layers:
+            layer.late = True
+        with pytest.raises(RuntimeError, match="when it was recomputed") as caught:
+            pair.relay.step(kind.make_batch(7, steps))
+        assert not isinstance(caught.value, TornStep)
+        assert all(map(torch.equal, before, pair.relay.model.parameters()))
+
+
+def test_more_graphs_than_layers_are_as_many_as_there_are() -> None:
+    kind = BY_NAME["gpt2"]
+    config = RelayConfig(micro_batches=2, resident=9, keep=9)
+    with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice(), config=config) as relay:
+        for seed in range(2):
+            trace = relay.step(kind.make_batch(4, seed)).trace
+        profile = Profile.of(trace)
+        assert simulate(profile, replace(config, keep=len(relay.stack))).span_s > 0
+        with pytest.raises(ValueError, match="kept the graphs"):
+            simulate(profile, replace(config, keep=1))

@@ -61,7 +61,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 class Watching:
     """Keeps a graph as long as its micro-batch is at work, like the last layer's, and notes who had to give way."""
 
-    keeps = True
+    keeps, outlasts = True, False
 
     def __init__(self) -> None:
         self.gave_way: Counter[str] = Counter()
@@ -94,7 +94,7 @@ def test_a_keeper_is_asked_at_every_turn(name: str, planned: Callable[..., None]
 class Stubborn:
     """Keeps every graph, whatever becomes of the weights."""
 
-    keeps = True
+    keeps = outlasts = True
 
     def gives_way(self, call: Call, run: Pass) -> None:
         pass
