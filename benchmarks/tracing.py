@@ -45,7 +45,7 @@ class SilentTrace(Trace):
 class SilentMeter:
     """Samples nothing and books no activations; hands on what was metered, so that the next step need not meter."""
 
-    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None) -> None:
+    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None, keeps: bool = False) -> None:
         self.latest, self.learns = replay, replay is None
 
     def sample(self) -> None:

@@ -146,7 +146,7 @@ class Stage:
         later(self._asides.close)
         if on_host:
             enter(before_reads(self.stash.touch))
-        self.meter = Meter(ledger, parts.host, self.trace, self._replay)
+        self.meter = Meter(ledger, parts.host, self.trace, self._replay, self.config.keep > 0)
         later(self.meter.close)
         shell = self._load_shell()
         self.prefetch = Prefetch(

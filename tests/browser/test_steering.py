@@ -44,7 +44,8 @@ def test_first_notebook_trains_before_the_eyes(page: Page, lab: Lab) -> None:
     bench.press("▸ Why: what binds each phase")
     bench.wait_for_step(bench.step + 2)
     said = bench.root.locator(".l2l-why").inner_text()
-    assert "instead of 10 MB/s" in said, "what binds the step, and what would help"
+    # a faster link, or more micro-batches where compute is slow enough to hide it
+    assert "instead of 10 MB/s" in said or "instead of 4" in said, f"what binds the step, and what would help: {said}"
     bench.screenshot("first_slow_link")
     assert longest_run_of_changes(notes(), "event") > 2, "the relay picture moves within a step"
     assert longest_run_of_changes(notes(), "timeline") > 2, "the timeline moves within a step"

@@ -52,10 +52,11 @@ class Meter:
         device, host: ledgers to sample.
         trace: gets the samples.
         replay: what a metered step has learned; None while metering, which fills `metered`.
+        keeps: whether graphs are kept, and pile up.
     """
 
-    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None) -> None:
-        self._device, self._host, self._trace, self._replay = device, host, trace, replay
+    def __init__(self, device: Ledger, host: Ledger, trace: Trace, replay: Metered | None, keeps: bool = False) -> None:
+        self._device, self._host, self._trace, self._replay, self._keeps = device, host, trace, replay, keeps
         self.metered = Metered()
         trace.settings["metered"] = replay is None  # such a step takes longer
         self._label = ""
@@ -95,10 +96,11 @@ class Meter:
         high = self._device.take_high()
         self._trace.sample("device", high)
         if self._replay is None:
-            # What is exact moves within an event: an output becomes stash. A replay books activations for the whole event beside
-            # that, so they are what is missing to the highest total.
-            beside, after = max(self._beside, self._besides_activations()), self._activations()
-            during = max(sum(high.values()) - beside, after)
+            during, after = high.get("activations", 0), self._activations()
+            if self._keeps:
+                # A replay books activations for the whole event, beside an output that becomes stash in it. Where graphs pile up
+                # that is the peak, so they are what is missing to the highest total.
+                during = max(sum(high.values()) - max(self._beside, self._besides_activations()), after)
             self.metered.events.append((self._label, during, after))
             self.metered.worst[self._label] = max(during, self.metered.worst.get(self._label, 0))
         else:
