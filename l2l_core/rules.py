@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
 LEAST_PIECE_BYTES = 1 << 14  # below this, the fixed cost of a copy outweighs what a piece could save
 
@@ -24,6 +27,15 @@ def weight_slots(ahead: int, resident: int = 0) -> int:
 def kept_layers(keep: int, ahead: int, resident: int) -> int:
     """Count the layers whose graphs can be kept: the last ones of forward, whose weights are still there in backward."""
     return min(keep, weight_slots(ahead, resident))
+
+
+def kept_of(settings: Mapping[str, Any], layers: int) -> int:
+    """Count the layers, of so many, that a step with these settings does not recompute; where they name no `keep`, none is kept.
+
+    The last one is back-propagated from the graph that its forward has left, whatever is kept.
+    """
+    kept = kept_layers(settings.get("keep", 0), settings.get("ahead", 1), settings.get("resident", 0))
+    return min(layers, max(1, kept))
 
 
 def loads(layers: int, ahead: int, resident: int) -> int:

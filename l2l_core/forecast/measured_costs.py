@@ -16,7 +16,7 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.stands import representatives
 from l2l_core.forecast.stretch import with_memory
-from l2l_core.rules import kept_layers, weight_itemsize, weight_slots
+from l2l_core.rules import kept_of, weight_itemsize, weight_slots
 from l2l_core.trace import Trace
 
 
@@ -54,7 +54,7 @@ def costs_of_step(
         or any(was.get(name) != getattr(config, name) for name in same)
         # one without overlap has other rings and buffers; that there are further slots is reckoned below
         or (was["ahead"] > 0) != (config.ahead > 0)
-        or min(_kept(was), depth) != min(_kept(asdict(config)), depth)
+        or kept_of(was, depth) != kept_of(asdict(config), depth)
         # a step that was metered took longer, as the first of a shape does
         or was.get("metered") != (config.meter == "always")
     ):
@@ -72,10 +72,6 @@ def costs_of_step(
 
 def _slots(settings: Mapping[str, Any]) -> int:
     return weight_slots(settings["ahead"], settings["resident"])
-
-
-def _kept(settings: Mapping[str, Any]) -> int:
-    return kept_layers(settings["keep"], settings["ahead"], settings["resident"])
 
 
 def _standing(rehearsal: Rehearsal) -> dict[str, int]:

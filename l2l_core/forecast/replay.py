@@ -21,7 +21,7 @@ from l2l_core.devices import Device
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, TurnCost
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.virtual_lane import VirtualLane
-from l2l_core.rules import MAX_UNDER_WAY, kept_layers, pieces_of_copy, weight_itemsize, weight_slots
+from l2l_core.rules import MAX_UNDER_WAY, kept_of, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.trace import Event, MemorySample, Trace
 
 MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
@@ -50,25 +50,19 @@ def simulate(profile: Profile, config: RelayConfig, device: Device | Mapping[str
                 f"the profile is of a step with {name}={known!r}, and {name}={asked!r} moves other bytes: record a step with "
                 f"RelayConfig({name}={asked!r}), or make the profile with it"
             )
-    known, depth = _kept(profile.settings), len(profile.layers) - 1  # besides the shell
-    if known is not None and min(known, depth) != min(_kept(asdict(config)), depth):
+    layers = len(profile.layers) - 1  # besides the shell
+    known, asked = kept_of(profile.settings, layers), kept_of(asdict(config), layers)
+    if known != asked:
         raise ValueError(
-            f"the profile is of a step that kept the graphs of {known} layer(s), and these settings keep those of "
-            f"{_kept(asdict(config))}, so that others are recomputed: record a step with RelayConfig(keep={config.keep}, "
-            f"resident={config.resident}, ahead={config.ahead}), or rehearse one with relay.forecast(batch, config)"
+            f"the profile is of a step that kept the graphs of {known} layer(s), and these settings keep those of {asked}, so "
+            f"that others are recomputed: record a step with RelayConfig(keep={config.keep}, resident={config.resident}, "
+            f"ahead={config.ahead}), or rehearse one with relay.forecast(batch, config)"
         )
     figures = device.figures() if isinstance(device, Device) else dict(device or {})
     profile = profile.with_micro_batches(config.micro_batches)
     if _count_events(profile) > MOST_EVENTS:
         profile = profile.aggregated()
     return _Replay(profile, config, figures).run()
-
-
-def _kept(settings: Mapping[str, Any]) -> int | None:
-    """Count the layers whose graphs a step with these settings keeps; None if that is not among them."""
-    if "keep" not in settings:
-        return None
-    return kept_layers(settings["keep"], settings["ahead"], settings["resident"])
 
 
 def _count_events(profile: Profile) -> int:
@@ -115,9 +109,8 @@ class _Replay:
         self._eps_s = 0.0  # when the EPS is free
         self._jobs: deque[_Job] = deque()  # that it has not begun, in order
         self._left_s = self._arrives_s = 0.0  # when the stash that moves has left, or is there
-        self._slots: list[str] = [""] * weight_slots(
-            config.ahead, config.resident
-        )  # the layer in each, "" if there is none
+        slots = weight_slots(config.ahead, config.resident)
+        self._slots = [""] * slots  # the layer in each, "" if there is none
         self._there_s: dict[str, float] = {}  # when the weights of a layer in a slot are there
         self._visits: dict[str, list[int]] = defaultdict(list)  # positions in the stays, by layer
         for index, stay in enumerate(profile.stays):

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2l_core.rules import LEAST_PIECE_BYTES, cuts, gradient_slots, pieces_of_copy, weight_itemsize, weight_share
+from l2l_core.rules import (
+    LEAST_PIECE_BYTES,
+    cuts,
+    gradient_slots,
+    kept_of,
+    pieces_of_copy,
+    weight_itemsize,
+    weight_share,
+)
 
 
 @given(st.integers(0, 1 << 20), st.sampled_from([2, 4]), st.integers(1, 64))
@@ -42,3 +50,16 @@ def test_weights_travel_in_the_type_that_they_are_computed_with() -> None:
     for precision, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
         assert weight_itemsize(precision) == dtype.itemsize
         assert weight_share(precision) == dtype.itemsize / torch.float32.itemsize
+
+
+@pytest.mark.parametrize(
+    "settings, layers, kept",
+    [
+        ({}, 4, 1),
+        ({"keep": 3}, 4, 2),
+        ({"keep": 3, "ahead": 0, "resident": 1}, 4, 2),
+        ({"keep": 9, "resident": 9}, 4, 4),
+    ],
+)
+def test_as_many_graphs_are_kept_as_layers_stay(settings: dict[str, int], layers: int, kept: int) -> None:
+    assert kept_of(settings, layers) == kept

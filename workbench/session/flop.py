@@ -6,7 +6,7 @@ import torch
 
 from l2l_core import Relay, Trace
 from l2l_core.batches import Batch, leaves_in
-from l2l_core.rules import kept_layers
+from l2l_core.rules import kept_of
 
 FORMULA = (
     "FLOP are an estimate: per parameter and token 2 forward and 6 in backward with recompute (2 less where a parameter is "
@@ -27,9 +27,7 @@ def count_flop(relay: Relay, batch: Batch, trace: Trace, samples: int) -> int:
     layers = [layer for layer in relay.stack if layer.key in ran]
     shell = relay.shell
     operations = 2 * shell.num_params + 2 * (shell.num_params + shell.num_trained)
-    settings = {"keep": 0, "resident": 0, "ahead": 1, **trace.settings}
-    # The last layer is back-propagated from the graph that its forward has left, whatever is kept.
-    kept = max(1, kept_layers(settings["keep"], settings["ahead"], settings["resident"]))
+    kept = kept_of(trace.settings, len(layers))
     learns = shell.num_trained > 0  # whether something at or before this layer is trained, so that backward comes here
     for layer in layers:
         learns = learns or layer.num_trained > 0

@@ -7,7 +7,7 @@ gradient exists besides the slot. From then on that place stands as the paramete
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +20,7 @@ from l2l_core.eps.blocks import Block, GradientPiece, Trained, Unit
 from l2l_core.step.graph import Root
 from l2l_core.step.traffic.clock import Clock
 from l2l_core.step.traffic.lanes import Link
+from l2l_core.step.traffic.takers import Takers
 
 
 @dataclass(eq=False, slots=True)
@@ -35,97 +36,6 @@ class _Buffer:
                 for ticket in self.leaving:
                     ticket.wait()
             self.leaving.clear()
-
-
-class Takers:
-    """Who takes the gradients that autograd accumulates into parameters: one hook on each, for the length of a pass.
-
-    Invariant: every gradient is taken by the unit whose backward has made it, or the step ends.
-
-    Args:
-        units: the shell and the layers.
-
-    Attributes:
-        trained: by block, which parameters are trained in this pass.
-    """
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._names = {
-            param: name for unit in units for b in unit.blocks for param, name in zip(b.params, b.names, strict=True)
-        }
-        self.trained = {block: block.trained for unit in units for block in unit.blocks}
-        self._routes: dict[torch.Tensor, Callable[[torch.Tensor], None]] = {}
-        self._standing: dict[torch.Tensor, torch.Tensor] = {}  # places that autograd adds to
-        self._handles = [
-            block.params[i].register_post_accumulate_grad_hook(self._collect)
-            for block, trained in self.trained.items()
-            for i in trained.indices
-        ]
-
-    def numel(self, unit: Unit) -> int:
-        """Count the elements of a slot for the unit's gradient."""
-        return sum(self.trained[block].numel for block in unit.blocks)
-
-    def check(self, blocks: Iterable[Block]) -> None:
-        """Refuse parameters that were frozen, or let go, since the pass began: their gradients would be lost.
-
-        Raises:
-            RuntimeError: names one of them.
-        """
-        for block in blocks:
-            flags = self.trained[block].flags
-            for name, param, was in zip(block.names, block.params, flags, strict=True):
-                if param.requires_grad != was:
-                    raise RuntimeError(
-                        f"requires_grad of parameter {name} became {param.requires_grad} during the step: what a step trains "
-                        "is settled when it begins. Change it between steps, or use Freeze and Unfreeze"
-                    )
-
-    def _collect(self, param: torch.Tensor) -> None:
-        grad, stands = param.grad, self._standing.get(param)
-        if grad is None or grad is stands:
-            return
-        if stands is not None:  # a hook of the user has put another sum there
-            stands.copy_(grad)
-            param.grad = stands
-            return
-        param.grad = None
-        if param not in self._routes:
-            raise RuntimeError(
-                f"parameter {self._names[param]} gets a gradient from code that is not in its layer (a closure, an attribute, "
-                "another layer): it would miss the relay. Pass it as an argument of the layer that uses it"
-            )
-        if grad.layout is not torch.strided:
-            raise ValueError(
-                f"parameter {self._names[param]} has a {grad.layout} gradient; use Embedding(sparse=False)"
-            )
-        self._routes[param](grad)
-
-    def route(self, param: torch.Tensor, take: Callable[[torch.Tensor], None]) -> Callable[[], None]:
-        """Let `take` have the gradients of a parameter, unless somebody has them; the result ends that."""
-        # What a layer shares with the shell goes to the shell's gradient, which is there first and stays for the whole
-        # pass.
-        if self._routes.setdefault(param, take) is not take:
-            return lambda: None
-        return lambda: self._routes.pop(param)  # type: ignore[func-returns-value]
-
-    def let_stand(self, param: torch.Tensor, place: torch.Tensor) -> None:
-        """Let autograd add what comes for a parameter to a place that holds a part of its gradient."""
-        if place.dtype == param.dtype:  # weights in bfloat16 have such gradients, and their sum is float32
-            self._standing[param] = param.grad = place
-
-    def lift(self, param: torch.Tensor) -> None:
-        """Let nothing be added there any more."""
-        if self._standing.pop(param, None) is not None:
-            param.grad = None
-
-    def close(self) -> None:
-        """Take no more gradients."""
-        for handle in self._handles:
-            handle.remove()
-        for param in list(self._standing):
-            self.lift(param)
-        self._routes.clear()
 
 
 @dataclass(eq=False, slots=True)

@@ -15,7 +15,7 @@ from patience import rarely, sampled
 from torch import Tensor, nn
 from zoo import BY_NAME, KINDS, WIDTH, Kind, ResidualMlp
 
-from l2l_core import EmulatedDevice, Profile, Relay, RelayConfig, TornStep, simulate
+from l2l_core import EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, TornStep, simulate
 from l2l_core.rules import kept_layers, loads, weight_slots
 
 
@@ -99,13 +99,8 @@ class Averaged(nn.Module):
         return y
 
 
-class SometimesAveraged(nn.Module):
+class SometimesAveraged(Averaged):
     """Some micro-batches put another tensor in the buffer's place, so that some graphs could be kept and others not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.lin(x) * self.mean)
@@ -174,3 +169,6 @@ def test_more_graphs_than_layers_are_as_many_as_there_are() -> None:
         assert simulate(profile, replace(config, keep=len(relay.stack))).span_s > 0
         with pytest.raises(ValueError, match="kept the graphs"):
             simulate(profile, replace(config, keep=1))
+    shapes = Shapes(layer_params=[100] * 3, shell_params=100, tokens=8, boundary_bytes=64)
+    with pytest.raises(ValueError, match="kept the graphs of 1"):  # a formula recomputes all layers but the last one
+        simulate(Profile.of_shapes(shapes, Machine(1e9, 1e9, 1e9, 1e9)), RelayConfig(resident=1, keep=3))
