@@ -83,7 +83,7 @@ def capture_samples(model: nn.Module, call: Callable[[], Any], layers: Sequence[
 def same_random_numbers() -> Iterator[None]:
     """Put the generators of torch and Python, and of NumPy where somebody uses it, back after a block."""
     numpy = sys.modules.get("numpy")  # not imported for this: where nobody has, nobody draws from it
-    before, numpy_before = RandomState.take(), numpy.random.get_state() if numpy is not None else None
+    before, numpy_before = RandomState.take(), numpy.random.get_state(legacy=False) if numpy is not None else None
     try:
         yield
     finally:

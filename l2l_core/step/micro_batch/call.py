@@ -138,7 +138,8 @@ class Call:
             self.versions = [tensor._version for tensor in self.tensors]
         # Autograd numbers nodes as they are made: by these numbers it is told later whose code has made one.
         began, stamps = sequence_number(), stamps_of(self.unit.params)
-        traces = Traces(self.unit.module) if run.stash.metering or keeper.outlasts else None
+        traces = Traces(self.unit.module) if run.stash.metering else None
+        differs = run.glances.look(self.unit.module) if traces is None and keeper.outlasts else None
         run.user_hooks.adopt(self.unit.module)
         stop = run.timed("forward", self.unit.key, self.k, self.visit)
         with run.sides.watching(self.unit) as seen:
@@ -162,6 +163,8 @@ class Call:
             self.left_traces = traces.differ()
             for place in traces.changed():
                 run.attributes.layer_changed(place)
+        elif differs is not None:
+            self.left_traces = differs()
         self.sums = run.recomputes.sums_of(given.flowing)
         is_kept = keeper.keeps and not (keeper.outlasts and self.left_traces)  # proven by a recompute, then
         self.keeper, self.kept = keeper, graph if is_kept else None

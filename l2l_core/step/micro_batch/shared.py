@@ -17,6 +17,7 @@ from l2l_core.step.micro_batch.attributes import Attributes, Place
 from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
 from l2l_core.step.micro_batch.influence import Influence
 from l2l_core.step.micro_batch.recomputes import Recomputes
+from l2l_core.step.micro_batch.traces import Glances
 from l2l_core.step.traffic import AtWork, Clock, Meter, Stash, Watch
 from l2l_core.trace import Trace
 
@@ -47,6 +48,7 @@ class Pass:
     influence: Influence = field(default_factory=Influence)
     observers: list[Observer] = field(default_factory=list)  # are shown every call, by running it
     recomputes: Recomputes = field(default_factory=Recomputes)
+    glances: Glances = field(default_factory=Glances)
     nesting: set[Unit] = field(default_factory=set)  # layers that run a backward of their own in theirs
     buffer_values: dict[Unit, list[torch.Tensor | None]] = field(default_factory=dict)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 import sys
 from collections import deque
+from collections.abc import Callable
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +43,99 @@ class Traces:
         return {(module, name): _Held(value, _extent(value), _content(value)) for module, name, value in kept}
 
 
+class Glances:
+    """Whether a run of a layer has left traces, seen at a glance: what `Traces.differ` finds, without a copy of everything.
+
+    Most runs change nothing, so what each layer keeps is only compared with what it kept before, object by object.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Module, _Glance] = {}
+        self._numpy = _NumpyGlance()
+
+    def look(self, layer: nn.Module) -> Callable[[], bool]:
+        """Look at a layer before its run; calling the result tells whether the run has changed something that may matter."""
+        known = self._known.get(layer)
+        if known is None or not known.is_same():
+            known = self._known[layer] = _Glance.of(layer)
+        else:
+            known.measure()
+        drawn = self._numpy.look()
+
+        def differs() -> bool:
+            differing = not known.is_same() or known.has_grown() or drawn()
+            if differing:
+                del self._known[layer]  # holds on to what was there before
+            return differing
+
+        return differs
+
+
+class _Glance:
+    """What the modules of a layer hold, as objects, and of those that can change in place how large or how old they are."""
+
+    __slots__ = ("_attributes", "_changing", "_extents", "_values")
+
+    def __init__(self, attributes: list[dict[str, Any]]) -> None:
+        self._attributes = attributes
+        self._values = [value for held in attributes for value in held.values()]
+        self._changing = [
+            value for held in attributes for name, value in held.items() if name not in OF_MODULES and _can_grow(value)
+        ]
+        self.measure()
+
+    @staticmethod
+    def of(layer: nn.Module) -> _Glance:
+        return _Glance([vars(module) for module in layer.modules()])
+
+    def measure(self) -> None:
+        self._extents = [_extent(value) for value in self._changing]
+
+    def is_same(self) -> bool:
+        now = [value for held in self._attributes for value in held.values()]
+        return len(now) == len(self._values) and all(map(is_, now, self._values))
+
+    def has_grown(self) -> bool:
+        return self._extents != [_extent(value) for value in self._changing]
+
+
+class _NumpyGlance:
+    """Whether NumPy's global generator has drawn, seen in its memory: to read its state takes as long as a small layer."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._memory: Any = None
+        self._has_spare = False  # a normal number that it can give without touching that memory
+        self._last: bytes | None = None
+
+    def look(self) -> Callable[[], bool]:
+        memory = self._find_memory()
+        if memory is None:
+            before = _numpy_state()
+            return lambda: _numpy_state() != before
+        now = bytes(memory)
+        if now != self._last:
+            self._has_spare, self._last = bool(sys.modules["numpy"].random.get_state(legacy=False)["has_gauss"]), now
+        if self._has_spare:
+            before = _numpy_state()
+            return lambda: _numpy_state() != before
+        return lambda: bytes(memory) != now
+
+    def _find_memory(self) -> Any:
+        """The state of a Mersenne Twister, 624 words and a position; None of any other generator."""
+        numpy = sys.modules.get("numpy")
+        generator = numpy and numpy.random.mtrand._rand._bit_generator
+        if generator is not self._generator:
+            self._generator, self._memory = generator, None
+            if type(generator).__name__ == "MT19937":
+                self._memory = (ctypes.c_uint32 * 625).from_address(generator.ctypes.state_address)
+        return self._memory
+
+
+def _can_grow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | dict | set | list | deque)
+
+
 class _Held(NamedTuple):
     """What an attribute held when it was looked at.
 
@@ -59,7 +156,7 @@ class _Held(NamedTuple):
 def _extent(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value._version
-    return len(value) if isinstance(value, dict | set | list | deque) else 0
+    return len(value) if _can_grow(value) else 0
 
 
 def _content(value: Any, depth: int = 2) -> Any:
@@ -82,9 +179,7 @@ def _content(value: Any, depth: int = 2) -> Any:
     return id(value)
 
 
-def _numpy_state() -> Any:
+def _numpy_state() -> bytes | None:
+    """What NumPy's global generator will draw next, whichever it is."""
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    name, keys, position, *rest = numpy.random.get_state()
-    return name, keys.tobytes(), position, *rest
+    return None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
