@@ -27,9 +27,11 @@ from l2l_core.edits import stacking_by_doubling as stacking_by_doubling
 from l2l_core.eps import LayerStore as LayerStore
 from l2l_core.eps import NonFiniteError as NonFiniteError
 from l2l_core.eps import TornStep as TornStep
+from l2l_core.forecast import Fit as Fit
 from l2l_core.forecast import Forecast as Forecast
 from l2l_core.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast import Machine as Machine
+from l2l_core.forecast import NothingFits as NothingFits
 from l2l_core.forecast import Profile as Profile
 from l2l_core.forecast import Shapes as Shapes
 from l2l_core.forecast import forecast_config as forecast_config

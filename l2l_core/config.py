@@ -82,6 +82,19 @@ class RelayConfig:
         return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of text differs from process to process
 
 
+def checked_config(config: object) -> RelayConfig:
+    """Return the settings if they are some.
+
+    Raises:
+        TypeError: they are not.
+    """
+    if not isinstance(config, RelayConfig):
+        raise TypeError(
+            f'config={config!r}: give a RelayConfig, or "auto" to a new relay so that it looks for settings itself'
+        )
+    return config
+
+
 def _check_int(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:  # to Python, True is a number
         raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from l2l_core.batches import (
     form_of,
     join,
 )
-from l2l_core.config import RelayConfig
+from l2l_core.config import RelayConfig, checked_config
 from l2l_core.devices import Device, DeviceOutOfMemory, Ledger, Process, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
@@ -46,7 +46,7 @@ from l2l_core.eps.blocks import (
     refuse_scripted,
 )
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, silent
-from l2l_core.forecast import Forecast, LastStep, Rehearsal, advise, forecast_step
+from l2l_core.forecast import Fit, Forecast, LastStep, Rehearsal, advise, fit_step, forecast_step, room_of
 from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
 from l2l_core.model import Caches, RandomState, Where, full_precision, keep_attributes, refuse_whole, resolve_layers
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
@@ -93,7 +93,8 @@ class Relay:
         objective: ``objective(model, micro_batch) -> scalar``, in place of both.
         weight: what a micro-batch counts for; default what the model's loss is found to be a mean over: targets that are not
             -100, shifted or not, or rows. See `mean.py`.
-        config: how to run; may be exchanged between steps (``relay.config = ...``).
+        config: how to run; may be exchanged between steps (``relay.config = ...``). With "auto", the first step begins by
+            looking for the fastest settings that fit, as `fit` does.
 
     Raises:
         ValueError, TypeError: a model, optimizer or setting that cannot relay; the message has the remedy.
@@ -108,7 +109,7 @@ class Relay:
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         objective: Objective | None = None,
         weight: Weight | None = None,
-        config: RelayConfig = RelayConfig(),  # noqa: B008 - frozen
+        config: RelayConfig | Literal["auto"] = RelayConfig(),  # noqa: B008 - frozen
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
@@ -119,7 +120,8 @@ class Relay:
         refuse_whole(model, found)
         keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
-        self.config = config
+        self._fits_itself = config == "auto"
+        self._config = RelayConfig() if config == "auto" else checked_config(config)
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
         self._mean = Mean(weight, self._losses_of)
@@ -139,7 +141,7 @@ class Relay:
         self._steps = 0
         self._learned = Learned(units)
         self._trace: Trace | None = None
-        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
+        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, self._config.seed)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
         self._process, self._busy = Process(), threading.Lock()
@@ -171,6 +173,15 @@ class Relay:
     def optimizer(self) -> Optimizer:
         """The optimizer, over the masters; for schedulers, logging and ``state_dict``."""
         return self._store.optimizer
+
+    @property
+    def config(self) -> RelayConfig:
+        """How it runs; may be exchanged between steps. With "auto", the defaults until the first step."""
+        return self._config
+
+    @config.setter
+    def config(self, config: RelayConfig) -> None:
+        self._config, self._fits_itself = checked_config(config), False
 
     @property
     def steps(self) -> int:
@@ -255,10 +266,12 @@ class Relay:
             interrupts_wait(),  # outermost: it raises when the others have put everything back
             self._exclusive(),
             torch.enable_grad(),
-            self._sitting_out(skip, trust),
             self._caches.off(),
         ):
-            return self._step(batch)
+            if self._fits_itself:
+                self._fit(batch)
+            with self._sitting_out(skip, trust):
+                return self._step(batch)
 
     def forward(self, batch: Batch) -> Any:
         """Run the model in evaluation mode; return its outputs, concatenated over micro-batches. Nothing changes."""
@@ -437,6 +450,43 @@ class Relay:
             asked = self.config if config is None else config
             return forecast_step(
                 self._rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last
+            )
+
+    def fit(
+        self,
+        batch: Batch,
+        device_bytes: int | None = None,
+        host_bytes: int | None = None,
+        *,
+        fixed: Iterable[str] = (),
+        most_s: float = 30.0,
+    ) -> Fit:
+        """Look for the fastest settings with which a step on this batch fits, and run with them from the next step on.
+
+        Steps are rehearsed as in `forecast`, and nothing is trained: for each number of micro-batches one that keeps no graph and
+        one that keeps many, for each place of the stash if need be. What lies between them follows; the best are timed once more.
+        Results are the same with all of these settings, but for other random numbers with other micro-batches.
+
+        Args:
+            batch: as for `step`; the search is for batches of its shapes.
+            device_bytes: what the step may take of the device; default its budget, and without one what is free now.
+            host_bytes: of host memory, masters and optimizer included; default what is there and free now. A device that computes
+                in host memory shares that.
+            fixed: settings that stay as they are, of "micro_batches", "ahead", "stash", "resident", "keep" and "update". (Where a
+                step must stay whole if it fails, `update="deferred"` is such a one.)
+            most_s: after so many seconds no further numbers of micro-batches are tried.
+
+        Returns:
+            The choice, with its forecast; `str` says why, and what the next better settings would need.
+
+        Raises:
+            NothingFits: no settings were found to fit; says what would be needed. The settings are as before.
+            ValueError, TypeError: an unknown name, or a number of bytes that there cannot be.
+            Whatever the model itself raises on the batch.
+        """
+        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
+            return self._fit(
+                batch, device_bytes, host_bytes, tuple(fixed) if not isinstance(fixed, str) else fixed, most_s
             )
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
@@ -621,6 +671,21 @@ class Relay:
             if updated:
                 raise self._torn(error, updated) from error
             raise
+
+    def _fit(
+        self,
+        batch: Batch,
+        device_bytes: int | None = None,
+        host_bytes: int | None = None,
+        fixed: Collection[str] = (),
+        most_s: float = 30.0,
+    ) -> Fit:
+        check_model(self.model, self._parts.units)
+        self._rows_of(batch)
+        room = room_of(self.device, self.host, device_bytes, host_bytes)
+        found = fit_step(self._rehearsal(), batch, self.config, fixed, room, most_s)
+        self.config = found.config
+        return found
 
     def _work(self, config: RelayConfig, task: Task, micro_batches: Sequence[Any]) -> Work:
         seeds = [config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))]

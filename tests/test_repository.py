@@ -140,7 +140,7 @@ def test_lab_starts_at_the_first_notebook_if_there_is_one(tmp_path: Path) -> Non
 
 # Imports of the engine -----------------------------------------------------------------------------------------------
 
-ALLOWED_IN_CORE = {"l2l_core", "torch", "greenlet", "safetensors", "numpy"} | sys.stdlib_module_names
+ALLOWED_IN_CORE = {"psutil", "l2l_core", "torch", "greenlet", "safetensors", "numpy"} | sys.stdlib_module_names
 
 
 def module_name(path: Path) -> str:

@@ -165,6 +165,12 @@ class CudaDevice(Device):
         """Return the stream that layers run on: the caller's current one. By way of autograd, backward has it too."""
         return self._cuda.current_stream(self.torch_device)
 
+    def free_bytes(self) -> int:
+        free, _ = self._cuda.mem_get_info(self.torch_device)
+        # What PyTorch's allocator holds and nobody uses can be had too.
+        idle = self._cuda.memory_reserved(self.torch_device) - self._cuda.memory_allocated(self.torch_device)
+        return int(free + idle)
+
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are pinned now."""

@@ -86,6 +86,10 @@ class Device(ABC):
         """
         return {}
 
+    def free_bytes(self) -> int | None:
+        """Say how much of the device's memory is free now, whatever its budget; None if it has none of its own."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Join every thread and free every buffer of the device's own."""

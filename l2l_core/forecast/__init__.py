@@ -16,6 +16,11 @@ from l2l_core.forecast.costs import TurnCost as TurnCost
 from l2l_core.forecast.families import ModelShapes as ModelShapes
 from l2l_core.forecast.families import shapes_of_config as shapes_of_config
 from l2l_core.forecast.figures import StepFigures as StepFigures
+from l2l_core.forecast.fit import Fit as Fit
+from l2l_core.forecast.fit import NothingFits as NothingFits
+from l2l_core.forecast.fit import Room as Room
+from l2l_core.forecast.fit_step import fit_step as fit_step
+from l2l_core.forecast.fit_step import room_of as room_of
 from l2l_core.forecast.forecast import Forecast as Forecast
 from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast.formula import Machine as Machine
@@ -30,6 +35,7 @@ from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
 from l2l_core.forecast.replay import simulate as simulate
 from l2l_core.forecast.smallest import Priced as Priced
+from l2l_core.forecast.smallest import Run as Run
 from l2l_core.forecast.smallest import WhatFits as WhatFits
 from l2l_core.forecast.smallest import what_fits as what_fits
 from l2l_core.forecast.stands import StandIn as StandIn

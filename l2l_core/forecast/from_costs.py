@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import COPY_LANES
@@ -51,14 +51,9 @@ def forecast_costs(
         figures: of the device, as in `Device.figures`.
         host_limit_bytes: what the host has; None for no limit.
     """
-    profile = stretch(costs.profile, costs.stands)
-    trace = simulate(profile, config, figures)
-    # The EPS keeps its buffers in a pool: those that earlier steps took are there, needed or not.
-    gradients = max(gradient_buffer_bytes(profile, trace), costs.pooled_bytes)
-    trace = _with_host(trace, {**costs.host, "gradients": gradients})
-    memory_bytes = figures.get("memory_bytes")
-    standing = sum(costs.host.values()) + gradients
-    budgets = Budgets(memory_bytes, host_limit_bytes, standing, _layer_bytes(costs, config))
+    replay = _replay(costs, config, figures)
+    trace, memory_bytes = _with_host(replay), figures.get("memory_bytes")
+    budgets = Budgets(memory_bytes, host_limit_bytes, sum(replay.standing.values()), _layer_bytes(costs, config))
     return Forecast(
         seconds=trace.span_s + costs.around_s,
         trace=trace,
@@ -70,6 +65,26 @@ def forecast_costs(
         memory_bytes=memory_bytes,
         host_limit_bytes=host_limit_bytes,
     )
+
+
+def replayed(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> Trace:
+    """Return the step that a forecast is read off."""
+    return _with_host(_replay(costs, config, figures))
+
+
+class _Replay(NamedTuple):
+    """A simulated step, and what stands on the host besides the stash, by category."""
+
+    trace: Trace
+    standing: Mapping[str, int]
+
+
+def _replay(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> _Replay:
+    profile = stretch(costs.profile, costs.stands)
+    trace = simulate(profile, config, figures)
+    # The EPS keeps its buffers in a pool: those that earlier steps took are there, needed or not.
+    gradients = max(gradient_buffer_bytes(profile, trace), costs.pooled_bytes)
+    return _Replay(trace, {**costs.host, "gradients": gradients})
 
 
 def _layer_bytes(costs: Costs, config: RelayConfig) -> dict[str, int]:
@@ -84,8 +99,9 @@ def _link_words(figures: Mapping[str, Any]) -> str:
     return "link: " + ", ".join(words)
 
 
-def _with_host(trace: Trace, standing: Mapping[str, int]) -> Trace:
+def _with_host(replay: _Replay) -> Trace:
     """The trace with what stands on the host besides the stash."""
+    trace, standing = replay
     memory = [
         sample
         if sample.place == "device"

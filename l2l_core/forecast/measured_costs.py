@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from l2l_core.batches import form_of
@@ -12,11 +11,12 @@ from l2l_core.config import RelayConfig
 from l2l_core.eps.blocks import Block
 from l2l_core.forecast.costs import Memory
 from l2l_core.forecast.from_costs import Costs
+from l2l_core.forecast.mixture import with_slots
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.stands import representatives
 from l2l_core.forecast.stretch import with_memory
-from l2l_core.rules import kept_of, weight_itemsize, weight_slots
+from l2l_core.rules import kept_of, weight_itemsize
 from l2l_core.trace import Trace
 
 
@@ -62,16 +62,15 @@ def costs_of_step(
     stands = (
         [known.chosen[position] for position in others.stands] if list(recorded) != list(asked) else range(len(asked))
     )
-    profile = Profile.of(trace)
-    slot_bytes = weight_itemsize(config.precision) * rehearsal.parts.slot_numel
-    profile = with_memory(profile, partial(_with_more_slots, (_slots(asdict(config)) - _slots(was)) * slot_bytes))
+    profile = with_slots(Profile.of(trace), config, slot_bytes(rehearsal, config))
     # No trace tells what came after its last event.
     around_s = min((event.start_s for event in trace.events), default=0.0)
     return _costs(rehearsal, profile, stands, around_s, _standing(rehearsal), f"step {trace.step}, measured", 0)
 
 
-def _slots(settings: Mapping[str, Any]) -> int:
-    return weight_slots(settings["ahead"], settings["resident"])
+def slot_bytes(rehearsal: Rehearsal, config: RelayConfig) -> int:
+    """Return the bytes of a slot for weights on the device: of the largest layer."""
+    return weight_itemsize(config.precision) * rehearsal.parts.slot_numel
 
 
 def _standing(rehearsal: Rehearsal) -> dict[str, int]:
@@ -112,14 +111,6 @@ def _weights_of(blocks: Iterable[Block]) -> tuple[int, int]:
 
 def _samples(profile: Profile) -> list[tuple[str, Mapping[str, int]]]:
     return [*profile.memory, *(sample for turn in profile.turns for op in turn.ops for sample in op.memory)]
-
-
-def _with_more_slots(nbytes: int, memory: Memory) -> Memory:
-    """Samples with so many bytes of weights more on the device."""
-    return tuple(
-        (place, {**held, "weights": held.get("weights", 0) + nbytes} if place == "device" else held)
-        for place, held in memory
-    )
 
 
 def _stash_alone(memory: Memory) -> Memory:

@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from l2l_core.config import RelayConfig, StashPlace
-from l2l_core.forecast.from_costs import Costs
+from l2l_core.forecast.from_costs import Costs, replayed
 from l2l_core.forecast.memory_walk import MemoryWalk
-from l2l_core.forecast.replay import simulate
-from l2l_core.forecast.stretch import stretch
 from l2l_core.trace import format_bytes
 
 # Of the bytes: with overlap, what copies still hold is a matter of timing, and forecasts are exact to so much.
 TIMED = 0.02
 SEARCHED = ("micro_batches", "ahead", "stash", "resident", "keep")  # the last two are 0 where the least is needed
+
+
+class Run(NamedTuple):
+    """What is known of a step when it has been run, or replayed."""
+
+    seconds: float
+    host_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,26 +39,36 @@ class Priced:
     Attributes:
         config: the settings.
         device_bytes: that it needs.
-        time_s: tells its seconds; is asked only where they matter.
+        run: tells the rest, which takes longer; is asked only where it matters.
     """
 
     config: RelayConfig
     device_bytes: int
-    time_s: Callable[[], float]
+    run: Callable[[], Run]
 
     @staticmethod
     def of(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> Priced:
         """Make one from costs; `figures` are those of the device."""
 
-        def time_s() -> float:
-            return simulate(stretch(costs.profile, costs.stands), config, figures).span_s + costs.around_s
+        def run() -> Run:
+            trace = replayed(costs, config, figures)
+            return Run(trace.span_s + costs.around_s, trace.peak_bytes("host"))
 
-        return Priced(config, device_bytes(costs), time_s)
+        return Priced(config, device_bytes(costs), run)
 
     @cached_property
+    def _run(self) -> Run:
+        return self.run()
+
+    @property
     def seconds(self) -> float:
         """Of the step."""
-        return self.time_s()
+        return self._run.seconds
+
+    @property
+    def host_bytes(self) -> int:
+        """What it needs on the host."""
+        return self._run.host_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -88,13 +103,13 @@ class WhatFits:
     @property
     def settings(self) -> dict[str, Any]:
         """What to change so that the step fits; nothing if no settings help."""
-        return {} if self.fastest is None else _changes(self.asked, self.fastest.config)
+        return {} if self.fastest is None else changes(self.asked, self.fastest.config)
 
     def __str__(self) -> str:
         least = self.smallest
         words = (
             f"The smallest budget that fits this model and batch is {format_bytes(least.budget_bytes)} "
-            f"({least.budget_bytes:,} bytes), with {_words({n: getattr(least.config, n) for n in SEARCHED[:3]})}; "
+            f"({least.budget_bytes:,} bytes), with {settings_in_words({n: getattr(least.config, n) for n in SEARCHED[:3]})}; "
             f"the budget is {format_bytes(self.budget_bytes)}."
         )
         if self.fastest is None:
@@ -102,9 +117,10 @@ class WhatFits:
                 f"No settings help. {words} Give the device that much, or make big parts of the shell layers of their own "
                 "(layers=[...])."
             )
+        need, seconds = format_bytes(self.fastest.device_bytes), self.fastest.seconds
         return (
-            f"RelayConfig({_words(self.settings)}) needs {format_bytes(self.fastest.device_bytes)} and is the fastest of the "
-            f"settings that were found to fit, {self.fastest.seconds:.2g} s a step by the forecast. {words}"
+            f"RelayConfig({settings_in_words(self.settings)}) needs {need} and is the fastest of the settings that were found to "
+            f"fit, {seconds:.2g} s a step by the forecast. {words}"
         )
 
 
@@ -129,7 +145,7 @@ def what_fits(price: Price, asked: RelayConfig, rows: int, budget_bytes: int, mo
             known[config] = price(config)
         return known[config]
 
-    counts = _counts(asked.micro_batches, rows)
+    counts = counts_from(asked.micro_batches, rows)
     # Without layers ahead: fewer slots and no room for what moves, so nothing needs less.
     serial = [
         _descend(priced, replace(asked, ahead=0, resident=0, keep=0, stash=stash), counts)
@@ -150,7 +166,7 @@ def what_fits(price: Price, asked: RelayConfig, rows: int, budget_bytes: int, mo
     return WhatFits(asked, budget_bytes, least, fastest)
 
 
-def _counts(present: int, rows: int) -> Sequence[int]:
+def counts_from(present: int, rows: int) -> Sequence[int]:
     """Numbers of micro-batches, the most first: one row each, then about half as many each time, down to the present number."""
     doubled = present
     found = []
@@ -202,9 +218,11 @@ def _size(step: Priced) -> tuple[int, int]:
     return step.device_bytes, step.config.micro_batches
 
 
-def _changes(old: RelayConfig, new: RelayConfig) -> dict[str, Any]:
-    return {name: getattr(new, name) for name in SEARCHED if getattr(new, name) != getattr(old, name)}
+def changes(old: RelayConfig, new: RelayConfig, names: Collection[str] = SEARCHED) -> dict[str, Any]:
+    """Return what is set otherwise, with its new value."""
+    return {name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name)}
 
 
-def _words(settings: Mapping[str, Any]) -> str:
+def settings_in_words(settings: Mapping[str, Any]) -> str:
+    """Write settings as arguments."""
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())

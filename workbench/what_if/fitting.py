@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from l2l_core import RelayConfig
-from l2l_core.forecast import Priced, WhatFits, what_fits
+from l2l_core.forecast import Priced, Run, WhatFits, what_fits
 from workbench.what_if.question import Question
 from workbench.what_if.what_if import Answer
 
@@ -37,7 +37,7 @@ def fitting(ask: Callable[[Question], Answer], question: Question, rows: int, mo
         if config.micro_batches != question.micro_batches:
             return None  # stands for a step that cannot be made, so that the search leaves it out
         found = ask(replace(question, micro_batches=config.micro_batches, ahead=config.ahead, stash=config.stash))
-        return Priced(config, found.peak_device_bytes, lambda: found.seconds)
+        return Priced(config, found.peak_device_bytes, lambda: Run(found.seconds, found.peak_host_bytes))
 
     asked = RelayConfig(micro_batches=question.micro_batches, ahead=question.ahead, stash=question.stash)
     return what_fits(price, asked, rows, int(question.memory_bytes), most_s)

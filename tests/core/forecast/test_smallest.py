@@ -14,7 +14,7 @@ from patience import rarely
 from torch import nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, TornStep
-from l2l_core.forecast import Priced, what_fits
+from l2l_core.forecast import Priced, Run, what_fits
 from l2l_core.forecast.from_relay import search
 from l2l_core.forecast.smallest import TIMED, WhatFits
 
@@ -224,7 +224,7 @@ def made_up(config: RelayConfig, asked: list[RelayConfig] | None = None) -> Pric
     rows = -(-64 // config.micro_batches)
     stash = 640 if config.stash == "device" else 30 * bool(config.ahead)
     seconds = 1 + 0.01 * config.micro_batches + 0.5 * (config.ahead == 0) + 0.2 * (config.stash == "host")
-    return Priced(config, 100 + 50 * config.ahead + max(40, 10 * rows) + stash, lambda: seconds)
+    return Priced(config, 100 + 50 * config.ahead + max(40, 10 * rows) + stash, lambda: Run(seconds, 0))
 
 
 @pytest.mark.parametrize("budget", [139, 140, 150, 200, 230, 400, 700, 800, 900, 1500])

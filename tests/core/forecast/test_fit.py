@@ -1,0 +1,331 @@
+"""Settings that fit themselves: prices against rehearsals, the search against all settings, the choice against real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from deep_models import Chain, chain_batch, gpt2, padded_batch, squared_error
+from oracle import InCore, adamw, assert_equal, both, differences
+from patience import rarely, sampled
+from small import assert_same, whole
+from torch import nn
+from zoo import BY_NAME, KINDS, Kind
+
+from l2l_core import EmulatedDevice, NothingFits, Relay, RelayConfig
+from l2l_core.batches import split
+from l2l_core.forecast import Priced, Room, Run
+from l2l_core.forecast.fit import FREE, Search, Wanted
+from l2l_core.forecast.measured_costs import costs_of_rehearsal
+from l2l_core.forecast.prices import Prices
+from l2l_core.forecast.smallest import device_bytes
+from l2l_core.rules import kept_of, loads, weight_slots
+
+LINK = {"h2d_bytes_per_s": 2e7, "d2h_bytes_per_s": 2e7}
+
+
+@contextmanager
+def relay_of(kind: Kind, config: Any = RelayConfig(), budget: int | None = None, **link: float) -> Iterator[Relay]:  # noqa: B008
+    model = kind.make_model()
+    device = EmulatedDevice(budget, **link)
+    with Relay(model, adamw(model), device, layers=kind.layers, loss=kind.loss, config=config) as relay:
+        yield relay
+
+
+# -- prices ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead, stash", [(1, "device"), (2, "host"), rarely(0, "device"), rarely(0, "host")])
+@pytest.mark.parametrize("kind", sampled(KINDS, 11), ids=str)
+def test_a_price_is_what_a_rehearsal_of_the_very_step_finds(kind: Kind, ahead: int, stash: Any) -> None:
+    """For any number of kept graphs and weights, though few of them were rehearsed.
+
+    To the byte, but for what the first of the kept graphs holds together with the layer before it.
+    """
+    batch = kind.make_batch(6, 0)
+    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
+        prices = Prices(relay._rehearsal(), batch, relay.device.figures(), None)
+        config = RelayConfig(micro_batches=6, ahead=ahead, stash=stash)
+        assert prices(config) is not None
+        visits = prices.visits
+        for keep in (visits, 0, *range(2, visits)):
+            for resident in {max(0, keep - ahead - 1), visits}:
+                asked = replace(config, keep=keep, resident=resident)
+                priced = prices(asked)
+                assert priced is not None, prices.errors
+                exact = costs_of_rehearsal(relay._rehearsal(), split(batch, 6), asked, 1)
+                found, need = priced.device_bytes, device_bytes(exact)
+                assert found == need if keep in (0, visits) else 0.88 * need < found < 1.01 * need, asked
+
+
+def test_few_steps_are_rehearsed() -> None:
+    kind = BY_NAME["gpt2"]
+    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
+        prices = Prices(relay._rehearsal(), kind.make_batch(4, 0), relay.device.figures(), None)
+        asked: list[RelayConfig] = []
+        rehearse = prices._rehearse
+        prices._rehearse = lambda config, passes: asked.append(config) or rehearse(config, passes)  # type: ignore[method-assign]
+        depth = len(relay.stack)
+        for keep in (depth, *range(depth)):
+            for resident in reversed(range(depth - 1)):
+                prices(RelayConfig(micro_batches=2, keep=keep, resident=resident))
+    assert [(config.keep, config.resident) for config in asked] == [(0, 0), (depth, depth - 2)], (
+        "one without, one with all"
+    )
+
+
+def test_a_rehearsal_keeps_no_more_than_there_is_memory_for() -> None:
+    """Many graphs take as much memory as a step in core, which is what the relay is there to spare."""
+    kind = BY_NAME["gpt2"]
+    config, batch = RelayConfig(micro_batches=2, keep=2), kind.make_batch(4, 0)
+    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
+        free = Prices(relay._rehearsal(), batch, relay.device.figures(), None)
+        bare, two, depth = free(replace(config, keep=0)), free(config), len(relay.stack)
+        assert bare is not None and two is not None
+        tight = Prices(relay._rehearsal(), batch, relay.device.figures(), round(1.2 * two.device_bytes))
+        assert tight(config) is not None
+        assert tight(replace(config, keep=depth, resident=depth)) is None and not tight.errors
+        none = Prices(relay._rehearsal(), batch, relay.device.figures(), bare.device_bytes)
+        assert none(replace(config, keep=0)) is not None and none(config) is None
+
+
+# -- the search alone --------------------------------------------------------------------------------------------------
+
+
+def made_up(link: float, config: RelayConfig) -> Priced:
+    """A step of 16 rows and 8 layers: slots of 50 bytes, graphs of 8 bytes a row, a stash of 2; `link` is seconds per load."""
+    rows = -(-16 // config.micro_batches)
+    kept = kept_of(asdict(config), 8)
+    slots = min(8, weight_slots(config.ahead, config.resident))
+    nbytes = 50 * (config.ahead + 1 + config.resident) + 8 * rows + 8 * 16 * (kept - 1)
+    nbytes += 2 * 16 * (9 - kept) if config.stash == "device" else 4 * rows
+    compute = 16 * (1 + 0.4 / rows) * (3 * kept + 4 * (8 - kept)) / 32
+    copies = link * (loads(8, config.ahead, config.resident) + 0.5 * (8 - kept) * (config.stash == "host"))
+    seconds = compute + copies if config.ahead == 0 else max(compute, copies) + 0.1 * (slots == 8)
+    return Priced(config, nbytes, lambda: Run(seconds, 1000 + 500 * (config.update == "deferred")))
+
+
+@pytest.mark.parametrize("budget", [200, 250, 300, 400, 500, 700, 900, 1200, 1500, 2000, 5000])
+@pytest.mark.parametrize("link", [0.0, 0.7, 1.5, 4.0])
+@pytest.mark.parametrize("asked", [RelayConfig(), rarely(RelayConfig(micro_batches=4, ahead=2, stash="host"))])
+def test_the_choice_is_near_the_best_of_all_settings(asked: RelayConfig, link: float, budget: int) -> None:
+    room = Room(budget, None)
+    search = Search(partial(made_up, link), Wanted(asked, FREE, 16, 8, room), 60.0)
+    found = search.run()
+    every = [
+        made_up(link, RelayConfig(micro_batches=count, ahead=ahead, stash=stash, resident=resident, keep=keep))
+        for count, ahead, stash, keep in product((1, 2, 4, 8, 16), (0, 1, 2), ("device", "host"), range(9))
+        for resident in range(8)
+    ]
+    fitting = [step for step in every if room.holds(step)]
+    assert bool(found) == bool(fitting)
+    if found:
+        assert room.holds(found[0])
+        assert found[0].seconds <= 1.05 * min(step.seconds for step in fitting)
+        better = search.better_than(found[0])
+        assert better is None or (not room.holds(better) and better.seconds < found[0].seconds)
+
+
+def test_what_is_fixed_stays() -> None:
+    asked = RelayConfig(micro_batches=3, ahead=2, stash="host", resident=1, keep=2, update="deferred")
+    for name in FREE:
+        free = [other for other in FREE if other != name]
+        for step in Search(partial(made_up, 1.0), Wanted(asked, free, 16, 8, Room(900, None)), 60.0).run():
+            assert getattr(step.config, name) == getattr(asked, name)
+
+
+def test_settings_that_gain_nothing_leave_micro_batches_and_updates_alone() -> None:
+    """Other micro-batches draw other random numbers: a hundredth is not worth that."""
+
+    def price(config: RelayConfig) -> Priced:
+        return Priced(config, 100, lambda: Run(1.0 - 0.001 * config.micro_batches, 0))
+
+    search = Search(price, Wanted(RelayConfig(micro_batches=2), FREE, 16, 8, Room(None, None)), 60.0)
+    best = min(search.finalists(search.run()), key=search.cost)
+    assert (best.config.micro_batches, best.config.update) == (2, "eager")
+
+
+def test_when_time_is_up_the_present_number_of_micro_batches_was_tried() -> None:
+    search = Search(partial(made_up, 0.0), Wanted(RelayConfig(micro_batches=4), FREE, 16, 8, Room(None, None)), -1.0)
+    assert {step.config.micro_batches for step in search.run()} == {4} and not search.all_tried
+
+
+# -- a relay -----------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A model that does not run with one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def unpadded() -> Any:
+    batch = padded_batch(2)
+    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+
+
+MODELS = {
+    "chain": Kind("chain", lambda: Chain(5), lambda rows, seed: chain_batch(4, rows=2), squared_error),
+    "gpt2": Kind("gpt2", lambda: gpt2(4), lambda rows, seed: unpadded()),
+    "batch norm": Kind("batch norm", Normed, lambda rows, seed: chain_batch(2), squared_error),
+    "albert": BY_NAME["albert"],
+    "t5": BY_NAME["t5"],
+}
+
+
+@cache
+def budgets_of(name: str) -> tuple[int, int]:
+    """The smallest budget, and what is needed where nothing is recomputed."""
+    kind = MODELS[name]
+    batch = kind.make_batch(8, 0)
+    with relay_of(kind) as relay:
+        with pytest.raises(NothingFits) as caught:
+            relay.fit(batch, device_bytes=1)
+        assert caught.value.smallest is not None and relay.config == RelayConfig()
+        return caught.value.smallest.budget_bytes, relay.fit(batch, fixed=["micro_batches"]).chosen.budget_bytes
+
+
+@pytest.mark.parametrize("share", [rarely(0.0), rarely(0.1), 0.4, rarely(0.6), rarely(0.9), rarely(1.1)])
+@pytest.mark.parametrize("name", ["chain", "gpt2", "batch norm", rarely("albert"), rarely("t5")])
+def test_steps_fit_the_budget(name: str, share: float) -> None:
+    """From the smallest budget to more than a step without recompute takes, on a device of just so many bytes."""
+    kind = MODELS[name]
+    batch = kind.make_batch(8, 0)
+    least, most = budgets_of(name)
+    budget = round(least + share * (most - least))
+    with relay_of(kind, budget=budget, **LINK) as relay:
+        found = relay.fit(batch)
+        assert relay.config == found.config and found.room.device_bytes == budget
+        peaks = [relay.step(batch).peak_device_bytes for _ in range(3)]
+        assert max(peaks) <= found.chosen.budget_bytes <= budget
+        assert found.forecast.peak_device_bytes == pytest.approx(peaks[-1], rel=0.02)
+
+
+def test_where_everything_fits_a_step_is_one_in_core() -> None:
+    kind = BY_NAME["gpt2"]
+    with relay_of(kind, RelayConfig(micro_batches=2)) as relay:
+        found = relay.fit(kind.make_batch(8, 0), fixed=["micro_batches"])
+        depth = len(relay.stack)
+        assert (found.config.keep, weight_slots(found.config.ahead, found.config.resident)) == (depth, depth)
+        relay.step(kind.make_batch(8, 0))
+        trace = relay.step(kind.make_batch(8, 0)).trace
+        assert sum(e.kind == "load" and e.layer != "shell" for e in trace.events) == depth
+        assert not any(e.kind == "recompute" for e in trace.events)
+    assert "All weights stay on the device during a step, and nothing is recomputed" in str(found)
+    assert found.better is None and "Next better" not in str(found)
+
+
+def test_the_choice_says_why_and_what_the_next_better_one_needs() -> None:
+    kind = MODELS["gpt2"]
+    batch = kind.make_batch(8, 0)
+    with relay_of(kind) as relay:
+        most = relay.fit(batch).forecast.peak_device_bytes
+    with relay_of(kind, budget=round(0.7 * most)) as relay:
+        found = relay.fit(batch)
+    said = str(found)
+    assert found.better is not None and found.room.lacks(found.better).keys() == {"device"}
+    assert "Next better: " in said and " times as fast and needs " in said and f"of {found.room}." in said
+    assert f"RelayConfig(micro_batches={found.config.micro_batches}, ahead={found.config.ahead}, " in said
+
+
+@pytest.mark.parametrize("name", ["gpt2", "batch_norm", "random_skip", "albert", rarely("llama"), rarely("mixture")])
+def test_a_search_trains_nothing_and_training_goes_on_to_the_bit(name: str) -> None:
+    kind = BY_NAME[name]
+    with both(kind, RelayConfig(micro_batches=2)) as pair:
+        assert_equal([pair.step(kind.make_batch(7, seed)) for seed in range(2)])
+        before = whole(pair.relay)
+        pair.relay.fit(kind.make_batch(7, 2), fixed=["micro_batches"])
+        assert_same(before, whole(pair.relay))
+        assert_equal([pair.step(kind.make_batch(7, seed)) for seed in range(2, 5)])
+
+
+def test_auto_fits_itself_at_the_first_step() -> None:
+    kind, batches = BY_NAME["gpt2"], [BY_NAME["gpt2"].make_batch(7, seed) for seed in range(3)]
+    with relay_of(kind, "auto") as relay:
+        assert relay.config == RelayConfig()
+        losses = [relay.step(batch).loss for batch in batches]
+        assert relay.config.keep == len(relay.stack)
+    twin = kind.make_model()
+    in_core = InCore(kind, twin, adamw(twin), relay.config)
+    assert losses == [in_core.step(batch) for batch in batches]
+    assert not differences(relay.model, twin)
+
+
+def test_settings_that_are_given_before_the_first_step_are_kept() -> None:
+    kind = BY_NAME["chain"]
+    with relay_of(kind, "auto") as relay:
+        relay.config = RelayConfig(micro_batches=3)
+        relay.step(kind.make_batch(7, 0))
+        assert relay.config == RelayConfig(micro_batches=3)
+
+
+@pytest.mark.parametrize("config", ["fast", None, {"micro_batches": 2}])
+def test_other_settings_are_refused(config: Any) -> None:
+    kind = BY_NAME["chain"]
+    with pytest.raises(TypeError, match='give a RelayConfig, or "auto" to a new relay'), relay_of(kind, config):
+        pass
+    with relay_of(kind) as relay, pytest.raises(TypeError, match="give a RelayConfig"):
+        relay.config = config
+    with relay_of(kind, "auto") as relay:
+        with pytest.raises(TypeError, match="give a RelayConfig"):
+            relay.config = "auto"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"device_bytes": 0}, "device_bytes=0: must be positive"),
+        ({"host_bytes": -1}, "host_bytes=-1: must be positive"),
+        ({"device_bytes": 1 << 40}, "has a budget of 8,000,000 bytes"),
+        ({"fixed": ["precision"]}, "fixed names 'precision': a search changes micro_batches, ahead"),
+        ({"fixed": "ahead"}, r"fixed='ahead' is text: give names, as \['ahead'\]"),
+    ],
+)
+def test_bad_input_changes_nothing(options: dict[str, Any], message: str) -> None:
+    kind = BY_NAME["chain"]
+    with relay_of(kind, RelayConfig(ahead=0), budget=8_000_000) as relay:
+        with pytest.raises((ValueError, TypeError), match=message):
+            relay.fit(kind.make_batch(7, 0), **options)
+        assert relay.config == RelayConfig(ahead=0)
+
+
+def test_what_the_model_says_to_a_batch_is_raised() -> None:
+    kind = BY_NAME["gpt2"]
+    with relay_of(kind) as relay, pytest.raises(IndexError):
+        relay.fit({"input_ids": torch.full((2, 4), 10_000), "labels": torch.zeros(2, 4, dtype=torch.long)})
+
+
+def test_a_host_that_is_too_small_is_named() -> None:
+    kind = BY_NAME["gpt2"]
+    with relay_of(kind) as relay, pytest.raises(NothingFits, match="an optimizer with less state"):
+        relay.fit(kind.make_batch(4, 0), host_bytes=1000)
+
+
+def test_deferred_updates_give_way_where_the_host_cannot_hold_all_gradients() -> None:
+    kind = BY_NAME["gpt2"]
+    batch = kind.make_batch(4, 0)
+    asked = RelayConfig(update="deferred")
+    with relay_of(kind, asked) as relay:
+        held = relay.fit(batch, fixed=["update", "micro_batches"]).forecast.peak_host_bytes
+    with relay_of(kind, asked) as relay:
+        assert relay.fit(batch, host_bytes=held - 1000).config.update == "eager"
+        relay.config = asked
+        with pytest.raises(NothingFits):
+            relay.fit(batch, host_bytes=held - 1000, fixed=["update"])
+    with relay_of(kind, replace(asked, max_grad_norm=1.0)) as relay:
+        assert relay.fit(batch).config.update == "deferred", "clipping needs it"
