@@ -184,6 +184,11 @@ class Relay:
         self._config, self._fits_itself = checked_config(config), False
 
     @property
+    def fits_itself(self) -> bool:
+        """Whether it will look for settings at its first step: made with "auto", and not told any since."""
+        return self._fits_itself
+
+    @property
     def steps(self) -> int:
         """Number of completed steps."""
         return self._steps

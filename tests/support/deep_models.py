@@ -70,3 +70,24 @@ def padded_batch(micro_batches: int) -> Any:
     mask = torch.ones_like(tokens)
     mask[::2, 18:] = 0  # the same amount of padding in every micro-batch
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+class Normed(nn.Module):
+    """A model that does not run with one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def unpadded_batch() -> Any:
+    """Rows with and without padding need not take the same memory, and forecasts take those of one shape to be alike."""
+    batch = padded_batch(2)
+    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}

@@ -60,11 +60,10 @@ class Noisy(nn.Module):
         return x + torch.tanh(self.dropout(self.linear(x)))
 
 
-def noisy_relay() -> Relay:
+def noisy_relay(config: Any = RelayConfig(micro_batches=3, seed=5)) -> Relay:  # noqa: B008 - frozen
     """Four layers that draw random numbers and count their steps, in three micro-batches."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, WIDTH), *(Noisy() for _ in range(4)), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
-    config = RelayConfig(micro_batches=3, seed=5)
     return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), list(model)[1:5], mse, config=config)
 
 

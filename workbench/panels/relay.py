@@ -178,6 +178,7 @@ class RelayPanel(Panel):
             keys,
             micro_batches=settings["micro_batches"],
             ahead=settings["ahead"],
+            resident=settings["resident"],
             stash=settings["stash"],
             before=self._before(keys),
             live=True,

@@ -14,6 +14,7 @@ import ipywidgets
 from l2l_core import EmulatedDevice, Forecast, Profile, Trace
 from l2l_core.forecast import WhatFits
 from workbench.panels.display import WIDGET, Bundle
+from workbench.panels.fit_button import FitButton
 from workbench.panels.fit_offer import FitOffer
 from workbench.panels.latest import Latest
 from workbench.panels.panel import Panel, failure_html
@@ -106,8 +107,9 @@ class WhatIfPanel(Panel):
         self._open.observe(lambda _: self._turn(), "value")
         self._turn()
         self._open.add_class("l2l-opens")
-        row = box(ipywidgets.HBox, "l2l-buttons", self._open, self._rehearse)
-        return ipywidgets.VBox([self._line, self._fit.widget, row, self._place])
+        fit = FitButton(self.session)
+        row = box(ipywidgets.HBox, "l2l-buttons", self._open, self._rehearse, fit.button)
+        return ipywidgets.VBox([self._line, self._fit.widget, row, fit.words, self._place])
 
     def _build_view(self) -> View:
         apply = ipywidgets.Button(

@@ -39,7 +39,7 @@ class Moments:
     Args:
         columns: events and samples of the step.
         keys: the stack, in order.
-        micro_batches, ahead, stash: settings of the step; micro-batches are counted if not given.
+        micro_batches, ahead, resident, stash: settings of the step; micro-batches are counted if not given.
         before: the step before, of the same stack: it says how many bytes a layer loads and in which order layers come.
             As `Moments` it need not be prepared again for each frame.
         live: whether the step is still under way, so that `columns` holds only what is over.
@@ -52,13 +52,14 @@ class Moments:
         *,
         micro_batches: int | None = None,
         ahead: int = 1,
+        resident: int = 0,
         stash: str = "device",
         before: Moments | Columns | None = None,
         live: bool = False,
     ) -> None:
         self.keys, self.live, self.stash = tuple(keys), live, stash
         if isinstance(before, Columns):
-            before = Moments(before, keys, ahead=ahead) if live else None
+            before = Moments(before, keys, ahead=ahead, resident=resident) if live else None
         self._earlier = earlier = before if live else None
         self._columns, self._events = columns, Events(columns, self.keys)
         self.count = len(self._events)
@@ -68,7 +69,7 @@ class Moments:
         self._loads = Copies(self._events, "load")
         self._pushes = Copies(self._events, "push")
         self._visits = Visits(self._events, live, earlier._visits if earlier else None)
-        self._residency = Residency(self._loads, weight_slots(ahead))
+        self._residency = Residency(self._loads, weight_slots(ahead, resident))
         # Visited in backward and not pushed: of such a layer no push is still to come.
         frozen = {*earlier._visits.layers}.difference(earlier._pushes.layers) if earlier else ()
         self._gradients = Gradients(self._events, self._visits, self._pushes, live, frozen)
@@ -95,6 +96,7 @@ class Moments:
             keys,
             micro_batches=settings.get("micro_batches"),
             ahead=settings.get("ahead", 1),
+            resident=settings.get("resident", 0),
             stash=settings.get("stash", "device"),
         )
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from l2l_core import Edit, Relay, Schedule
+from l2l_core import Edit, Fit, Relay, Schedule
 from l2l_core.edits import Branch, Entry
 from workbench.session.batches import Batches, BatchSource
 from workbench.session.edit_words import group_words
@@ -212,6 +212,16 @@ class Session(Questions):
             what = settings_words(self._plan.settings, planned)
             self._worker.submit(Command(what, lambda: self._trainer.set(settings), settings))
             self._plan.settings = planned
+
+    def fit(self, device_bytes: int | None = None, host_bytes: int | None = None) -> Future[Fit]:
+        """Look for the fastest settings with which the next step fits, and use them from then on; see `Relay.fit`.
+
+        The future gets a NothingFits where there are none, and the settings stay as they are.
+
+        Args:
+            device_bytes, host_bytes: that the step may take; default what there is.
+        """
+        return self._whole("fit", self._trainer.fit, device_bytes, host_bytes)
 
     def close(self, wait: bool = True) -> None:
         """Let the step under way finish, drop what is queued, end the thread. Closing twice is fine."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from l2l_core import Edit, Forecast, Inside, Relay, Schedule, StepResult, TornStep
+from l2l_core import Edit, Fit, Forecast, Inside, Relay, Schedule, StepResult, TornStep
 from l2l_core.edits import Branch, Entry
 from workbench.session.batches import Batches, copied
 from workbench.session.edit_words import entry_words
@@ -137,6 +137,8 @@ class Trainer:
         self._standing.during = "step"
         with self.relay.expect(batch):
             self._follow_schedule()
+            if self.relay.fits_itself:
+                self._fit(batch)
             self._standing.during = "step"
             with self._standing.watch_step():
                 return self.relay.step(batch, skip=self._schedule.skip(self.relay), trust=self._schedule.trust)
@@ -174,14 +176,32 @@ class Trainer:
 
     def forecast(self) -> Forecast:
         """Forecast what the next step will need."""
+        return self.relay.forecast(self._look_ahead("nothing is left to forecast"))
+
+    def fit(self, device_bytes: int | None = None, host_bytes: int | None = None) -> Fit:
+        """Look for the fastest settings for the next step, and use them."""
+        batch = self._look_ahead("there is no step to find settings for")
+        self._standing.during = "edit"
+        return self._fit(batch, device_bytes, host_bytes)
+
+    def _look_ahead(self, otherwise: str) -> Any:
+        """Take the next batch, which stays the next one."""
         self._standing.during, is_new = "batch", not self._batches.waiting
         try:
             batch = self._batches.take()
         except StopIteration:
-            raise ValueError("there is no further batch: nothing is left to forecast") from None
+            raise ValueError(f"there is no further batch: {otherwise}") from None
         if is_new:
             self.script.take()
-        return self.relay.forecast(batch)
+        return batch
+
+    def _fit(self, batch: Any, device_bytes: int | None = None, host_bytes: int | None = None) -> Fit:
+        before = self.relay.config
+        found = self.relay.fit(batch, device_bytes, host_bytes)
+        self.relay.config = before  # they are set like any others: on record, and in the script
+        self.set(found.settings)
+        self._standing.follow_queue()
+        return found
 
     def edit(self, change: Callable[[Relay], Any], what: str = "") -> Any:
         """Let a function change the relay; without words it is not recorded."""

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from deep_models import Chain, chain_batch, gpt2, padded_batch, squared_error
+from deep_models import Chain, Normed, chain_batch, gpt2, squared_error, unpadded_batch
 from oracle import InCore, adamw, assert_equal, both, differences
 from patience import rarely, sampled
 from small import assert_same, whole
-from torch import nn
 from zoo import BY_NAME, KINDS, Kind
 
 from l2l_core import EmulatedDevice, NothingFits, Relay, RelayConfig
@@ -159,29 +158,9 @@ def test_when_time_is_up_the_present_number_of_micro_batches_was_tried() -> None
 # -- a relay -----------------------------------------------------------------------------------------------------------
 
 
-class Normed(nn.Module):
-    """A model that does not run with one row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
-
-
-def unpadded() -> Any:
-    batch = padded_batch(2)
-    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
-
-
 MODELS = {
     "chain": Kind("chain", lambda: Chain(5), lambda rows, seed: chain_batch(4, rows=2), squared_error),
-    "gpt2": Kind("gpt2", lambda: gpt2(4), lambda rows, seed: unpadded()),
+    "gpt2": Kind("gpt2", lambda: gpt2(4), lambda rows, seed: unpadded_batch()),
     "batch norm": Kind("batch norm", Normed, lambda rows, seed: chain_batch(2), squared_error),
     "albert": BY_NAME["albert"],
     "t5": BY_NAME["t5"],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deep_models import Block, Chain, chain_batch, gpt2, padded_batch, squared_error
+from deep_models import Block, Chain, Normed, chain_batch, gpt2, squared_error, unpadded_batch
 from patience import rarely
 from torch import nn
 
@@ -21,30 +21,9 @@ from l2l_core.forecast.smallest import TIMED, WhatFits
 LINK = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
 
 
-class Normed(nn.Module):
-    """A model that does not run with one row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
-
-
-def unpadded() -> Any:
-    """Rows with and without padding need not take the same memory, and forecasts take those of one shape to be alike."""
-    batch = padded_batch(2)
-    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "chain": (lambda: Chain(5), lambda: chain_batch(4, rows=2)),
-    "gpt2": (lambda: gpt2(3), lambda: unpadded()),
+    "gpt2": (lambda: gpt2(3), lambda: unpadded_batch()),
     "batch norm": (Normed, lambda: chain_batch(2)),
 }
 

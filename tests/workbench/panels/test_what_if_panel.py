@@ -212,3 +212,33 @@ def test_what_if_without_a_session(session: Session) -> None:
         WhatIf(trace, depth=0)
     with pytest.raises(TypeError, match="is not a step"):
         WhatIf(3)  # type: ignore[arg-type]
+
+
+def test_fit_chooses_settings_and_says_why(session: Session) -> None:
+    panel = WhatIfPanel(session)
+    train(session, 1)
+    find(panel, "Fit").click()
+    wait_until(lambda: "chosen" in html_of(panel))
+    session.wait(HANG_S)
+    said, now = html_of(panel), session.snapshot()
+    assert "All weights stay on the device during a step, and nothing is recomputed" in said
+    assert now.config == session.relay.config and now.config.keep == 4 and not find(panel, "Fit").disabled
+    session.reconfigure(seed=3)  # it goes on from these
+    session.wait(HANG_S)
+    assert session.relay.config.keep == 4
+    assert "keep" in now.changes[-1].what or "graphs" in now.changes[-1].what
+
+
+def test_a_fit_that_finds_nothing_says_what_is_needed_and_changes_nothing(relay: Relay) -> None:
+    with Session(relay, make_batches()) as session:
+        relay.device.ledger.limit_bytes = 100
+        panel = WhatIfPanel(session)
+        find(panel, "Fit").click()
+        wait_until(lambda: "No settings were found" in html_of(panel))
+        assert "Remedy: give the device that much" in html_of(panel) and session.relay.config == RelayConfig(
+            micro_batches=2
+        )
+    with Session(relay, iter(())) as session:
+        panel = WhatIfPanel(session)
+        find(panel, "Fit").click()
+        wait_until(lambda: "there is no further batch: there is no step to find settings for" in html_of(panel))

@@ -466,3 +466,19 @@ def test_a_session_that_takes_over_begins_where_it_did() -> None:
             session.edit(Insert(0)).result(HANG_S)
         _, states = again(script, relay)
     assert_equal(states, ends)
+
+
+def test_settings_that_were_searched_are_in_the_script_as_they_were_found() -> None:
+    """By a call, and by a relay that fits itself: a search of another machine, or of another moment, may end elsewhere."""
+    with noisy_relay("auto") as relay, Session(relay, iter(BATCHES)) as session:
+        train(session, 2)
+        first = relay.config
+        session.reconfigure(micro_batches=3, keep=0, resident=0)
+        train(session, 1)
+        session.fit().result(HANG_S)
+        train(session, 1)
+        script, losses, states = session.script(), [row.loss for row in session.snapshot().steps], state_of(relay)
+    assert first.keep == 4 and "keep=4" in script and "auto" not in script and ".fit(" not in script
+    found = again(script, noisy_relay(RelayConfig()))
+    assert found[0] == losses
+    assert_equal(found[1], states)
