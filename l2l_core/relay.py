@@ -479,7 +479,7 @@ class Relay:
                 in host memory shares that.
             fixed: settings that stay as they are, of "micro_batches", "ahead", "stash", "resident", "keep" and "update". (Where a
                 step must stay whole if it fails, `update="deferred"` is such a one.)
-            most_s: after so many seconds no further numbers of micro-batches are tried.
+            most_s: after so many seconds nothing further is tried, once something is found that fits.
 
         Returns:
             The choice, with its forecast; `str` says why, and what the next better settings would need.

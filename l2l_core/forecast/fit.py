@@ -174,7 +174,7 @@ class Search:
     Args:
         price: what a step with some settings needs; None if it cannot be made, or surely does not fit.
         wanted: what is looked for.
-        most_s: after so many seconds no further numbers of micro-batches are tried.
+        most_s: after so many seconds nothing further is tried, once something is found.
     """
 
     def __init__(self, price: Price, wanted: Wanted, most_s: float) -> None:
@@ -214,6 +214,8 @@ class Search:
 
     def finalists(self, found: Sequence[Priced]) -> list[Priced]:
         """Of the steps that fit, those that are worth another look: the fastest, and who was timed apart and may be as fast."""
+        if not self.has_time:
+            return list(found[:1])
         chosen: dict[RelayConfig, Priced] = {}
         for step in found:
             # What stays on the device was reckoned from the same rehearsals, so nothing needs to be timed again.
@@ -270,6 +272,9 @@ class Search:
             if any(self._keeps_all(step) for step in fitting):
                 return  # no place of the stash, and no other way to load, can gain anything on it
             if self._most_hopeful_s(config) > best_s:
+                return
+            if not self.has_time and (fitting or best_s < math.inf):
+                self.all_tried = False
                 return
 
     def _can_be_made(self, count: int) -> bool:
