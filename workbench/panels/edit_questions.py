@@ -100,7 +100,8 @@ class EditQuestions:
             self._take_one()
         if self.asked["other"].value == self.asked["layer"].value and len(rows) > 1:
             self.asked["other"].value = next(key for _, key in rows if key != self.asked["layer"].value)
-        offer(self.asked["at"], [*rows, ("after the last layer", END)] if rows else [])
+        places = [(f"before {name}", key) for name, key in rows]
+        offer(self.asked["at"], [*places, ("after the last layer", END)] if rows else [])
         offer(self.asked["like"], [("the layer before it", PREVIOUS), *rows])
 
     @property
@@ -160,7 +161,7 @@ class EditQuestions:
 
 def _build() -> dict[str, Any]:
     return {
-        "at": make_dropdown("in front of", [], "290px"),
+        "at": make_dropdown("where", [], "290px"),
         "first": make_dropdown("from", [], "250px"),
         "last": make_dropdown("to", [], "250px"),
         "layer": make_dropdown("layer", [], "250px"),

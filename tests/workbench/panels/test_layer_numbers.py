@@ -95,8 +95,10 @@ def test_every_view_calls_a_layer_the_same(session: Session, edits: tuple[Edit, 
     form = EditsPanel(session)
     shown(form)
     for one in widgets_of(form):
-        if getattr(one, "description", "") in ("from", "to", "layer", "and", "to the place of", "like", "in front of"):
-            labels = dict(CALLED.match(label).groups()[::-1] for label, _ in one.options if CALLED.match(label))  # type: ignore[union-attr]
+        if getattr(one, "description", "") in ("from", "to", "layer", "and", "to the place of", "like", "where"):
+            labels = dict(
+                CALLED.match(label.removeprefix("before ")).groups()[::-1] for label, _ in one.options if "·" in label
+            )  # type: ignore[union-attr]
             assert labels == numbers, one.description
     check(form._questions.outlook.value, numbers)
 
