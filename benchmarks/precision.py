@@ -1,4 +1,4 @@
-"""Loss curves in float32 and bfloat16: the demo's model, text and settings, the same batches for both, by relay.
+"""Loss curves in float32 and bfloat16: the demo's model and text, the same batches for both, by relay.
 
     python benchmarks/precision.py          (3 to 5 minutes)
     python benchmarks/precision.py --steps 60 --layers 6
@@ -15,7 +15,6 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from _common import report, show
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 from workbench.lessons.corpus import load_corpus
 from workbench.lessons.demo import draw_batch, make_model, make_optimizer, make_schedule, one_thread
-from workbench.lessons.demo_values import FULL, Settings
+from workbench.lessons.demo_values import Settings
 
 WINDOW = 20  # steps of the moving average
 AGREED = 0.01
@@ -36,11 +35,11 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--layers", type=int, default=FULL.layers)
-    parser.add_argument("--width", type=int, default=FULL.width)
-    parser.add_argument("--learning-rate", type=float, default=FULL.learning_rate)
+    parser.add_argument("--layers", type=int, default=Settings.layers)
+    parser.add_argument("--width", type=int, default=Settings.width)
+    parser.add_argument("--learning-rate", type=float, default=Settings.learning_rate)
     args = parser.parse_args()
-    settings = replace(FULL, **vars(args))
+    settings = Settings(**vars(args))
 
     with one_thread():
         losses, held_out, seconds = train(settings)

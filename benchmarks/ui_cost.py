@@ -36,7 +36,7 @@ from l2l_core import EmulatedDevice, Relay, RelayConfig
 from workbench.app import Workbench
 from workbench.lessons.corpus import load_corpus
 from workbench.lessons.demo import draw_batch, make_model, make_optimizer
-from workbench.lessons.demo_values import FULL
+from workbench.lessons.demo_values import Settings
 from workbench.panels.pump import Pump
 from workbench.session import Session
 
@@ -95,11 +95,12 @@ def judge_answers(answered: dict[str, dict[str, float]]) -> str:
 def models() -> Iterator[tuple[str, Relay, Any]]:
     """Name, relay and batch of each model."""
     text, generator = load_corpus().train, torch.Generator().manual_seed(0)
-    demo = make_model(FULL)
+    settings = Settings()
+    demo = make_model(settings)
     yield (
-        f"demo, {FULL.layers} x {FULL.width}",
-        Relay(demo, make_optimizer(demo, FULL), make_device(FULL.budget_bytes), config=CONFIG),
-        draw_batch(text, FULL, generator),
+        f"demo, {settings.layers} x {settings.width}",
+        Relay(demo, make_optimizer(demo, settings), make_device(settings.budget_bytes), config=CONFIG),
+        draw_batch(text, settings, generator),
     )
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     yield "GPT-2, 12 x 256", Relay(make_gpt2(12, 256, 64), optimizer, make_device(), config=CONFIG), make_batch(8, 64)
@@ -223,12 +224,13 @@ from l2l_core import EmulatedDevice, Relay, RelayConfig
 from workbench import Session, Workbench
 from workbench.lessons.corpus import load_corpus
 from workbench.lessons.demo import draw_batch, make_model, make_optimizer
-from workbench.lessons.demo_values import FULL
-model = make_model(FULL)
-device = EmulatedDevice(FULL.budget_bytes, {LINK_BYTES_PER_S}, {LINK_BYTES_PER_S})
+from workbench.lessons.demo_values import Settings
+settings = Settings()
+model = make_model(settings)
+device = EmulatedDevice(settings.budget_bytes, {LINK_BYTES_PER_S}, {LINK_BYTES_PER_S})
 config = RelayConfig(**{asdict(CONFIG)!r})
-relay = Relay(model, make_optimizer(model, FULL), device, config=config)
-batch = draw_batch(load_corpus().train, FULL, torch.Generator().manual_seed(0))
+relay = Relay(model, make_optimizer(model, settings), device, config=config)
+batch = draw_batch(load_corpus().train, settings, torch.Generator().manual_seed(0))
 """
 TRAIN = """
 import time

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from l2l_core.devices import resolve_device
 from workbench.lessons.corpus import Corpus, byte_entropy, draw_windows, load_corpus
 from workbench.lessons.demo_charts import (
     draw_run,
+    format_bargain,
     format_run,
     format_table,
     format_verdicts,
@@ -74,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
             return 1
     checked = not args.quick
     seconds = time.perf_counter() - began_s
-    print(f"\n{format_run(run)}\n\n{format_verdicts(run, checked)}\n")
+    print(f"\n{format_bargain(run)}\n\nIn detail\n{format_run(run)}\n\n{format_verdicts(run, checked)}\n")
     print(write(run, args.out, summarize(run, checked, seconds)))
     print(f"\n{seconds:.0f} s in all\nReport: {args.out / REPORT}")
     return 0 if run.equal and (run.reached or not checked) else 1
@@ -133,10 +134,12 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> LambdaLR:
-    """Make a linear warm-up over 20 steps, times a half cosine that ends at a tenth."""
+    """Make a linear warm-up, times a half cosine that ends at a tenth."""
 
     def factor(step: int) -> float:
-        return min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / settings.steps)))
+        return min(1.0, (step + 1) / settings.warm_up) * (
+            0.55 + 0.45 * math.cos(math.pi * min(1.0, step / settings.steps))
+        )
 
     return LambdaLR(optimizer, factor)
 
@@ -160,7 +163,8 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
         micro_batches=settings.micro_batches, stash="host", ahead=1, update="eager", seed=settings.seed
     )
     judged = torch.Generator().manual_seed(settings.seed + 1)
-    looks = [draw_batch(corpus.held_out, settings, judged) for _ in range(settings.judged_batches)]
+    look = replace(settings, rows=settings.judged_rows)  # larger batches: without graphs they need no more memory
+    looks = [draw_batch(corpus.held_out, look, judged) for _ in range(settings.judged_batches)]
     drawn = torch.Generator().manual_seed(settings.seed)
     start_in_core = partial(
         InCore,
@@ -170,7 +174,7 @@ def train(model: nn.Module, corpus: Corpus, settings: Settings, device: Device, 
         config,
         device.torch_device,
     )
-    in_core_bytes = start_in_core().measure_peak_bytes(looks[0])
+    in_core_bytes = start_in_core().measure_peak_bytes(draw_batch(corpus.train, settings, judged))
     in_core = start_in_core()  # another one: measuring has trained the first for two steps
     entropy = byte_entropy(corpus.held_out)
     for name, level in levels_of(entropy, settings.target):

@@ -1,4 +1,4 @@
-"""What a run of the demo shows: the table of relay against in core, the verdicts, the loss curve.
+"""What a run of the demo shows: gain and cost, the table of relay against in core, the verdicts, the loss curve.
 
 Pure functions from numbers to text; nothing is measured here and nothing is printed or written.
 """
@@ -29,18 +29,19 @@ def introduce(settings: Settings, corpus: Corpus, device: Device, num_params: in
     """Say in a few lines what is about to run."""
     train, held_out = format_bytes(len(corpus.train)), format_bytes(len(corpus.held_out))
     budget = "" if device.ledger.limit_bytes else "no memory budget; "
+    lead = [
+        "A GPT learns Python, byte by byte. By relay, one layer at a time is on the device; the others wait on the host.",
+        f"Steps 1 to {settings.compared} also run in core, with all layers on the device, and are compared bit by bit.",
+    ]
     rows = [
+        ("model", f"{settings.layers} layers of width {settings.width}, {num_params:,} weights"),
+        ("device", f"{device.name}; {budget}the weights alone are {format_bytes(4 * num_params)}"),
         ("text", f"sources of Python {platform.python_version()}'s standard library, {corpus.files} files:"),
         ("", f"{train} to train on, {held_out} of other files held out"),
-        ("model", f"byte-level GPT, {settings.layers} layers of width {settings.width}, {num_params:,} weights"),
-        ("device", f"{device.name}; {budget}the weights alone are {format_bytes(4 * num_params)}"),
         ("batch", f"{settings.rows} windows of {settings.context} bytes, in {settings.micro_batches} micro-batches"),
-        (
-            "training",
-            f"{settings.steps} steps by relay, one layer at a time; 1 to {settings.compared} in core as well",
-        ),
+        ("training", f"{settings.steps} steps"),
     ]
-    return format_table(rows) + "\n"
+    return "\n".join([*lead, "", format_table(rows), ""])
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
@@ -50,6 +51,28 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows
     )
+
+
+def format_bargain(run: Run) -> str:
+    """Say in a few lines what training by relay gains, and what it costs."""
+    relay, in_core = run.relay_device_bytes, run.in_core_device_bytes
+    needs = f"{format_bytes(relay)}; in core needs {format_bytes(in_core)}, {in_core / relay:.1f} times as much"
+    relay_s, in_core_s = run.median_s("relay"), run.median_s("in_core")
+    pace = f"a step takes {relay_s / in_core_s:.1f} times as long as in core, {1e3 * relay_s:.0f} ms"
+    host = f"{format_bytes(run.relay_host_bytes)} for weights, AdamW's state and stash; in core needs none"
+    gain = [("device memory", needs), ("", _judge_budget(run)), ("same training", _compare(run))]
+    cost = [("time", f"{pace} instead of {1e3 * in_core_s:.0f} ms"), ("host memory", host)]
+    lines = format_table([(f"  {name}", words) for name, words in gain + cost]).splitlines()
+    return "\n".join(["What you gain by relay", *lines[: len(gain)], "What you pay", *lines[len(gain) :]])
+
+
+def _compare(run: Run) -> str:
+    if not run.equal:
+        return "NO: relay and in core DIFFER, see below"
+    steps = f"steps 1 to {len(run.compared)}"
+    if not run.exact:
+        return f"losses of {steps} agree with those in core to {run.settings.close:g}"
+    return f"losses and weights of {steps} have the same bits as in core"
 
 
 def format_run(run: Run) -> str:
@@ -71,7 +94,8 @@ def format_run(run: Run) -> str:
     notes = [
         "Device memory counts every storage on the device as long as it exists. Of what in core needs,",
         f"{state} are weights, gradients and AdamW's state, the rest activations. Times: median of the compared",
-        "steps but the first, the two in turn on one core. In backward the relay runs layers forward once more.",
+        "steps but the first, the two in turn on one core. In backward the relay runs layers forward once more, and",
+        "switching between layers takes about as long as layers this small compute: larger ones pay less.",
     ]
     return "\n".join([format_table(rows), "", *notes])
 

@@ -70,6 +70,14 @@ def test_relay_fits_where_in_core_does_not(quick: Outcome) -> None:
     assert "in core is OUT OF MEMORY" in quick.text and "emulated device" in quick.text
 
 
+def test_gain_and_cost_come_before_the_details(quick: Outcome) -> None:
+    first, details = quick.text.split("In detail\n")
+    gain, cost = first.split("What you pay\n")
+    assert "times as much" in gain and "OUT OF MEMORY" in gain and "the same bits as in core" in gain
+    assert "times as long as in core" in cost and "in core needs none" in cost
+    assert "loss of step 1" in details
+
+
 def test_the_full_model_does_not_fit_even_as_weights_alone() -> None:
     assert 4 * demo.count_params(demo.make_model(FULL)) > FULL.budget_bytes
 
@@ -166,6 +174,7 @@ def test_a_difference_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     outcome = run_demo(tmp_path, "--quick", *SMALL)
     assert outcome.status == 1 and outcome.summary["equal"] is False
     assert [one["unequal_weights"] > 0 for one in outcome.summary["compared"]] == [True, True]
+    assert "NO: relay and in core DIFFER, see below" in outcome.text and "same bits" not in outcome.text
     assert "relay and in core DIFFER after step 1, 2" in outcome.text
     assert any("weights after step 2" in line and "DIFFERENT" in line for line in outcome.text.splitlines())
 
@@ -263,7 +272,8 @@ def test_schedule_warms_up_and_falls_to_a_tenth() -> None:
         rates.append(schedule.get_last_lr()[0] / FULL.learning_rate)
         optimizer.step()
         schedule.step()
-    assert rates[0] == pytest.approx(1 / 20) and max(rates) > 0.97 and rates[-1] == pytest.approx(0.1)
+    assert rates[0] == pytest.approx(1 / FULL.warm_up) and rates.index(max(rates)) == FULL.warm_up - 1
+    assert max(rates) > 0.9 and rates[-1] == pytest.approx(0.1)
 
 
 def test_table_is_aligned() -> None:
