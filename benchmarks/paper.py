@@ -4,7 +4,7 @@
     python benchmarks/paper.py --device cuda --rounds 5
     python benchmarks/paper.py --layers 4 --width 256 --batch 8 --budget-gb 0.35 --large-batch 16   a try
 
-BERT-Large (24 x 1,024, 335 million weights, masked language model), sequences of 128 tokens, batch 32, AdamW, dropout 0.1. In core
+BERT-Large (24 x 1,024, 335 million weights, masked language model), sequences of 128, batch 32, AdamW, dropout 0.1. In core
 the batch is accumulated over the largest micro-batches that the budget allows, with all activations kept and with recompute; the
 relay takes micro-batches of the same size. Told are peak device bytes and samples per second, and the relay at a larger batch.
 
