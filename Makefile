@@ -5,20 +5,20 @@ PYTHON ?= python3.11
 PORT   ?= 8888
 BIN    := .venv/bin
 
-.PHONY: help setup demo lab test bench notebooks doctor clean
+.PHONY: help setup demo lab test test-fast bench notebooks doctor clean
 .DEFAULT_GOAL := help
 
 # Tests, demo, benchmarks and notebooks use what is in the repository and in the environment, never the network.
-demo test bench notebooks: export HF_HUB_OFFLINE = 1
-demo test bench notebooks: export TRANSFORMERS_OFFLINE = 1
-demo test bench notebooks: export HF_DATASETS_OFFLINE = 1
-demo test bench notebooks lab: export HF_HUB_DISABLE_TELEMETRY = 1
+demo test test-fast bench notebooks: export HF_HUB_OFFLINE = 1
+demo test test-fast bench notebooks: export TRANSFORMERS_OFFLINE = 1
+demo test test-fast bench notebooks: export HF_DATASETS_OFFLINE = 1
+demo test test-fast bench notebooks lab: export HF_HUB_DISABLE_TELEMETRY = 1
 # Tokenizers warn when a process that used their threads forks, as data loaders do.
-demo test bench notebooks lab: export TOKENIZERS_PARALLELISM = false
+demo test test-fast bench notebooks lab: export TOKENIZERS_PARALLELISM = false
 
 help: ## list the targets (default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
-	@echo "  settings: PYTHON=$(PYTHON) (3.11 or 3.12, for setup), PORT=$(PORT) (for lab), ARGS= (for demo, test, notebooks)"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "  settings: PYTHON=$(PYTHON) (3.11 or 3.12, for setup), PORT=$(PORT) (for lab), ARGS= (for demo, test, test-fast, notebooks)"
 
 setup: .venv/.stamp ## make .venv and install everything into it, in the tested versions
 
@@ -39,6 +39,10 @@ lab: .venv/.stamp ## open JupyterLab on 127.0.0.1, with its token, at the first 
 # A file's tests stay in one process. More than four of them would take turns for memory, and for a GPU.
 test: .venv/.stamp ## run the tests, on up to four cores (ARGS="-m slow" for the long ones)
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# tests/support/fast.py says which.
+test-fast: .venv/.stamp ## run a quick sample of the tests, from every folder but browser and notebooks
+	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder --fast $(ARGS)
 
 # Helpers start with an underscore. A benchmark that needs what is not here (a GPU) says so and exits with 2.
 bench: .venv/.stamp ## run every benchmark in turn

@@ -1,7 +1,21 @@
-"""What every test gets: a fixed seed, and a header that says which torch and device it ran with."""
+"""What every test gets: a fixed seed, and a header that says which torch and device it ran with. And the option `--fast`."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from fast import is_left_out, sample
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="run a sample of the tests: tests/support/fast.py says which")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out by file what `--fast` does not run, before it is imported."""
+    if config.getoption("--fast") and collection_path.match("test_*.py") and is_left_out(collection_path):
+        return True
+    return None  # others may have an opinion
 
 
 def pytest_report_header() -> str:
@@ -14,10 +28,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device on this machine")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # what -k and -m leave is sampled
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files begin, so that no worker is left alone with one of them in the end."""
     first = ["notebooks", "browser"]
     items.sort(key=lambda item: first.index(item.path.parent.name) if item.path.parent.name in first else len(first))
+    if config.getoption("--fast"):
+        taken = sample([item.nodeid for item in items])
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
+        items[:] = [item for item in items if item.nodeid in taken]
 
 
 @pytest.fixture(autouse=True)

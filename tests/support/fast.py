@@ -1,0 +1,47 @@
+"""What `--fast` runs: by rules about files and names, so that it stays a fair sample, without a list, as tests come and go."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+SUPPORT = Path(__file__).resolve().parent
+FOLDERS = ("browser", "notebooks")
+ONE_OF = 6  # functions, of each file
+
+
+def is_left_out(file: Path) -> bool:
+    """Tell whether a test file starts browsers, kernels or other processes: each takes as long as a hundred tests."""
+    return file.parent.name in FOLDERS or _starts_processes(file)
+
+
+@cache
+def _starts_processes(file: Path) -> bool:
+    """Whether it imports `subprocess`, itself or by way of what tests share."""
+    names = set(re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    shared = [SUPPORT / f"{name}.py" for name in names - {file.stem}]
+    return "subprocess" in names or any(_starts_processes(each) for each in shared if each.exists())
+
+
+def sample(names: Iterable[str]) -> set[str]:
+    """Return the node ids to run: of every file about a sixth of its functions and at least one, of each function one case.
+
+    Whether a function is drawn depends on its name alone, so those that come later do not change it.
+    """
+    files: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in names:
+        files[name.partition("::")[0]][name.partition("[")[0]].append(name)
+    taken = set()
+    for functions in files.values():
+        drawn = [function for function in functions if _draw(function) % ONE_OF == 0]
+        for function in drawn or [min(functions, key=_draw)]:
+            taken.add(min(functions[function], key=_draw))
+    return taken
+
+
+def _draw(name: str) -> int:
+    return crc32(name.encode())

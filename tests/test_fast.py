@@ -1,0 +1,58 @@
+"""What `make test-fast` runs: something in every folder but those left out, and a share that cannot creep up."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from fast import FOLDERS, ONE_OF, is_left_out, sample
+
+TESTS = Path(__file__).resolve().parent
+
+
+def names_in(file: Path) -> list[str]:
+    """Node ids of a file's functions, read without importing it."""
+    found = ast.parse(file.read_text(encoding="utf-8")).body
+    functions = [node.name for node in found if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [f"{file.relative_to(TESTS.parent).as_posix()}::{name}" for name in functions]
+
+
+FILES = {file: names_in(file) for file in TESTS.rglob("test_*.py")}
+NAMES = [name for file, names in FILES.items() if not is_left_out(file) for name in names]
+
+
+def test_every_folder_is_touched_but_those_left_out() -> None:
+    touched = {TESTS.parent / name.partition("::")[0] for name in sample(NAMES)}
+    assert touched == {file for file in FILES if not is_left_out(file)}
+    folders = {file.parent for file in FILES}
+    assert {file.parent for file in touched} == folders - {TESTS / name for name in FOLDERS}
+    assert {TESTS / name for name in FOLDERS} < folders
+
+
+def test_few_files_are_left_out_for_their_processes() -> None:
+    others = [file for file in FILES if file.parent.name not in FOLDERS]
+    left_out = {file.name for file in others if is_left_out(file)}
+    assert "test_compile.py" in left_out  # by an import of its own
+    assert "test_programs.py" in left_out  # by one of tests/support/program_batch.py
+    assert len(left_out) < len(others) / 6
+
+
+def test_the_share_of_functions_is_as_said() -> None:
+    assert 0.85 / ONE_OF < len(sample(NAMES)) / len(NAMES) < 1.3 / ONE_OF
+
+
+def test_of_a_function_one_case_runs() -> None:
+    cases = [f"tests/a/test_a.py::test_one[{case}]" for case in range(50)]
+    (taken,) = sample(cases)
+    assert taken in cases
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_it_does_not_depend_on_order_or_on_other_functions(order: int) -> None:
+    new = "tests/core/step/test_new.py::test_new"
+    assert sample([*NAMES, new][::order]) == {*sample(NAMES), new}
+    file = NAMES[0].partition("::")[0]
+    more = {f"{file}::test_more_{i}" for i in range(40)}
+    ours = sample([*NAMES, *more])
+    assert ours & more and sample([*NAMES, *more][::order]) == ours
+    drawn_elsewhere = {name for name in sample(NAMES) if not name.startswith(f"{file}::")}
+    assert {name for name in ours if not name.startswith(f"{file}::")} == drawn_elsewhere
