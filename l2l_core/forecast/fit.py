@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from l2l_core.config import RelayConfig, StashPlace
 from l2l_core.forecast.forecast import Forecast
@@ -74,6 +74,13 @@ class Room:
         return " and ".join(known) or "room without limits"
 
 
+class Better(NamedTuple):
+    """A step that does not fit, and how many times as fast as the chosen one it would be."""
+
+    step: Priced
+    times: float
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Fit:
     """The settings that a search has found, and why these.
@@ -94,7 +101,7 @@ class Fit:
     asked: RelayConfig
     before: Priced | None
     chosen: Priced
-    better: Priced | None
+    better: Better | None
     room: Room
     layers: int
     forecast: Forecast
@@ -139,10 +146,10 @@ class Fit:
     def _next(self) -> str:
         if self.better is None:
             return ""
-        (place, need), *_ = self.room.lacks(self.better).items()
-        gain = self.chosen.seconds / self.better.seconds
-        words = settings_in_words(changes(self.config, self.better.config, FREE))
-        return f"Next better: {words} would be {gain:.2f} times as fast and needs {format_bytes(need)} on the {place}."
+        step, times = self.better
+        (place, need), *_ = self.room.lacks(step).items()
+        words = settings_in_words(changes(self.config, step.config, FREE))
+        return f"Next better: {words} would be {times:.2f} times as fast and needs {format_bytes(need)} on the {place}."
 
     def _search(self) -> str:
         rest = "" if self.all_tried else "; its time was up before all were tried"
@@ -237,11 +244,15 @@ class Search:
             return self.price(replace(config, resident=config.resident - 1))
         return None
 
-    def better_than(self, chosen: Priced) -> Priced | None:
-        """Return, of the steps that do not fit and are faster than this one, the one that needs least."""
+    def better_than(self, config: RelayConfig) -> Better | None:
+        """Find, of the steps that do not fit and are faster than the one with these settings, the one that needs least."""
+        chosen = self.price(config)  # as the others were priced: timed once more, it may seem faster by chance
+        if chosen is None:
+            return None
         others = [step for step in self._known.values() if step is not None and not self.room.holds(step)]
         faster = [step for step in others if _FASTER * step.seconds < chosen.seconds]
-        return min(faster, key=lambda step: sum(self.room.lacks(step).values()), default=None)
+        least = min(faster, key=lambda step: sum(self.room.lacks(step).values()), default=None)
+        return None if least is None else Better(least, chosen.seconds / least.seconds)
 
     def cost(self, step: Priced) -> float:
         """Seconds by which steps are compared; other micro-batches and updates than were asked for must be worth it."""

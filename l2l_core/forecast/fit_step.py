@@ -44,7 +44,7 @@ def fit_step(
         asked=asked,
         before=before,
         chosen=chosen,
-        better=search.better_than(chosen),
+        better=search.better_than(chosen.config),
         room=room,
         layers=prices.visits,
         forecast=forecast_costs(again[chosen], chosen.config, figures, room.host_bytes),

@@ -128,18 +128,20 @@ class _Replay:
                 self._wait(self._h2d.send(self._t, "batch", "", turn.batch_bytes, turn.k))
             self._work(turn)
             self._park(turn, -1)
-        following = iter([(stay, turn) for stay in stays for turn in stay.turns])
+        following = ((stay, turn) for stay in stays for turn in stay.turns)
         first = next(following)
         for index, stay in enumerate(stays):
+            is_backward = stay.is_backward  # once: it looks through all events of the stay
             self._load(index)  # [1]
-            self._take_buffer(stay)
+            if is_backward:
+                self._take_buffer(stay.layer)
             if self._overlap and index == 0:
                 self._fetch(*first)  # nobody came before it to expect it
             for turn in stay.turns:
                 self._relay(stay, turn, next(following, None))
                 self._work(turn, index)  # [2]
                 self._park(turn, stay.visit)
-            if stay.is_backward:
+            if is_backward:
                 self._push(stay.layer)  # [3]
         self._push(SHELL)
         self._finish()
@@ -225,10 +227,10 @@ class _Replay:
             self._wait(self._left_s)
         self._d2h.turn(self._t)  # behind the stash, as in `Stash.park`
 
-    def _take_buffer(self, stay: Stay) -> None:
+    def _take_buffer(self, layer: str) -> None:
         """Wait until a gradient buffer is free: there are two of them, or one if nothing overlaps. Frozen layers need none."""
         # With overlap one gradient may still be leaving, without it none: a bool is 1 or 0.
-        while stay.is_backward and stay.layer in self._trained and len(self._pushed_s) > self._overlap:
+        while layer in self._trained and len(self._pushed_s) > self._overlap:
             self._wait(self._pushed_s.popleft())
 
     def _push(self, layer: str) -> None:

@@ -127,8 +127,8 @@ def test_the_choice_is_near_the_best_of_all_settings(asked: RelayConfig, link: f
     if found:
         assert room.holds(found[0])
         assert found[0].seconds <= 1.05 * min(step.seconds for step in fitting)
-        better = search.better_than(found[0])
-        assert better is None or (not room.holds(better) and better.seconds < found[0].seconds)
+        better = search.better_than(found[0].config)
+        assert better is None or (not room.holds(better.step) and better.times > 1)
 
 
 def test_what_is_fixed_stays() -> None:
@@ -217,7 +217,7 @@ def test_the_choice_says_why_and_what_the_next_better_one_needs() -> None:
     with relay_of(kind, budget=round(0.7 * most)) as relay:
         found = relay.fit(batch)
     said = str(found)
-    assert found.better is not None and found.room.lacks(found.better).keys() == {"device"}
+    assert found.better is not None and found.room.lacks(found.better.step).keys() == {"device"}
     assert "Next better: " in said and " times as fast and needs " in said and f"of {found.room}." in said
     assert f"RelayConfig(micro_batches={found.config.micro_batches}, ahead={found.config.ahead}, " in said
 
