@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from functools import partial
+from io import StringIO
 from subprocess import DEVNULL
 from typing import Any
 
@@ -175,7 +176,7 @@ def looking(relay: Relay, batch: Any, drawing: Drawing) -> Iterator[Session]:
     bench = Workbench(relay, [batch])
     for panel in bench.panels:
         panel.show = drawing.timed(type(panel).__name__, panel.show)  # type: ignore[method-assign]
-    with redirect_stdout(None):  # where there is no page, the still's text is printed
+    with redirect_stdout(StringIO()):  # where there is no page, the text view is printed
         bench._ipython_display_()
     pump, began_s = Pump.of(bench.session), time.perf_counter()
     try:
