@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -71,6 +71,7 @@ from l2l_core.step import (
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import StepResult, Trace
 
+_FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
@@ -274,7 +275,7 @@ class Relay:
             self._caches.off(),
         ):
             if self._fits_itself:
-                self._fit(batch)
+                self._fit(batch, None, None, (), _FIT_S)
             with self._sitting_out(skip, trust):
                 return self._step(batch)
 
@@ -464,7 +465,7 @@ class Relay:
         host_bytes: int | None = None,
         *,
         fixed: Iterable[str] = (),
-        most_s: float = 30.0,
+        most_s: float = _FIT_S,
     ) -> Fit:
         """Look for the fastest settings with which a step on this batch fits, and run with them from the next step on.
 
@@ -477,8 +478,9 @@ class Relay:
             device_bytes: what the step may take of the device; default its budget, and without one what is free now.
             host_bytes: of host memory, masters and optimizer included; default what is there and free now. A device that computes
                 in host memory shares that.
-            fixed: settings that stay as they are, of "micro_batches", "ahead", "stash", "resident", "keep" and "update". (Where a
-                step must stay whole if it fails, `update="deferred"` is such a one.)
+            fixed: settings that stay as they are, of "micro_batches", "ahead", "stash", "resident", "keep" and "update". Deferred
+                updates become eager ones only where the host has too little room for all gradients, and not with clipping or with
+                hooks that come before the optimizer's step.
             most_s: after so many seconds nothing further is tried, once something is found that fits.
 
         Returns:
@@ -490,9 +492,7 @@ class Relay:
             Whatever the model itself raises on the batch.
         """
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
-            return self._fit(
-                batch, device_bytes, host_bytes, tuple(fixed) if not isinstance(fixed, str) else fixed, most_s
-            )
+            return self._fit(batch, device_bytes, host_bytes, fixed, most_s)
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
@@ -678,12 +678,7 @@ class Relay:
             raise
 
     def _fit(
-        self,
-        batch: Batch,
-        device_bytes: int | None = None,
-        host_bytes: int | None = None,
-        fixed: Collection[str] = (),
-        most_s: float = 30.0,
+        self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float
     ) -> Fit:
         check_model(self.model, self._parts.units)
         self._rows_of(batch)

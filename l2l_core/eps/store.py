@@ -27,7 +27,7 @@ from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.errors import NonFiniteError
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import Findings
+from l2l_core.eps.optimizers import Findings, pre_hooks
 from l2l_core.eps.reducer import Alone, Reducer
 from l2l_core.eps.updates import ByOptimizer, Update, clip
 from l2l_core.trace import Event, Trace
@@ -195,6 +195,11 @@ class LayerStore:
     def optimizer(self) -> Optimizer:
         """The optimizer, over the masters."""
         return self.masters.optimizer
+
+    @property
+    def has_pre_hooks(self) -> bool:
+        """Whether somebody may want to see all gradients before they are used."""
+        return bool(pre_hooks(self.optimizer))
 
     def close(self) -> None:
         """Join the thread and give the optimizer the model's own parameters back."""

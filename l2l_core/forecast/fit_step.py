@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import psutil
@@ -11,7 +11,8 @@ import psutil
 from l2l_core.batches import Batch, RowsOf
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger
-from l2l_core.forecast.fit import FREE, Fit, NothingFits, Room, Search, Wanted
+from l2l_core.forecast.fastest import Search, Wanted
+from l2l_core.forecast.fit import FREE, Fit, NothingFits, Room
 from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.prices import Prices
 from l2l_core.forecast.rehearsal import Rehearsal
@@ -23,17 +24,17 @@ _PASSES = 3  # timed ones, of the steps that are looked at once more
 
 
 def fit_step(
-    rehearsal: Rehearsal, batch: Batch, asked: RelayConfig, fixed: Collection[str], room: Room, most_s: float
+    rehearsal: Rehearsal, batch: Batch, asked: RelayConfig, fixed: Iterable[str], room: Room, most_s: float
 ) -> Fit:
     """Look for the fastest settings with which a step on this batch fits.
 
     Arguments and errors are those of `Relay.fit`; `rehearsal` has the relay's parts.
     """
     began_s = time.monotonic()
-    figures = rehearsal.parts.device.figures()
+    free, figures = _free(asked, fixed, rehearsal.store.has_pre_hooks), rehearsal.parts.device.figures()
     prices = Prices(rehearsal, batch, figures, _free_bytes(rehearsal.parts.device))
     before = prices(replace(asked, resident=0, keep=0)) and prices(asked)
-    wanted = Wanted(asked, _free(asked, fixed), RowsOf(batch).count, prices.visits, room)
+    wanted = Wanted(asked, free, RowsOf(batch).count, prices.visits, room)
     search = Search(prices, wanted, most_s)
     exact = list(_looked_at_again(search, prices))
     if not exact:
@@ -81,13 +82,15 @@ def _free_bytes(device: Device | None) -> int:
     return int(_USABLE * (psutil.virtual_memory().available if free is None else free))
 
 
-def _free(asked: RelayConfig, fixed: Collection[str]) -> list[str]:
+def _free(asked: RelayConfig, fixed: Iterable[str], has_pre_hooks: bool) -> list[str]:
     if isinstance(fixed, str):
         raise TypeError(f"fixed={fixed!r} is text: give names, as [{fixed!r}]")
-    if unknown := [name for name in fixed if name not in FREE]:
+    held = {*fixed}
+    if unknown := sorted(held.difference(FREE)):
         raise ValueError(f"fixed names {unknown[0]!r}: a search changes {', '.join(FREE)}, and nothing else")
-    clipped = asked.max_grad_norm is not None  # that needs deferred updates
-    return [name for name in FREE if name not in fixed and not (name == "update" and clipped)]
+    if has_pre_hooks or asked.max_grad_norm is not None:  # both may need all gradients at once
+        held.add("update")
+    return [name for name in FREE if name not in held]
 
 
 def _looked_at_again(search: Search, prices: Prices) -> Iterator[tuple[Priced, Costs]]:
@@ -95,7 +98,7 @@ def _looked_at_again(search: Search, prices: Prices) -> Iterator[tuple[Priced, C
     for finalist in search.finalists(search.run()):
         step: Priced | None = finalist
         while step is not None:
-            costs = prices.exact(step.config, _PASSES if search.has_time else 1)
+            costs = prices.rehearse(step.config, _PASSES if search.has_time else 1)
             if costs is not None and search.room.holds(exact := Priced.of(costs, step.config, prices.figures)):
                 yield exact, costs
                 break

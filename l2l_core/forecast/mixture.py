@@ -7,6 +7,7 @@ the layer before it, which is recomputed here and was not there.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,10 +39,9 @@ def mixed(recomputing: Profile, keeping: Profile, kept: int) -> Profile:
     state, pace = dict(walks[0].first), _pace(recomputing, keeping)
 
     def turns_of(index: int, turns: Sequence[TurnCost]) -> Iterator[TurnCost]:
-        is_kept = (
-            index != START and abs(index - (visits - 1)) < kept
-        )  # so many visits are between this one and the turn
-        walk = walks[is_kept]
+        behind = abs(index - (visits - 1))  # visits between this one and the turn
+        is_kept = index != START and behind < kept
+        walk = walks[1] if is_kept else walks[0]
         for turn in turns:
             walked = walk.turns[index, turn.k]
             yield _timed_as(walked.on(state), turn, pace) if is_kept else walked.on(state)
@@ -52,12 +52,15 @@ def mixed(recomputing: Profile, keeping: Profile, kept: int) -> Profile:
 
 def _timed_as(turn: TurnCost, known: TurnCost, pace: float) -> TurnCost:
     """The turn at the pace of another one, and nothing slower than there: two runs of one thing differ by chance alone."""
-    times = {op.kind: op for op in known.ops}
+    same: dict[tuple[str, str], deque[Op]] = defaultdict(deque)  # a turn may have several operations of a kind
+    for op in known.ops:
+        same[op.kind, op.layer].append(op)
 
     def timed(op: Op) -> Op:
-        if op.kind not in times:
-            return op
-        seconds, overhead_s = times[op.kind].seconds, times[op.kind].overhead_s
+        others = same[op.kind, op.layer]
+        if not others:
+            return op._replace(seconds=pace * op.seconds)
+        seconds, overhead_s = others[0].seconds, others.popleft().overhead_s
         if op.kind == "backward":  # there it recomputes as well
             seconds = min(seconds, pace * op.seconds)
         return op._replace(seconds=seconds, overhead_s=overhead_s)

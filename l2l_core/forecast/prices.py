@@ -35,11 +35,11 @@ class Prices:
     Args:
         rehearsal: of the relay.
         batch: to step on.
-        figures: its figures.
+        figures: of the device.
         most_bytes: that rehearsals may take of the device; None for no limit.
 
     Attributes:
-        figures: of the device.
+        figures: as given.
         visits: of a forward, as far as is known.
         errors: what went wrong in rehearsals; a model need not run with every number of rows, nor a real device have the room.
     """
@@ -55,7 +55,7 @@ class Prices:
         """Price a step; None if it cannot be made."""
         kind = replace(config, ahead=min(config.ahead, 1), resident=0, keep=0)
         if kind not in self._recomputing:
-            self._recomputing[kind] = self._rehearse(kind, 1)
+            self._recomputing[kind] = self.rehearse(kind, 1)
         costs = self._recomputing[kind]
         if costs is None:
             return None
@@ -72,11 +72,8 @@ class Prices:
                 return None
         return Priced.of(self._with_slots(costs, config), config, self.figures)
 
-    def exact(self, config: RelayConfig, most_passes: int) -> Costs | None:
+    def rehearse(self, config: RelayConfig, most_passes: int) -> Costs | None:
         """Rehearse the very step, timed so often; None if it cannot be made."""
-        return self._rehearse(config, most_passes)
-
-    def _rehearse(self, config: RelayConfig, most_passes: int) -> Costs | None:
         try:
             return costs_of_rehearsal(self._rehearsal, split(self._batch, config.micro_batches), config, most_passes)
         except Exception as error:
@@ -88,7 +85,7 @@ class Prices:
         if kind not in self._keeping:
             most = self._most_kept(kind, costs)
             asked = replace(kind, keep=most, resident=max(0, most - kind.ahead - 1))
-            found = self._rehearse(asked, 1) if most > 1 else None
+            found = self.rehearse(asked, 1) if most > 1 else None
             self._keeping[kind] = None if found is None else _Keeping(found, most)
         return self._keeping[kind]
 

@@ -1,4 +1,7 @@
-"""What a session does with its relay: steps, edits, settings and forecasts, one at a time, all on its thread."""
+"""What a session does with its relay: steps, edits, settings and forecasts, one at a time, all on its thread.
+
+A file of one idea, and longer than others for it: whatever reaches the relay is here, in order of what it is called for.
+"""
 
 from __future__ import annotations
 

@@ -31,3 +31,4 @@ from l2l_core.eps.optimizers.states import clone_state as clone_state
 from l2l_core.eps.optimizers.states import differing as differing
 from l2l_core.eps.optimizers.states import state_bytes as state_bytes
 from l2l_core.eps.optimizers.step_hooks import StepHooks as StepHooks
+from l2l_core.eps.optimizers.step_hooks import pre_hooks as pre_hooks

@@ -33,6 +33,12 @@ _REMEDY = (
 )
 
 
+def pre_hooks(optimizer: Optimizer, of_all: bool = True) -> list[Hook]:
+    """Return the hooks that are fired before a step of the optimizer; `of_all`: those of all optimizers too."""
+    everywhere = optimizer_module._global_optimizer_pre_hooks if of_all else {}
+    return [*everywhere.values(), *optimizer._optimizer_step_pre_hooks.values()]
+
+
 @dataclass(frozen=True)
 class StepHooks:
     """Fires the hooks of a store's optimizer.
@@ -102,8 +108,7 @@ class StepHooks:
 
     @property
     def _pre(self) -> list[Hook]:
-        of_all = optimizer_module._global_optimizer_pre_hooks if self.of_all else {}
-        return [*of_all.values(), *self.optimizer._optimizer_step_pre_hooks.values()]
+        return pre_hooks(self.optimizer, self.of_all)
 
     def _note_write(self, row: _Row, hook: str) -> None:
         self.before_write(row.block)

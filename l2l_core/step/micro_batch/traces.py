@@ -80,7 +80,10 @@ class _Glance:
         self._attributes = attributes
         self._values = [value for held in attributes for value in held.values()]
         self._changing = [
-            value for held in attributes for name, value in held.items() if name not in OF_MODULES and _can_grow(value)
+            value
+            for held in attributes
+            for name, value in held.items()
+            if (name not in OF_MODULES or name == "_modules") and _can_grow(value)  # a new module is not looked at yet
         ]
         self.measure()
 

@@ -20,8 +20,10 @@ from zoo import BY_NAME, KINDS, Kind
 from l2l_core import EmulatedDevice, NothingFits, Relay, RelayConfig
 from l2l_core.batches import split
 from l2l_core.forecast import Priced, Room, Run
-from l2l_core.forecast.fit import FREE, Search, Wanted
+from l2l_core.forecast.fastest import Search, Wanted
+from l2l_core.forecast.fit import FREE
 from l2l_core.forecast.measured_costs import costs_of_rehearsal
+from l2l_core.forecast.mixture import mixed
 from l2l_core.forecast.prices import Prices
 from l2l_core.forecast.smallest import device_bytes
 from l2l_core.rules import kept_of, loads, weight_slots
@@ -68,8 +70,8 @@ def test_few_steps_are_rehearsed() -> None:
     with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
         prices = Prices(relay._rehearsal(), kind.make_batch(4, 0), relay.device.figures(), None)
         asked: list[RelayConfig] = []
-        rehearse = prices._rehearse
-        prices._rehearse = lambda config, passes: asked.append(config) or rehearse(config, passes)  # type: ignore[method-assign]
+        rehearse = prices.rehearse
+        prices.rehearse = lambda config, passes: asked.append(config) or rehearse(config, passes)  # type: ignore[method-assign]
         depth = len(relay.stack)
         for keep in (depth, *range(depth)):
             for resident in reversed(range(depth - 1)):
@@ -308,3 +310,52 @@ def test_deferred_updates_give_way_where_the_host_cannot_hold_all_gradients() ->
             relay.fit(batch, host_bytes=held - 1000, fixed=["update"])
     with relay_of(kind, replace(asked, max_grad_norm=1.0)) as relay:
         assert relay.fit(batch).config.update == "deferred", "clipping needs it"
+
+
+def test_hooks_that_want_to_see_all_gradients_go_on_to_see_them() -> None:
+    """With eager updates such a hook is refused: a search must not choose what a step then refuses."""
+    kind, seen = BY_NAME["gpt2"], []
+    batch, asked = kind.make_batch(4, 0), RelayConfig(update="deferred")
+    with relay_of(kind, asked) as relay:
+
+        def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            seen.append(float(torch.nn.utils.clip_grad_norm_(params, 1.0)))
+
+        relay.optimizer.register_step_pre_hook(clip)
+        held = relay.fit(batch).forecast.peak_host_bytes
+        assert relay.config.update == "deferred" and not seen
+        relay.step(batch)
+        assert len(seen) == 1
+        with pytest.raises(NothingFits):
+            relay.fit(batch, host_bytes=held // 2)
+        assert relay.config.update == "deferred"
+
+
+def test_deferred_updates_stay_where_they_fit() -> None:
+    """They keep a step whole that fails, whatever is faster."""
+    search = Search(partial(made_up, 0.0), Wanted(RelayConfig(update="deferred"), FREE, 16, 8, Room(900, 1500)), 60.0)
+    found = search.finalists(search.run())
+    assert found and {step.config.update for step in found} == {"deferred"}
+    search = Search(partial(made_up, 0.0), Wanted(RelayConfig(update="deferred"), FREE, 16, 8, Room(900, 1400)), 60.0)
+    assert {step.config.update for step in search.run()} == {"eager"}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_mixture_takes_its_times_operation_by_operation(count: int) -> None:
+    """Where graphs are kept, all but the recompute takes as long as where none are; a turn may have several of a kind."""
+    kind = BY_NAME["gpt2"]
+    batch = kind.make_batch(6, 0)
+    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
+        prices = Prices(relay._rehearsal(), batch, relay.device.figures(), None)
+        config = RelayConfig(micro_batches=count)
+        assert prices(config) and prices(replace(config, keep=len(relay.stack), resident=len(relay.stack)))
+        ((none, keeping),) = zip(prices._recomputing.values(), prices._keeping.values(), strict=True)
+        assert none is not None and keeping is not None
+        made = mixed(none.profile, keeping.costs.profile, len(relay.stack))
+    for one, other in zip(made.turns, none.profile.turns, strict=True):
+        others = list(other.ops)
+        assert [op.kind for op in one.ops] == [op.kind for op in others]
+        for op, known in zip(one.ops, others, strict=True):
+            assert op.seconds <= known.seconds and op.overhead_s == known.overhead_s
+            assert op.kind == "backward" or op.seconds == known.seconds
