@@ -1,10 +1,14 @@
-"""What every test gets: a fixed seed, and a header that says which torch and device it ran with. And the option `--fast`."""
+"""What every test gets: a fixed seed, and a header that says which torch and device it ran with. And which tests run.
 
+`tests/support/fast.py` has the rules.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from fast import is_left_out, sample
+from fast import beyond_a_dozen, is_left_out, sample
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,9 +32,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device on this machine")
 
 
-@pytest.hookimpl(trylast=True)  # what -k and -m leave is sampled
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files begin, so that no worker is left alone with one of them in the end."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Choose; and let the longest files begin, so that no worker is left alone with one of them in the end."""
+    rare = beyond_a_dozen(item.nodeid for item in items if not item.get_closest_marker("all_cases"))
+    for item in items:
+        if item.nodeid in rare:
+            item.add_marker(pytest.mark.slow)
+    yield  # -k and -m; what they leave is sampled
     first = ["notebooks", "browser"]
     items.sort(key=lambda item: first.index(item.path.parent.name) if item.path.parent.name in first else len(first))
     if config.getoption("--fast"):

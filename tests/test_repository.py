@@ -60,6 +60,7 @@ def test_constraints_name_each_package_once() -> None:
     assert len(pins()) == len(constraint_lines())
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("requirement", requirements(), ids=str)
 def test_every_dependency_has_a_pin_in_its_range(requirement: Requirement) -> None:
     pin = pins().get(canonicalize_name(requirement.name))

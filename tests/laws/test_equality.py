@@ -36,6 +36,7 @@ stashes = pytest.mark.parametrize("stash", ["device", "host"])
 # --- every kind ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.all_cases
 @stashes
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_kind(kind: Kind, stash: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def worker() -> Iterator[Worker]:
         yield worker
 
 
+@pytest.mark.all_cases  # each has found something once
 @pytest.mark.parametrize("program", kept(), ids=lambda program: f"{program.seed}, {program.features[0]}")
 def test_kept_program(program: Program, worker: Worker) -> None:
     outcome = worker.judge(program)

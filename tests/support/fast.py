@@ -1,4 +1,7 @@
-"""What `--fast` runs: by rules about files and names, so that it stays a fair sample, without a list, as tests come and go."""
+"""What runs how often, by rules about files and names, so that it stays fair, without a list, as tests come and go.
+
+`beyond_a_dozen` are the cases that only the long run (-m slow) tries; `sample` is what `--fast` runs.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
-from zlib import crc32
 
 SUPPORT = Path(__file__).resolve().parent
 FOLDERS = ("browser", "notebooks")
 ONE_OF = 6  # functions, of each file
+DOZEN = 12  # cases of a function that the default run tries
 
 
 def is_left_out(file: Path) -> bool:
@@ -25,6 +29,14 @@ def _starts_processes(file: Path) -> bool:
     names = set(re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
     shared = [SUPPORT / f"{name}.py" for name in names - {file.stem}]
     return "subprocess" in names or any(_starts_processes(each) for each in shared if each.exists())
+
+
+def beyond_a_dozen(names: Iterable[str]) -> set[str]:
+    """Return the node ids of a function's cases beyond twelve, if it has more. Functions with the same parameters keep others."""
+    functions: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        functions[name.partition("[")[0]].append(name)
+    return {name for cases in functions.values() for name in sorted(cases, key=_draw)[DOZEN:]}
 
 
 def sample(names: Iterable[str]) -> set[str]:
@@ -44,4 +56,4 @@ def sample(names: Iterable[str]) -> set[str]:
 
 
 def _draw(name: str) -> int:
-    return crc32(name.encode())
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
