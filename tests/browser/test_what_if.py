@@ -86,3 +86,20 @@ def forecast(bench: Bench) -> str:
 
 def picture(bench: Bench) -> str:
     return " ".join(root(bench).locator("svg.l2l text").all_text_contents())
+
+
+@pytest.mark.slow
+def test_fit_chooses_settings_and_says_why(open_notebook: Callable[..., Notebook], page: Page) -> None:
+    notebook = open_notebook(QUICK, WORKBENCH)
+    notebook.run_cell(0), notebook.run_cell(1)
+    bench = notebook.bench(1)
+    bench.press("Step")
+    bench.wait_for_step(1)
+    root(bench).locator("button:has-text('Fit')").click()
+    until(lambda: "chosen RelayConfig(" in root(bench).inner_text(), page, "the choice")
+    said = root(bench).inner_text()
+    assert "a step by the forecast" in said and "settings were compared in" in said
+    keep(root(bench), "what_if_fit")
+    bench.press("Step")
+    bench.wait_for_step(2)
+    assert "keep" in bench.picture(3).text_content(), "the change beside the loss"
