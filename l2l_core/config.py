@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,6 +11,19 @@ StashPlace = Literal["device", "host"]
 UpdateMode = Literal["eager", "deferred"]
 Precision = Literal["fp32", "bf16"]
 MeterMode = Literal["on_change", "always"]
+
+_UNITS = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_BYTES = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +37,8 @@ class RelayConfig:
             there when backward comes to them, and are not loaded again.
         keep: of how many of the last layers the graphs of all micro-batches are kept until backward, so that these are not
             recomputed. It costs their activations, and is possible for as many layers as stay: at most
-            ``ahead + 1 + resident``.
+            ``ahead + 1 + resident``. Or how much of the device they may take, as text: ``"500 MB"``, ``"1.5 GiB"``. The relay
+            then finds out by rehearsals how many layers that are, before the first step of a kind.
         stash: where boundary activations wait for their recompute. On the ``"host"``, device memory does not grow
             with depth or with the number of micro-batches.
         update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them.
@@ -41,7 +56,7 @@ class RelayConfig:
     micro_batches: int = 1
     ahead: int = 1
     resident: int = 0
-    keep: int = 0
+    keep: int | str = 0
     stash: StashPlace = "device"
     update: UpdateMode = "eager"
     precision: Precision = "fp32"
@@ -54,7 +69,10 @@ class RelayConfig:
         _check_int("micro_batches", self.micro_batches, least=1)
         _check_int("ahead", self.ahead, least=0)
         _check_int("resident", self.resident, least=0)
-        _check_int("keep", self.keep, least=0)
+        if isinstance(self.keep, str):
+            bytes_in(self.keep)
+        else:
+            _check_int("keep", self.keep, least=0)
         _check_int("seed", self.seed, least=0)
         _check_choice("stash", self.stash, StashPlace)
         _check_choice("update", self.update, UpdateMode)
@@ -80,6 +98,20 @@ class RelayConfig:
         A plain loop that calls ``torch.manual_seed`` with it before each micro-batch draws the same numbers.
         """
         return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of text differs from process to process
+
+
+def bytes_in(text: str) -> int:
+    """Return the bytes that `keep` allows in words, as "500 MB" or "1.5 GiB".
+
+    Raises:
+        ValueError: it says no number of bytes.
+    """
+    found = _BYTES.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"keep={text!r}: must be a number of layers, as 4, or of bytes with a unit ({', '.join(_UNITS)}), as '500 MB'"
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def checked_config(config: object) -> RelayConfig:

@@ -31,7 +31,7 @@ from l2l_core.batches import (
     form_of,
     join,
 )
-from l2l_core.config import RelayConfig, checked_config
+from l2l_core.config import RelayConfig, bytes_in, checked_config
 from l2l_core.devices import Device, DeviceOutOfMemory, Ledger, Process, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
@@ -46,7 +46,17 @@ from l2l_core.eps.blocks import (
     refuse_scripted,
 )
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, silent
-from l2l_core.forecast import Fit, Forecast, LastStep, Rehearsal, advise, fit_step, forecast_step, room_of
+from l2l_core.forecast import (
+    Fit,
+    Forecast,
+    LastStep,
+    Rehearsal,
+    advise,
+    fit_step,
+    forecast_step,
+    layers_within,
+    room_of,
+)
 from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
 from l2l_core.model import Caches, RandomState, Where, full_precision, keep_attributes, refuse_whole, resolve_layers
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
@@ -276,8 +286,9 @@ class Relay:
         ):
             if self._fits_itself:
                 self._fit(batch, None, None, (), _FIT_S)
+            config = self._settled(self.config, batch)
             with self._sitting_out(skip, trust):
-                return self._step(batch)
+                return self._step(batch, config)
 
     def forward(self, batch: Batch) -> Any:
         """Run the model in evaluation mode; return its outputs, concatenated over micro-batches. Nothing changes."""
@@ -388,11 +399,12 @@ class Relay:
             self._caches.off(),  # in the copy as well
         ):
             check_model(self.model, self._parts.units)  # the in-core side comes first
+            config = self._settled(self.config, batch)
             return compare_step(
                 model=self.model,
                 store=self._store,
                 units=self._parts.units,
-                relay_step=lambda: self._step(batch),
+                relay_step=lambda: self._step(batch, config),
                 micro_batches=micro_batches,
                 objective=self._call.objective,
                 divisors=self._mean.divisors(rows, micro_batches),
@@ -453,7 +465,7 @@ class Relay:
             check_model(self.model, self._parts.units)
             self._rows_of(batch)
             last = LastStep(self._trace, self._steps - 1, self._learned.last, self._kind_of((), self.config))
-            asked = self.config if config is None else config
+            asked = self._settled(self.config if config is None else config, batch)
             return forecast_step(
                 self._rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last
             )
@@ -631,15 +643,15 @@ class Relay:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _step(self, batch: Batch) -> StepResult:
+    def _step(self, batch: Batch, config: RelayConfig) -> StepResult:
         began_s = time.perf_counter()
         check_model(self.model, self._parts.units)
         check_step(self.model, self._parts.shell_modules(), self._parts.units)
         rows, micro_batches = self._split(batch)
         divisors, first_call = self._mean.divisors(rows, micro_batches), self._first_call(rows)
-        kind = self._kind_of(micro_batches, self.config)
-        replay = self._learned.of_step(kind) if self.config.meter == "on_change" else None
-        losses, ran, trace = self._run_step(batch, micro_batches, divisors, replay)
+        kind = self._kind_of(micro_batches, config)
+        replay = self._learned.of_step(kind) if config.meter == "on_change" else None
+        losses, ran, trace = self._run_step(batch, micro_batches, divisors, config, replay)
         self._steps += 1
         self._store.updated.clear()  # it would keep layers that are dropped next
         self._editor.new_layers.call = first_call
@@ -656,14 +668,18 @@ class Relay:
         )
 
     def _run_step(
-        self, batch: Batch, micro_batches: Sequence[Any], divisors: Sequence[float], replay: Metered | None
+        self,
+        batch: Batch,
+        micro_batches: Sequence[Any],
+        divisors: Sequence[float],
+        config: RelayConfig,
+        replay: Metered | None,
     ) -> tuple[list[torch.Tensor], Ran, Trace]:
-        self._trace = trace = self._parts.new_trace(
-            self.config, self._steps
-        )  # whoever follows the step reads it meanwhile
+        # Whoever follows the step reads it meanwhile.
+        self._trace = trace = self._parts.new_trace(config, self._steps)
         put_buffers_back = self._parts.copy_buffers()  # forwards change them, and a step that fails leaves the old ones
         self.device.ledger.reset_peak()
-        work = self._work(self.config, self._call.objective, micro_batches)
+        work = self._work(config, self._call.objective, micro_batches)
         try:
             return *run_step(self._parts, self._store, work, divisors, trace, replay), trace
         except BaseException as error:
@@ -672,7 +688,7 @@ class Relay:
             if isinstance(error, NewHabit):
                 self._learned.distrust()
             if isinstance(error, DeviceOutOfMemory):
-                advise(error, self._rehearsal(), batch, self.config)
+                advise(error, self._rehearsal(), batch, config)
             if updated:
                 raise self._torn(error, updated) from error
             raise
@@ -683,9 +699,17 @@ class Relay:
         check_model(self.model, self._parts.units)
         self._rows_of(batch)
         room = room_of(self.device, self.host, device_bytes, host_bytes)
-        found = fit_step(self._rehearsal(), batch, self.config, fixed, room, most_s)
+        found = fit_step(self._rehearsal(), batch, self._settled(self.config, batch), fixed, room, most_s)
         self.config = found.config
         return found
+
+    def _settled(self, config: RelayConfig, batch: Batch) -> RelayConfig:
+        """Return settings that say by number how many graphs are kept, where they say how many bytes these may take."""
+        if not isinstance(config, RelayConfig) or not isinstance(config.keep, str):
+            return config
+        nbytes, kind = bytes_in(config.keep), self._kind_of(self._rows_of(batch).split(config.micro_batches), config)
+        kept = self._learned.kept(kind, lambda: layers_within(self._rehearsal(), batch, config, nbytes))
+        return replace(config, keep=kept)
 
     def _work(self, config: RelayConfig, task: Task, micro_batches: Sequence[Any]) -> Work:
         seeds = [config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))]
@@ -721,7 +745,7 @@ class Relay:
         check_model(self.model, self._parts.units)
         # One by one: parts of a model may be in evaluation mode for good.
         modes = {module: module.training for module in self.model.modules()}
-        config = replace(config, meter="on_change")
+        config = replace(config, meter="on_change", keep=0)  # nothing is kept for a backward that does not come
         kind = self._kind_of(micro_batches, config)
         work, trace = self._work(config, task, micro_batches), self._parts.new_trace(config, self._steps)
         try:

@@ -29,6 +29,7 @@ from l2l_core.forecast.from_config import forecast_config as forecast_config
 from l2l_core.forecast.from_relay import LastStep as LastStep
 from l2l_core.forecast.from_relay import advise as advise
 from l2l_core.forecast.from_relay import forecast_step as forecast_step
+from l2l_core.forecast.kept import layers_within as layers_within
 from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
 from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.profile import Profile as Profile

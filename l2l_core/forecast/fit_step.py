@@ -32,7 +32,7 @@ def fit_step(
     """
     began_s = time.monotonic()
     free, figures = _free(asked, fixed, rehearsal.store.has_pre_hooks), rehearsal.parts.device.figures()
-    prices = Prices(rehearsal, batch, figures, _free_bytes(rehearsal.parts.device))
+    prices = Prices(rehearsal, batch, figures, free_bytes(rehearsal.parts.device))
     before = prices(replace(asked, resident=0, keep=0)) and prices(asked)
     wanted = Wanted(asked, free, RowsOf(batch).count, prices.visits, room)
     search = Search(prices, wanted, most_s)
@@ -70,13 +70,13 @@ def room_of(device: Device, host: Ledger, device_bytes: int | None, host_bytes: 
             f"device_bytes={device_bytes!r}: {device.name} has a budget of {budget:,} bytes; ask for at most that, or make the "
             "relay on a device with more"
         )
-    free_host = _free_bytes(None) + host.total
+    free_host = free_bytes(None) + host.total
     if device.in_host_memory:
         return Room(device_bytes or budget, host_bytes, free_host)
-    return Room(device_bytes or budget or _free_bytes(device), host_bytes or free_host)
+    return Room(device_bytes or budget or free_bytes(device), host_bytes or free_host)
 
 
-def _free_bytes(device: Device | None) -> int:
+def free_bytes(device: Device | None) -> int:
     """What can be had of a device's memory now, whatever its budget; of the host's if it has none of its own."""
     free = device.free_bytes() if device is not None else None
     return int(_USABLE * (psutil.virtual_memory().available if free is None else free))

@@ -13,6 +13,7 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.replay import MOST_EVENTS, simulate
 from l2l_core.forecast.stands import from_the_middle, pattern
 from l2l_core.forecast.stretch import stretch, with_memory
+from l2l_core.rules import kept_of
 from l2l_core.trace import OVERLAPPING, Trace, Work, micro_batches_to_hide
 
 _DEEPEST = 1 << 20  # layers; what fits so many has no limit worth a number
@@ -49,6 +50,9 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
         return None
     # of two middles the first: deeper stacks repeat it, and the last layer is where forward turns
     spare = from_the_middle(keys, (len(keys) - 1) // 2, keys[-1]) or keys
+    # A step keeps the graphs of as many layers however deep it is, so that further ones are like those that it recomputes.
+    recomputed = keys[: len(keys) - kept_of(profile.settings, len(keys))]
+    spare.sort(key=lambda key: key not in recomputed)
 
     def fits(depth: int) -> bool:
         more = depth - len(keys)

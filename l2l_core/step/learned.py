@@ -44,6 +44,7 @@ class Learned:
 
     def __init__(self, layers: Sequence[Unit]) -> None:
         self._inferred: Recent[Metered] = Recent(_MOST_KINDS)
+        self._kept: Recent[int] = Recent(_MOST_KINDS)
         self.last: Kind | None = None
         self.forget(layers)
 
@@ -53,6 +54,7 @@ class Learned:
         self._whole = self._known = _Metered()
         self._in_part = _MeteredInPart(self._whole)
         self._inferred.clear()
+        self._kept.clear()
 
     def distrust(self) -> None:
         """A step did what the one that was metered did not: the next one is metered."""
@@ -82,6 +84,13 @@ class Learned:
     def inferred(self, kind: Kind, task: object, metered: Metered) -> None:
         """An inference is over."""
         self._inferred.keep((kind, task), metered)
+
+    def kept(self, kind: Kind, find: Callable[[], int]) -> int:
+        """Return how many graphs a step of this kind keeps, whose settings say in bytes how much; `find` is asked once."""
+        known = self._kept.get(kind)
+        if known is None:
+            self._kept.keep(kind, known := find())
+        return known
 
     @contextmanager
     def without(self, units: Collection[Unit]) -> Iterator[None]:

@@ -311,7 +311,16 @@ def test_a_step_that_does_not_fit_can_be_forecast() -> None:
 @pytest.mark.parametrize("micro_batches", [1, rarely(2), 6])
 @pytest.mark.parametrize("asked_at", [2, rarely(5), rarely(14)])
 def test_the_largest_depth_fits_and_one_more_does_not(asked_at: int, micro_batches: int) -> None:
-    config = RelayConfig(micro_batches=micro_batches)
+    check_largest_depth(asked_at, RelayConfig(micro_batches=micro_batches))
+
+
+@pytest.mark.parametrize("asked_at, keep", [(5, 4), (5, 3), rarely(12, 4), rarely(12, 9)])
+def test_deeper_stacks_keep_no_more_graphs(asked_at: int, keep: int) -> None:
+    check_largest_depth(asked_at, RelayConfig(micro_batches=2, resident=2, ahead=1, keep=keep))
+
+
+def check_largest_depth(asked_at: int, config: RelayConfig) -> None:
+    micro_batches = config.micro_batches
     with chain(9, config) as nine:
         budget = nine.forecast(chain_batch(micro_batches)).peak_device_bytes + 7
     with chain(asked_at, config) as relay:
