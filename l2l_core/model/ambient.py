@@ -71,10 +71,11 @@ class Ambient:
     @staticmethod
     def take() -> Ambient:
         """Read the thread's state; its mode and hook stacks are left empty."""
+        on, type_of = torch.is_autocast_enabled, torch.get_autocast_dtype
         state = Ambient(
             random=RandomState.take(),
             grad_enabled=torch.is_grad_enabled(),
-            autocast=tuple((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _AUTOCAST_TYPES),
+            autocast=((on("cpu"), type_of("cpu")), (on("cuda"), type_of("cuda"))),
             autocast_cache=torch.is_autocast_cache_enabled(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
@@ -99,7 +100,11 @@ class Ambient:
     def put(self) -> None:
         """Make this the thread's state; its mode and hook stacks must be empty (`take` leaves them so)."""
         self.random.put()
-        torch.set_grad_enabled(self.grad_enabled)
+        self.put_all_but_random()
+
+    def put_all_but_random(self) -> None:
+        """Do the same, and let the random generators be as they are."""
+        torch._C._set_grad_enabled(self.grad_enabled)  # past what wraps it for tracing: this runs at every turn
         for device_type, (enabled, dtype) in zip(_AUTOCAST_TYPES, self.autocast, strict=True):
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from l2l_core.model.modules import modules_of
+
 logger = logging.getLogger("l2l_core")
 
 _CONFIGURATIONS = {"PretrainedConfig", "PreTrainedConfig"}  # what transformers has called the class of all of them
@@ -56,7 +58,7 @@ class Caches:
     def _asking(self) -> list[Any]:
         """Find the configurations of the model and its parts, each once, with `use_cache` on."""
         found: dict[int, Any] = {}
-        waiting = [vars(module).get("config") for module in self._model.modules()]
+        waiting = [vars(module).get("config") for module in modules_of(self._model)]
         while waiting:
             config = waiting.pop()
             if _is_configuration(type(config)) and id(config) not in found:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l_core.model.modules import modules_of
+
 _ENTRIES = ("_compiled_call_impl", "forward")  # where a module keeps what `torch.compile` has made of it
 
 
@@ -41,12 +43,12 @@ def call_of(module: nn.Module) -> str:
 
 def parts_of(root: nn.Module) -> list[nn.Module]:
     """Find the compiled modules in and below `root`."""
-    return [module for module in root.modules() if entry_of(module) is not None]
+    return [module for module in modules_of(root) if entry_of(module) is not None]
 
 
 def compiled_below(part: nn.Module) -> list[nn.Module]:
     """List the modules whose code, hooks included, a compiled part has in its graph."""
-    modules = list(part.modules())
+    modules = modules_of(part)
     return modules if entry_of(part) == "_compiled_call_impl" else modules[1:]
 
 

@@ -20,7 +20,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit, refuse_cached
-from l2l_core.model import Ambient, RandomState
+from l2l_core.model import Ambient, RandomState, modules_of
 from l2l_core.rules import gradient_slots, pieces_of_copy
 from l2l_core.step.advice import advise
 from l2l_core.step.apart import Apart
@@ -137,7 +137,7 @@ class Stage:
             d2h=self.d2h,
             clock=self.clock,
         )
-        attributes = [v for m in parts.model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+        attributes = [v for m in modules_of(parts.model) for v in vars(m).values() if isinstance(v, torch.Tensor)]
         order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], attributes)
         later(order.close)
         self._watch = Watch(self.stash, order)
@@ -255,7 +255,7 @@ class Stage:
 
     def forwards(self, micro_batches: Sequence[Any], task: Task, seeds: Sequence[int]) -> list[Forward]:
         """Make one paused forward per micro-batch, each with a random stream of its own."""
-        base = Ambient.take()
+        base = outside = Ambient.take()
         base.put()  # `take` has emptied the thread's stacks of modes and hooks
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
             base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
@@ -273,7 +273,7 @@ class Stage:
             ambient = base.reseeded(RandomState.seeded(seed))
             if torch.is_grad_enabled():
                 ambient = ambient.within(crossing)
-            self.shadows.forwards.append(Forward(k, bring, run, ambient, self.run, crossing))
+            self.shadows.forwards.append(Forward(k, bring, run, ambient, outside, self.run, crossing))
         return self.shadows.forwards
 
     def _bring(self, k: int, micro_batch: Any) -> Any:
@@ -295,6 +295,6 @@ class Stage:
 
 def model_tensors(parts: Parts) -> list[torch.Tensor]:
     """List the tensors that the model keeps between passes: masters, buffers, plain attributes."""
-    modules = list(parts.model.modules())
+    modules = modules_of(parts.model)
     held = [v for m in modules for v in [*m._buffers.values(), *vars(m).values()] if isinstance(v, torch.Tensor)]
     return held + [master for unit in parts.units for master in unit.masters]

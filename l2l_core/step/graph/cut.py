@@ -194,7 +194,7 @@ class Reach:
 
 def reach(starts: Iterable[GradientEdge]) -> Reach:
     """Walk over a graph. It happens at every layer call, so this is written to be quick."""
-    leaves, entries, nodes, numbers = [], [], set(), []
+    leaves, entries, nodes = [], [], set()
     again: set[Any] = set()
     cast, is_nested = set(), False
     todo = [edge.node for edge in starts]
@@ -205,17 +205,18 @@ def reach(starts: Iterable[GradientEdge]) -> Reach:
             leaves.append(node.variable)
         elif kind is _ENTRY:
             entries.append(node)
-        elif node not in nodes:
-            nodes.add(node)
-            numbers.append(node._sequence_nr())
-            behind = [parent for parent, _ in node.next_functions if parent is not None]
-            if kind.__name__ == "ToCopyBackward0":
-                cast.update(parent.variable for parent in behind if type(parent) is _LEAF)
-            elif kind.__name__ == "CheckpointFunctionBackward":
-                is_nested = True
-            todo += behind
-        else:
+        elif node in nodes:
             again.add(node)
+        else:
+            nodes.add(node)
+            behind = [parent for parent, _ in node.next_functions if parent is not None]
+            todo += behind
+            name = kind.__name__
+            if name == "ToCopyBackward0":
+                cast.update(parent.variable for parent in behind if type(parent) is _LEAF)
+            elif name == "CheckpointFunctionBackward":
+                is_nested = True
+    numbers = [node._sequence_nr() for node in nodes]
     first, last = min(numbers, default=sequence_number()), max(numbers, default=0)
     return Reach(leaves, entries, nodes, again, first, last, cast, is_nested)
 

@@ -64,11 +64,16 @@ class Arguments:
     Attributes:
         leaves: tensors, caches and plain values, in the order of `spec`.
         inputs: the differentiable tensors among them, each once.
+        tensors: every tensor among them.
     """
 
     leaves: list[Any]
     spec: Any
     inputs: list[Input]
+    tensors: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     @staticmethod
     def of(layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], crossing: Crossing) -> Arguments:
@@ -87,11 +92,6 @@ class Arguments:
             elif leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
                 inputs[id(leaf)] = Input(leaf, crossing.sink_of(leaf))
         return Arguments(leaves, spec, list(inputs.values()))
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Every tensor among them."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def run(self, layer: Callable[..., Any]) -> tuple[Given, Graph]:
         """Call the layer with entries in place of differentiable arguments, and with caches lent empty."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from l2l_core.eps.blocks import Unit
+from l2l_core.model import modules_of
 from l2l_core.step.graph import Asides
 from l2l_core.step.micro_batch.hooks import SideOutputs
 
@@ -57,7 +58,7 @@ class Attributes:
         self._plain: dict[tuple[Place, int], Any] = {}  # numbers that layers keep on themselves, by micro-batch
         self._left: dict[Place, list[weakref.ref[torch.Tensor]]] = {}  # what layers keep on themselves
         self._shell = {module for module in shell if not type(module).__module__.startswith("torch.")}
-        self._unit_of = {module: unit for unit in layers for module in unit.module.modules()}
+        self._unit_of = {module: unit for unit in layers for module in modules_of(unit.module)}
         self._k = -1  # whose turn it is
         self._own: dict[Place, Any] = {}  # what that micro-batch has set so far
         self._in_layer = False

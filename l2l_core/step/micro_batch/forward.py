@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from l2l_core.eps.blocks import SHELL, Unit
-from l2l_core.model import Ambient, call_of
+from l2l_core.model import Ambient, RandomState, call_of
 from l2l_core.step.micro_batch.attributes import Place
 from l2l_core.step.micro_batch.call import Call
 from l2l_core.step.micro_batch.crossing import Crossing
@@ -40,6 +40,7 @@ class Forward:
         bring: Callable[[], Any],
         task: Callable[[Any], Any],
         ambient: Ambient,
+        outside: Ambient,
         run: Pass,
         crossing: Crossing,
     ) -> None:
@@ -50,7 +51,7 @@ class Forward:
         self.result: Any = None
         self.done = False
         self.keeper: Keeper = RECOMPUTE  # of the graph of the layer that runs next
-        self._bring, self._task, self._ambient, self._run = bring, task, ambient, run
+        self._bring, self._task, self._ambient, self._outside, self._run = bring, task, ambient, outside, run
         self._greenlet = _Coroutine(self._body)
         self._greenlet.forward = self
         self._greenlet.gr_context = contextvars.copy_context()
@@ -60,12 +61,14 @@ class Forward:
     def advance(self) -> None:
         """Run the waiting layer and the shell after it, up to the next layer call or the end."""
         self._run.order.begin_turn()
-        engine = Ambient.take()
+        Ambient.clear()
         try:
             with self._run.at_work.turn(self.k, SHELL), self._run.attributes.turn(self.k, self._attributes):
                 self._greenlet.switch()
         finally:
-            engine.put()
+            # The loop draws nothing by itself. What runs backward next, a loss, goes on in this micro-batch's stream as in core,
+            # and the stage gives the caller's generators back.
+            self._outside.put_all_but_random()
         self._run.order.end_turn(self.k)
 
     def cancel(self) -> None:
@@ -142,8 +145,7 @@ class Forward:
 
     def _run_layer(self, call: Call, shell: Ambient, check: Callable[[], None]) -> Any:
         self.crossing.autocasts |= shell.autocasts and shell.autocast_cache
-        inner = shell.without(self.crossing)
-        call.ambient = inner if self._run.watches_layers else inner.without(self._run.watch)
+        call.ambient = shell.without(self.crossing, *(() if self._run.watches_layers else (self._run.watch,)))
         call.ambient.put()
         try:
             try:
@@ -152,11 +154,13 @@ class Forward:
                     raise RuntimeError(_checkpointed(f"layer {call.unit.name} was called within a checkpoint"))
                 outputs = call.first(self._run, self.keeper, self.crossing)
             finally:
-                after = Ambient.take()
+                drawn = RandomState.take()
+                Ambient.clear()
             call.note(self._run, outputs)  # no mode is on: nobody sees it
             call.prove(self._run)
         finally:
-            shell.reseeded(after.random).put()
+            drawn.put()
+            shell.put_all_but_random()
         self._run.runs[call.unit] += 1
         self._attributes.update(call.attributes)
         for module, name in self._attributes:  # a layer that runs again may keep something else there, without a graph

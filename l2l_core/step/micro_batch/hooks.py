@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
 from l2l_core.eps.blocks import Unit
-from l2l_core.model import compiled_below, parts_of
+from l2l_core.model import compiled_below, modules_of, parts_of
 from l2l_core.step.graph import is_entry
 from l2l_core.step.traffic import Metered, NewHabit
 
@@ -182,7 +182,7 @@ class UserHooks:
             compiled = {
                 module for part in parts_of(layer) for module in compiled_below(part)
             }  # of those there are none
-            self._modules[layer] = [m for m in layer.modules() if m is not layer and m not in compiled]
+            self._modules[layer] = [m for m in modules_of(layer) if m is not layer and m not in compiled]
         for module in self._modules[layer]:
             if module._forward_pre_hooks or module._forward_hooks:
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from l2l_core.eps.blocks import Buffers
-from l2l_core.model import entry_of, function_modes_without, is_wrapper, parts_of, wrapper_class
+from l2l_core.model import entry_of, function_modes_without, is_wrapper, modules_of, parts_of, wrapper_class
 from l2l_core.step.graph import Asides, BufferOrder, sequence_number
 from l2l_core.step.micro_batch.attributes import Attributes
 from l2l_core.step.micro_batch.crossing import Crossing, crossing_in_force
@@ -49,8 +49,8 @@ class OutOfSight:
         self._watch, self._stash, self._at_work = watch, watch.stash, watch.at_work
         self._asides, self._sides = asides, sides
         self._attributes, self._order = attributes, order
-        self._parts = {part: list(part.modules()) for part in parts_of(model)}
-        inside = {module for layer in layers for module in layer.modules()}
+        self._parts = {part: modules_of(part) for part in parts_of(model)}
+        inside = {module for layer in layers for module in modules_of(layer)}
         self._buffers = {p: Buffers(modules) for p, modules in self._parts.items() if p not in inside}  # of the shell
         self._own: dict[nn.Module, tuple[str, Any]] = {}  # entry, and what the instance had there
         self._wrapped: dict[nn.Module, Any] = {}

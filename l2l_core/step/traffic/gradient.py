@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from l2l_core.devices import Device, Ticket
 from l2l_core.eps import LayerStore
-from l2l_core.eps.blocks import Block, GradientPiece, Trained, Unit
+from l2l_core.eps.blocks import Block, GradientPiece, Layout, Trained, Unit
 from l2l_core.step.graph import Root
 from l2l_core.step.traffic.clock import Clock
 from l2l_core.step.traffic.lanes import Link
@@ -28,6 +28,13 @@ class _Buffer:
     flat: torch.Tensor
     clock: Clock
     leaving: list[Ticket] = field(default_factory=list)  # copies that still read it
+    seen_as: dict[tuple[int, Layout], list[torch.Tensor]] = field(default_factory=dict)
+
+    def views(self, start: int, layout: Layout) -> list[torch.Tensor]:
+        """See the buffer from an element on as a layout says; gradients of layers that are alike share the views."""
+        if (start, layout) not in self.seen_as:
+            self.seen_as[start, layout] = layout.views(self.flat[start : start + layout.numel])
+        return self.seen_as[start, layout]
 
     def settle(self) -> None:
         """Let compute write to the buffer only when what it held has left."""
@@ -91,10 +98,10 @@ class Gradient:
         for block in unit.blocks:
             trained = takers.trained[block]
             share = _Share(block, trained, buffer.flat[start : start + trained.numel], [False] * len(trained.indices))
+            places = enumerate(zip(trained.indices, buffer.views(start, trained.layout), strict=True))
             start += trained.numel
             if trained.indices:
                 self._shares.append(share)
-            places = enumerate(zip(trained.indices, trained.layout.views(share.flat), strict=True))
             self._ends += [takers.route(block.params[i], self._taker(share, at, view)) for at, (i, view) in places]
 
     def _taker(self, share: _Share, at: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:

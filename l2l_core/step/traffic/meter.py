@@ -80,9 +80,10 @@ class Meter:
         self._label = f"{kind} {layer}"
         self._device.doing = lambda: self._name(kind, layer, k)
         self._device.take_high()
-        self._beside = self._besides_activations()
         if self._replay is not None:
             self._book(self._expected(self._replay)[1])
+        elif self._keeps:
+            self._beside = self._besides_activations()
 
     def _name(self, kind: str, layer: str, k: int) -> str:
         """Name a compute event for people: "forward of h.3 (L003), micro-batch 1"."""

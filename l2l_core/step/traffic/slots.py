@@ -16,7 +16,7 @@ from torch import nn
 
 from l2l_core.devices import Copy, Device, Ticket
 from l2l_core.eps import Place
-from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.blocks import Block, Layout, Unit
 from l2l_core.rules import weight_slots
 from l2l_core.step.traffic.clock import Clock
 
@@ -40,7 +40,7 @@ class Slot:
     """A device buffer that holds one layer's weights.
 
     Invariant: `unit` is the layer whose weights are in `flat`, or on their way there until `ticket` is done; `lent` is what
-    that load still reads.
+    that load still reads. `seen_as` is what has been asked for by `views`.
     """
 
     number: int
@@ -49,6 +49,14 @@ class Slot:
     stay: Stay = field(default_factory=Stay)
     ticket: Ticket | None = None
     lent: list[Block] = field(default_factory=list)
+    seen_as: dict[tuple[Layout, ...], list[torch.Tensor]] = field(default_factory=dict)
+
+    def views(self, unit: Unit) -> list[torch.Tensor]:
+        """See the slot as the parameters of a unit; layers of one layout share the views."""
+        layouts = tuple(block.layout for block in unit.blocks)
+        if layouts not in self.seen_as:
+            self.seen_as[layouts] = unit.views(self.flat[: unit.numel])
+        return self.seen_as[layouts]
 
 
 class Prefetch:
@@ -115,7 +123,7 @@ class Prefetch:
         with self._clock.stalled():
             slot.ticket.wait()
         self._take_back(slot)
-        views = unit.views(slot.flat[: unit.numel])  # what the shell has too is read there: its code may keep a view
+        views = slot.views(unit)  # what the shell has too is read there: its code may keep a view
         unit.point([self._shell.get(param, view) for param, view in zip(unit.params, views, strict=True)])
         self._clock.stay += 1
         try:
