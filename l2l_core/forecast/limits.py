@@ -48,8 +48,7 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
     keys = list(budgets.layer_bytes)
     if budgets.device_bytes is None and budgets.host_bytes is None:
         return None
-    # of two middles the first: deeper stacks repeat it, and the last layer is where forward turns
-    spare = from_the_middle(keys, (len(keys) - 1) // 2, keys[-1]) or keys
+    spare = from_the_middle(keys, keys[-1]) or keys  # deeper stacks repeat the first of them; forward turns at the last layer
     # A step keeps the graphs of as many layers however deep it is, so that further ones are like those that it recomputes.
     recomputed = keys[: len(keys) - kept_of(profile.settings, len(keys))]
     spare.sort(key=lambda key: key not in recomputed)

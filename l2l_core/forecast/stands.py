@@ -68,10 +68,13 @@ class StandIn(NamedTuple):
     times: int  # how many layers it stands for
 
 
-def from_the_middle(keys: Sequence[str], middle: float, turning: str) -> list[str]:
-    """List layers in the order in which a stack can do without them: nearest to `middle` first, but never the turning one."""
-    at = {key: index for index, key in enumerate(keys)}
-    return sorted((key for key in keys if key != turning), key=lambda key: abs(at[key] - middle))
+def from_the_middle(keys: Sequence[str], turning: str) -> list[str]:
+    """List layers in the order in which a stack can do without them: from the middle outwards, but never the turning one.
+
+    Of two that are as far from it, the earlier one comes first.
+    """
+    far = {key: abs(2 * index - (len(keys) - 1)) for index, key in enumerate(keys)}
+    return sorted((key for key in keys if key != turning), key=far.__getitem__)
 
 
 def stack_of(keys: Sequence[str], depth: int, turning: str, alike: Sequence[str]) -> list[str]:
@@ -81,7 +84,7 @@ def stack_of(keys: Sequence[str], depth: int, turning: str, alike: Sequence[str]
     """
     further = depth - len(keys)
     if further < 0:
-        gone = set(from_the_middle(keys, (len(keys) - 1) / 2, turning)[:-further])
+        gone = set(from_the_middle(keys, turning)[:-further])
         return [key for key in keys if key not in gone]
     ends = [round((i + 1) * further / len(alike)) for i in range(len(alike))]
     more = {key: end - begin for key, begin, end in zip(alike, [0, *ends], ends, strict=False)}
