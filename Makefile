@@ -36,6 +36,9 @@ demo: .venv/.stamp ## run the demonstration without a browser; it prints what it
 lab: .venv/.stamp ## open JupyterLab on 127.0.0.1, with its token, at the first notebook
 	$(BIN)/python -m workbench lab --port $(PORT)
 
+# Tests keep all cores busy, and kernels of notebooks compute on all of them too: threads that wait give their core away.
+test test-fast: export OMP_WAIT_POLICY = passive
+
 # A file's tests stay in one process. More than four of them would take turns for memory, and for a GPU.
 test: .venv/.stamp ## run the tests, on up to four cores (ARGS="-m slow" for the long ones)
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder $(ARGS)

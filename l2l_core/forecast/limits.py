@@ -48,7 +48,9 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
     keys = list(budgets.layer_bytes)
     if budgets.device_bytes is None and budgets.host_bytes is None:
         return None
-    spare = from_the_middle(keys, keys[-1]) or keys  # deeper stacks repeat the first of them; forward turns at the last layer
+    spare = (
+        from_the_middle(keys, keys[-1]) or keys
+    )  # deeper stacks repeat the first of them; forward turns at the last layer
     # A step keeps the graphs of as many layers however deep it is, so that further ones are like those that it recomputes.
     recomputed = keys[: len(keys) - kept_of(profile.settings, len(keys))]
     spare.sort(key=lambda key: key not in recomputed)

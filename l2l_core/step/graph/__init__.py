@@ -4,6 +4,7 @@ May import `eps.blocks`.
 Begin reading at `cut.py`, `aside.py`.
 """
 
+from l2l_core.step.graph.aside import Aside as Aside
 from l2l_core.step.graph.aside import Asides as Asides
 from l2l_core.step.graph.aside import unasked as unasked
 from l2l_core.step.graph.buffer_order import BufferOrder as BufferOrder

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from l2l_core.model import is_cache, refuse_hidden
 from l2l_core.step.graph import Sink, enter
 from l2l_core.step.micro_batch.crossing import Crossing
 from l2l_core.step.micro_batch.empty_caches import EmptyCache, LentCache
 from l2l_core.step.micro_batch.hooks import Locator
+from l2l_core.step.micro_batch.trees import flatten, unflatten
 
 
 @dataclass(slots=True)
@@ -82,15 +82,16 @@ class Arguments:
         Raises:
             TypeError: an argument hides tensors (a cache, an object that is no pytree).
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_cache)
+        leaves, spec = flatten((args, kwargs))
         inputs: dict[int, Input] = {}
         for index, leaf in enumerate(leaves):
-            if is_cache(leaf):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
+                    inputs[id(leaf)] = Input(leaf, crossing.sink_of(leaf))
+            elif is_cache(leaf):
                 leaves[index] = EmptyCache(leaf, f"argument {index} of layer {layer}")
-            elif not isinstance(leaf, torch.Tensor):
+            else:
                 refuse_hidden(leaf, f"argument {index} of layer {layer}")
-            elif leaf.requires_grad and torch.is_grad_enabled() and id(leaf) not in inputs:
-                inputs[id(leaf)] = Input(leaf, crossing.sink_of(leaf))
         return Arguments(leaves, spec, list(inputs.values()))
 
     def run(self, layer: Callable[..., Any]) -> tuple[Given, Graph]:
@@ -98,8 +99,8 @@ class Arguments:
         entered = {id(i.tensor): enter(i.tensor, i.sink) for i in self.inputs}
         lent = {leaf: leaf.lend() for leaf in self.leaves if isinstance(leaf, EmptyCache)}
         seen = entered | {id(cache): own for cache, own in lent.items()}
-        args, kwargs = pytree.tree_unflatten([seen.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
-        flat, spec = pytree.tree_flatten(layer(*args, **kwargs), is_leaf=is_cache)
+        args, kwargs = unflatten([seen.get(id(leaf), leaf) for leaf in self.leaves], self.spec)
+        flat, spec = flatten(layer(*args, **kwargs))
         # A layer may return what it was given, or a part of it. The shell then sees its own tensor and not the entry, so that
         # the gradient takes the way past the layer.
         own: dict[int, Any] = {id(entered[id(i.tensor)]): i.tensor for i in self.inputs}

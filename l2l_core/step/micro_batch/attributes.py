@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -51,8 +51,7 @@ class Attributes:
         sides: SideOutputs,
         metering: bool,
     ) -> None:
-        self._metering, self._sides = metering, sides
-        self._asides = asides
+        self._metering, self._sides, self._asides = metering, sides, asides
         self._proves = False
         self._unsteady: set[Place] = set()  # numbers that a recompute would set to something else
         self._plain: dict[tuple[Place, int], Any] = {}  # numbers that layers keep on themselves, by micro-batch
@@ -115,14 +114,9 @@ class Attributes:
         finally:
             self._k, self._own = -1, {}
 
-    @contextmanager
-    def in_layer(self) -> Iterator[None]:
+    def in_layer(self) -> AbstractContextManager[None]:
         """A layer is at work in the block: what it sets on itself is its own affair."""
-        before, self._in_layer = self._in_layer, True
-        try:
-            yield
-        finally:
-            self._in_layer = before
+        return _InLayer(self)  # not a generator: there is one at every turn, and they take twice as long
 
     @contextmanager
     def told_of_all(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -157,7 +151,7 @@ class Attributes:
         if is_own or not (module in self._shell or module in self._unit_of):
             return value
         if place in self._unsteady:
-            raise RuntimeError(_unsteady(place))
+            raise RuntimeError(_unsteady(*place))
         if (place, self._k) in self._plain:
             return self._plain[place, self._k]
         if self._set.get(place, -1) > self._k:
@@ -236,6 +230,17 @@ class Attributes:
         return {(m, name): vars(m).get(name) for m, name in self._on_layers.get(unit, ())}
 
 
+class _InLayer(AbstractContextManager[None]):
+    def __init__(self, attributes: Attributes) -> None:
+        self._attributes = attributes
+
+    def __enter__(self) -> None:
+        self._before, self._attributes._in_layer = self._attributes._in_layer, True
+
+    def __exit__(self, *exc: object) -> None:
+        self._attributes._in_layer = self._before
+
+
 class _Spy:
     """Stands on a class in place of an attribute of its instances, and tells of reads and writes."""
 
@@ -260,8 +265,7 @@ class _Spy:
             raise AttributeError(self._name)
 
 
-def _unsteady(place: Place) -> str:
-    module, name = place
+def _unsteady(module: nn.Module, name: str) -> str:
     return (
         f"the model reads attribute {name!r} of {type(module).__name__}, which a layer counts on from what it found there: "
         "a layer runs a second time in backward, so it would count twice. Set it from the layer's arguments alone, or count "

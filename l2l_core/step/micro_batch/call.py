@@ -12,7 +12,7 @@ import contextvars
 import copy
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ from l2l_core.step.micro_batch.keepers import Keeper
 from l2l_core.step.micro_batch.recomputes import Sum, differs
 from l2l_core.step.micro_batch.shared import Pass
 from l2l_core.step.micro_batch.traces import Traces
+from l2l_core.step.micro_batch.trees import unflatten
 from l2l_core.step.traffic import Stay
 from l2l_core.surgery import same_random_numbers
 
@@ -256,7 +257,7 @@ class Call:
             elif id(item) in given.new:
                 shown[id(item)] = constant = self._apart(run, item)
                 run.stash.hold(run.asides.note(constant, self.k), self.k, "activations", "", fresh=True)
-        return pytree.tree_unflatten([shown.get(id(item), item) for item in given.flat], given.spec)
+        return unflatten([shown.get(id(item), item) for item in given.flat], given.spec)
 
     def _apart(self, run: Pass, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor that lies in a weight, whose slot soon holds another layer's, or in a buffer; return others."""
@@ -363,12 +364,13 @@ class Call:
             raise RuntimeError(differs(self.unit.name))
         return {at: get_gradient_edge(tensors[at]) for at in self.side_sinks}
 
-    @contextmanager
-    def _buffers_as_seen(self, run: Pass) -> Iterator[None]:
+    def _buffers_as_seen(self, run: Pass) -> AbstractContextManager[None]:
         """Recompute from what the forward saw; put the newest values back after backward, which reads them too."""
-        if not self.buffers or self.kept is not None or run.buffers_of(self.unit) is self.buffers:
-            yield
-            return
+        is_now = not self.buffers or self.kept is not None or run.buffers_of(self.unit) is self.buffers
+        return nullcontext() if is_now else self._buffers_of_before()
+
+    @contextmanager
+    def _buffers_of_before(self) -> Iterator[None]:
         now = self.unit.buffers.copy()
         self.unit.buffers.restore(self.buffers)
         yield

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cosine_similarity
-from torch.utils import _pytree as pytree
 
 from l2l_core.eps.blocks import Unit
+from l2l_core.step.micro_batch.trees import flatten
 
 _SAMPLED = 256  # tokens of a call, at most; calls of a layer are looked at until there are so many
 
@@ -30,12 +30,14 @@ class Influence:
         self._sums: dict[Unit, torch.Tensor] = {}  # of cosines, each call weighted with its tokens; () float64
         self._tokens: dict[Unit, int] = {}
 
-    @torch.no_grad()
     def note(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
         """Note that a layer made `outputs` of `inputs`: any tree, any shapes; the last dimension is the features'."""
-        if self._tokens.get(unit, 0) >= _SAMPLED:
-            return
-        pair = hidden_states(inputs, pytree.tree_leaves(outputs))
+        if self._tokens.get(unit, 0) < _SAMPLED:
+            self._add(unit, inputs, outputs)
+
+    @torch.no_grad()
+    def _add(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
+        pair = hidden_states(inputs, flatten(outputs)[0])
         if pair is None:
             return
         came, left = pair

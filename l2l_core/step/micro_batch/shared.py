@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ from l2l_core.trace import Trace
 Observer = Callable[
     [Any, Callable[..., Any]], Callable[..., Any]
 ]  # (call, layer's forward) -> the forward that is to run
+
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,13 @@ class Pass:
             found = {**found, **dict.fromkeys(new)}  # it was not there when the micro-batch came
         _check_layer(unit, found)
 
-    @contextmanager
-    def watched(self, in_layer: bool = False) -> Iterator[None]:
+    def watched(self, in_layer: bool = False) -> AbstractContextManager[None]:
         """Run a block of backward under the stash's watch, where it needs one."""
-        if self.watches_layers or (self.stash.guards and not in_layer):
-            with self.at_work.backward(), self.watch:
-                yield
-        else:
+        return self._watched() if self.watches_layers or (self.stash.guards and not in_layer) else _NOTHING
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with self.at_work.backward(), self.watch:
             yield
 
     def timed(self, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:

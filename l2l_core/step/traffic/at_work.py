@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from l2l_core.step.graph import unasked
 
 NOBODY = -1
+
+
+class _Turn(AbstractContextManager[None]):
+    """A block of `AtWork.turn`; several at every turn, and a generator would take twice as long."""
+
+    def __init__(self, at_work: AtWork, now: tuple[int, str, set[int] | None]) -> None:
+        self._at_work, self._now = at_work, now
+
+    def __enter__(self) -> None:
+        work = self._at_work
+        self._before = work.k, work.owner, work.layer_inputs
+        work.k, work.owner, work.layer_inputs = self._now
+
+    def __exit__(self, *exc: object) -> None:
+        work = self._at_work
+        work.k, work.owner, work.layer_inputs = self._before
 
 
 class AtWork:
@@ -40,17 +56,11 @@ class AtWork:
         """Who it is, in words for a message."""
         return "the model's own code" if self.in_shell else f"layer {self.owner}"
 
-    @contextmanager
-    def turn(self, k: int, owner: str, inputs: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+    def turn(self, k: int, owner: str, inputs: Iterable[torch.Tensor] | None = None) -> AbstractContextManager[None]:
         """Micro-batch `k` is at work in the block, in `owner`; `inputs` are given while a layer runs."""
-        before = self.k, self.owner, self.layer_inputs
-        self.k, self.owner = k, owner
         with unasked():
-            self.layer_inputs = None if inputs is None else {t.untyped_storage()._cdata for t in inputs}
-        try:
-            yield
-        finally:
-            self.k, self.owner, self.layer_inputs = before
+            given = None if inputs is None else {t.untyped_storage()._cdata for t in inputs}
+        return _Turn(self, (k, owner, given))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
