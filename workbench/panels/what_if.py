@@ -24,6 +24,7 @@ from workbench.panels.what_if_view import View, box
 from workbench.pictures import Picture, Table, bundle_of
 from workbench.session import Snapshot
 from workbench.what_if import (
+    CONFIG,
     Answer,
     Guess,
     KnownSteps,
@@ -238,7 +239,7 @@ class WhatIfPanel(Panel):
         assert self._view is not None
         asked, base = self._view.controls.question(), Question.next_of(self.session.snapshot())
         emulated = isinstance(self.session.relay.device, EmulatedDevice)
-        names = (*_CONFIG, *_LINK) if emulated else _CONFIG
+        names = (*CONFIG, *_LINK) if emulated else CONFIG
         settings = {name: getattr(asked, name) for name in names if getattr(asked, name) != getattr(base, name)}
         try:
             if settings:
@@ -260,7 +261,6 @@ def _left_to_do(asked: Question, base: Question, emulated: bool) -> list[str]:
     return words
 
 
-_CONFIG = ("micro_batches", "ahead", "stash", "precision")
 _LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 _BY_HAND = {
     "depth": "layers: an edit, offered below",

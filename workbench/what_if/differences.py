@@ -91,6 +91,8 @@ _SETTINGS = {
     "width": "width",
     "micro_batches": "micro-batches",
     "ahead": "layers ahead",
+    "resident": "weights that stay",
+    "keep": "graphs kept",
     "stash": "stash on",
     "precision": "precision",
     "h2d_bytes_per_s": "link to the device",
