@@ -21,16 +21,17 @@ WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 MEMORIES = tuple(n * 10.0**power for power in range(5, 12) for n in (1, 2, 5))  # bytes
 
 _SLIDERS: dict[str, tuple[str, Sequence[float], str, str]] = {  # words, values, width of the words, width
-    "depth": ("layers", DEPTHS, "46px", "250px"),
-    "width": ("width", WIDTHS, "46px", "230px"),
-    "micro_batches": ("micro-batches", MICRO_BATCHES, "104px", "270px"),
-    "ahead": ("layers ahead", AHEAD, "92px", "210px"),
-    "resident": ("weights that stay", (), "114px", "260px"),
-    "keep": ("graphs kept", (), "84px", "230px"),
-    "h2d_bytes_per_s": ("link to device", (*LINKS, math.inf), "100px", "300px"),
-    "d2h_bytes_per_s": ("link to host", (*LINKS, math.inf), "86px", "286px"),
-    "memory_bytes": ("device memory", (*MEMORIES, math.inf), "108px", "310px"),
+    "depth": ("layers", DEPTHS, "44px", "204px"),
+    "width": ("width", WIDTHS, "40px", "196px"),
+    "micro_batches": ("micro-batches", MICRO_BATCHES, "102px", "236px"),
+    "ahead": ("layers ahead", AHEAD, "94px", "190px"),
+    "resident": ("weights that stay", (), "124px", "248px"),
+    "keep": ("graphs kept", (), "78px", "196px"),
+    "h2d_bytes_per_s": ("link to device", (*LINKS, math.inf), "90px", "268px"),
+    "d2h_bytes_per_s": ("link to host", (*LINKS, math.inf), "76px", "254px"),
+    "memory_bytes": ("device memory", (*MEMORIES, math.inf), "110px", "290px"),
 }
+_COUNTS = {"depth", "micro_batches", "ahead", "resident", "keep"}  # whose values are short
 _TIPS = {
     "resident": "Further layers whose weights stay on the device from forward to backward, so that they are loaded once",
     "keep": "Layers whose graphs are kept from forward to backward, so that they are not recomputed; their weights must stay",
@@ -61,7 +62,8 @@ class Controls:
         self.base, self._changed = base, changed
         self._follower: int | None = None  # thread that moves controls; what they call then was done by no person
         self._by_name: dict[str, Any] = {}
-        order = ("depth", "width", "memory_bytes", "micro_batches", "same_batch", "ahead", "resident", "keep", "stash")
+        # in three rows on a page of 1440 px
+        order = ("depth", "width", "memory_bytes", "ahead", "micro_batches", "same_batch", "resident", "keep", "stash")
         for name in (*order, "precision", "h2d_bytes_per_s", "d2h_bytes_per_s"):
             made = self._slider(name) if name in _SLIDERS else self._choice(name)
             made.observe(partial(self._moved, name), "value")
@@ -137,7 +139,7 @@ class Controls:
         values = layers_up_to(self.base.depth) if name in STAYS else values
         options = sorted({*values, _shown(getattr(self.base, name))})
         # it answers while it is dragged, unlike the sliders of the header: a question sets nothing
-        return ipywidgets.SelectionSlider(
+        slider = ipywidgets.SelectionSlider(
             options=[(show(name, _plain(value)), value) for value in options],
             value=_shown(getattr(self.base, name)),
             description=words,
@@ -145,6 +147,9 @@ class Controls:
             style={"description_width": label},
             layout={"width": width},
         )
+        if name in _COUNTS:
+            slider.add_class("l2l-count")
+        return slider
 
     def _choice(self, name: str) -> ipywidgets.ToggleButtons:
         words, options, tips, label = _CHOICES[name]
