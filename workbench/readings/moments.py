@@ -186,9 +186,13 @@ class Moments:
             device_peak_bytes=self._peaks.device,
             stash_peak_bytes=self._peaks.stash,
             line=line,
-            graph_kept=phase == "backward" and self._kept.at(self._last_pass(i)),
+            graph_kept=phase == "backward" and self._is_kept(self._last_pass(i), i, computing.layer),
             beside=tuple(sorted((number, lane) for number, lane in beside.items() if number != line)),
         )
+
+    def _is_kept(self, row: int, i: int, layer: str | None) -> bool:
+        """Whether the pass's last event is at work, or its layer still is, and with a graph that was kept."""
+        return (row == i or self._events.words(row)[1] == layer) and self._kept.at(row)
 
     def _last(self, lane: str, i: int) -> int:
         return self._events.last(self._events.lanes[lane], lane, i)

@@ -249,7 +249,9 @@ def test_a_kept_graph_whose_weights_have_left_is_recomputed() -> None:
     ]
     trace = Trace.of(events, [], settings={"keep": 2, "ahead": 1, "resident": 0})
     moments = Moments.of(trace)
-    assert [moments.at(i).graph_kept for i in range(len(events))] == [False, False, False, False, True, True, False]
+    assert [moments.at(i).graph_kept for i in range(len(events))] == [False, False, False, False, True, False, False], (
+        "while the next layer is loaded, its own fate counts"
+    )
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
