@@ -17,7 +17,7 @@ from workbench.panels.heat import HeatPanel
 from workbench.panels.layers import LayersPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
-from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel, RacedPanel
+from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel, RacedPanel, SeenPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.panels.verdict import VerdictPanel, WhyPanel
 from workbench.pictures import Picture, Table, bundle_of
@@ -43,8 +43,9 @@ class Replay(Board):
             "edits": (JournalPanel,),
             "loss": (LossPanel,),
             "figures": (HeatPanel,),
-            # no race can be begun here, so where none was recorded the view would stay empty
+            # nothing can be begun here, so where none was recorded these views would stay empty
             **({"race": (RacedPanel,)} if run.races else {}),
+            **({"inside": (SeenPanel,)} if run.looks else {}),
         }
         about = ipywidgets.HTML("".join(_describe(run)))
         self.slider = ipywidgets.SelectionSlider(

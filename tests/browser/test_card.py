@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from lab import Notebook, until
+from lab import Notebook, keep, until
 from tiny import RELAY
 
 if TYPE_CHECKING:
@@ -14,6 +14,26 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
+GPT2 = """
+import os
+from functools import partial
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from l2l_core import EmulatedDevice, Relay, RelayConfig
+from workbench import Workbench
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+sizes = dict(n_layer=12, n_embd=64, n_head=2, vocab_size=128, n_positions=32)
+model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+relay = Relay(model, partial(torch.optim.AdamW, lr=1e-3), EmulatedDevice(), config=RelayConfig(micro_batches=2))
+ids = torch.randint(0, 128, (4, 32))
+batches = [{"input_ids": ids, "labels": ids}]
+"""
+BELOW = """root => { const page = root.closest(".jp-WindowedPanel-outer").getBoundingClientRect();
+    return root.getBoundingClientRect().height - page.height }"""
 WORKBENCH = "workbench = Workbench(relay, batches, view='layers')\nworkbench"
 
 
@@ -54,3 +74,23 @@ def test_a_layer_is_chosen_in_the_table_while_training_runs(open_notebook: Calla
     bench.press("Drop")
     until(lambda: "No layer is chosen" in card.inner_text(), page, "the layer gone")
     assert bench.state == "running" and "3 layers" in bench.title
+
+
+def test_a_layer_of_twelve_parameters_fits_a_screen(open_notebook: Callable[..., Notebook], page: Page) -> None:
+    page.set_viewport_size({"width": 1440, "height": 900})
+    notebook = open_notebook(GPT2, WORKBENCH)
+    notebook.run_cell(0), notebook.run_cell(1)
+    bench = notebook.bench(1)
+    bench.press("Step")
+    bench.wait_for_step(1)
+    bench.root.locator('tr[data-key="L006"]').click()
+    card = bench.root.locator(".l2l-card-panel")
+    until(lambda: card.locator(".l2l-card-charts svg:visible").count() == 2, page, "the card with its charts")
+    keep(page, "card_of_gpt2")
+    assert card.locator(".l2l-card-facts th").count() == 12
+    assert card.locator(".l2l-card-parts").evaluate("e => e.scrollHeight <= e.clientHeight"), "all of them are seen"
+    row = "e => [e.closest('.l2l-layers-box').getBoundingClientRect(), e.getBoundingClientRect()].map(b => [b.top, b.bottom])"
+    (top, bottom), (row_top, row_bottom) = bench.root.locator('tr[data-key="L006"]').evaluate(row)
+    assert top < row_top and row_bottom <= bottom + 1, "the row of the chosen layer stays in sight"
+    below = bench.root.evaluate(BELOW)
+    assert below <= 0, f"the view is {below:.0f} px too high"

@@ -11,7 +11,7 @@ from lab import Lab, Notebook, keep, until
 from recordings import record
 
 from workbench.commands.replay import write_notebook
-from workbench.runs.recorded import load_run
+from workbench.runs.load import load_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -13,7 +13,7 @@ from lab import find_chromium, keep, until
 from patience import rarely
 from recordings import record
 
-from workbench.runs.recorded import load_run
+from workbench.runs.load import load_run
 from workbench.runs.report import write_report
 
 if TYPE_CHECKING:

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
+BELOW = """root => { const page = root.closest(".jp-WindowedPanel-outer").getBoundingClientRect();
+    return root.getBoundingClientRect().height - page.height }"""
 # Quick layers that are wide enough for a slow link to show: 263 kB each are a quarter of a second at 1 MB/s.
 QUICK = RELAY.replace("0.03", "0.01").replace("8", "256")
 
 
 def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[..., Notebook], page: Page) -> None:
-    notebook = open_notebook(QUICK, WORKBENCH)
+    notebook = open_notebook(QUICK, WORKBENCH, "print(relay.config.resident, relay.config.keep)")
     notebook.run_cell(0), notebook.run_cell(1)
     bench = notebook.bench(1)
     until(lambda: "a guess by formula" in forecast(bench), page, "a guess before the first step")
@@ -44,17 +46,28 @@ def test_sliders_answer_and_apply_changes_the_next_step(open_notebook: Callable[
     until(lambda: "micro-batches 2 → 3" in words(bench), page, "the other slider")
     root(bench).get_by_role("button", name="host", exact=True).click()
     until(lambda: "stash on device → host" in words(bench), page, "the stash")
+    handle(bench, "graphs kept").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    until(
+        lambda: "weights that stay 0 → 1; graphs kept 0 → 3" in words(bench), page, "weights to stay with their graphs"
+    )
+    assert "a recompute as long as forward" in root(bench).inner_text()
+    name = root(bench).locator(".widget-hslider", has_text="graphs kept").locator("label")
+    assert name.inner_text() == "graphs kept" and "not recomputed" in (name.get_attribute("title") or "")
     keep(root(bench), "what_if")
     assert bench.step == 3, "nothing has run"
 
-    root(bench).locator("button:text-is('Apply')").click()
-    until(lambda: "handed to the next step" in root(bench).inner_text(), page, "what Apply says")
+    row = bench.root.locator(".l2l-buttons", has=page.locator(".l2l-opens"))
+    row.locator("button:text-is('Apply')").click()
+    until(lambda: "handed to the next step" in row.inner_text(), page, "what Apply says")
     until(lambda: "stash device → host" in bench.picture(3).text_content(), page, "the change beside the loss")
     bench.press("Step")
     bench.wait_for_step(4)
     until(lambda: "step 4, measured" in picture(bench), page, "the new step above")
     until(lambda: "The settings of the measured step." in words(bench), page, "what was asked to be what has run")
     keep(root(bench), "what_if_applied")
+    assert notebook.run_cell(2) == "1 3", "resident and keep of the relay"
 
     handle(bench, "layers").first.focus()
     page.keyboard.press("ArrowRight")
@@ -103,3 +116,18 @@ def test_fit_chooses_settings_and_says_why(open_notebook: Callable[..., Notebook
     bench.press("Step")
     bench.wait_for_step(2)
     assert "keep" in bench.picture(3).text_content(), "the change beside the loss"
+
+
+def test_it_fits_a_screen_unfolded(open_notebook: Callable[..., Notebook], page: Page) -> None:
+    page.set_viewport_size({"width": 1440, "height": 900})
+    notebook = open_notebook(RELAY, "workbench = Workbench(relay, batches, view='what if')\nworkbench")
+    notebook.run_cell(0), notebook.run_cell(1)
+    bench = notebook.bench(1)
+    bench.press("Step")
+    bench.wait_for_step(1)
+    if bench.button("▸ What if").count():
+        bench.press("▸ What if")
+    until(lambda: "The settings of the measured step." in words(bench), page, "an answer")
+    keep(page, "what_if_on_a_screen")
+    below = bench.root.evaluate(BELOW)
+    assert below <= 0, f"what if is {below:.0f} px too high"

@@ -125,6 +125,7 @@ class CardPanel(Panel):
         at = numbers[row.key] if row else -1
         self._before.disabled, self._after.disabled = at == 0 or not now.layers, at == len(now.layers) - 1
         self._of_one.layout.display = "" if row else "none"
+        (self.widget.add_class if row else self.widget.remove_class)("l2l-card-open")
         self._look.disabled = row is None
         self._line.value = pending_html(now)
         if row is not None:

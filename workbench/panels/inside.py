@@ -21,6 +21,7 @@ from workbench.pictures import (
     Table,
     code_line,
     cost_words,
+    inside_pages,
     moment_words,
     row_words,
     show_attention,
@@ -167,12 +168,7 @@ class InsidePanel(Panel):
         seen = self._seen
         if seen is None:
             return [Table("Look inside", ("layer",), [], "Nothing was looked at.")]
-        decode, numbers = self.session.decode, self._numbers
-        pages: list[Picture | Table] = [show_stream(seen, numbers), show_spreads(seen, numbers)]
-        pages += [show_attention(seen, numbers, None)] if any(one.attention for one in seen.passings) else []
-        pages += [show_lens(seen, numbers, decode)] if seen.depths else []
-        pages += [text_table(seen, numbers, decode)] if seen.written else []
-        return pages
+        return inside_pages(seen, self._numbers, self.session.decode)
 
     # -- asking --------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from html import escape
 
 import ipywidgets
 
@@ -14,15 +15,19 @@ from workbench.panels.relay import RelayPanel
 from workbench.pictures import (
     Picture,
     Table,
+    cost_words,
     draw_journal,
     draw_race,
     header_html,
     header_picture,
+    inside_pages,
     journal_table,
     race_table,
+    row_words,
     settings_table,
     show_race,
 )
+from workbench.readings import number_layers
 from workbench.runs import Recording
 from workbench.session import Snapshot
 
@@ -97,6 +102,39 @@ class RacedPanel(Panel):
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
         return [show_race(now.race, self._axis.value)] if now.race is not None else []
+
+
+class SeenPanel(Panel):
+    """Shows the last look inside by then, all pictures one below the other."""
+
+    looks_at = Recording
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._drawn: object = None
+        self._pages = ipywidgets.HTML()
+        return ipywidgets.VBox([self._pages])
+
+    def draw(self, now: Snapshot) -> None:
+        found = self.session.run.look(self.session.number)
+        if found is None:
+            self._drawn, self._pages.value = None, '<p class="l2l-empty">Nobody had looked inside by this moment.</p>'
+        elif found != self._drawn:  # what a person has unfolded stays so
+            self._drawn = found
+            seen = found[1].seen
+            words = f"{row_words(seen).capitalize()}, after step {seen.step} of {seen.branch}; {cost_words(seen)}."
+            pages = "".join(one.to_html() for one in self._shown())
+            self._pages.value = f'<div class="l2l-caption">{escape(words)}</div>{pages}'
+
+    def still(self, now: Snapshot) -> Sequence[Picture | Table]:
+        return self._shown()
+
+    def _shown(self) -> Sequence[Picture | Table]:
+        found = self.session.run.look(self.session.number)
+        if found is None:
+            return []
+        number, look = found
+        numbers = number_layers(row.key for row in self.session.run.snapshot(number).layers)
+        return inside_pages(look.seen, numbers, look.decode)
 
 
 class JournalPanel(Panel):

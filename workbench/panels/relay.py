@@ -179,6 +179,7 @@ class RelayPanel(Panel):
             micro_batches=settings["micro_batches"],
             ahead=settings["ahead"],
             resident=settings["resident"],
+            keep=settings["keep"],
             stash=settings["stash"],
             before=self._before(keys),
             live=True,

@@ -70,13 +70,15 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-failure pre{white-space:pre-wrap;font-size:12px;line-height:1.35;margin:4px 0;max-height:320px;overflow:auto}
 .l2l-failure p{margin:4px 0}
 .l2l-empty{opacity:.65;font-size:12px;padding:24px 0;text-align:center}
-.l2l-card-panel{border-top:1px solid var(--jp-border-color2,#8884);margin-top:6px;padding-top:6px}
+.l2l-card-panel{border-top:1px solid var(--jp-border-color2,#8884);margin-top:3px;padding-top:3px}
+.l2l-card-panel .l2l-buttons .widget-button{height:24px;line-height:24px;margin:1px 2px}
 .l2l-workbench .l2l-card-charts{gap:4px 24px;flex-flow:row wrap;overflow:visible}
 .l2l-workbench .l2l-card-charts>.widget-html{flex:1 1 300px;max-width:520px}
 .l2l-workbench .l2l-card-charts>.widget-html:last-child{flex:2 1 600px;max-width:none}
 .l2l-workbench .l2l-card-acts{display:grid;grid-template-columns:repeat(auto-fill,minmax(420px,1fr))}
 .l2l-workbench .l2l-present{width:auto}
 .l2l-layers-box{max-height:26em;overflow:auto!important}
+.l2l-workbench:has(.l2l-card-open) .l2l-layers-box{max-height:7.3em}
 .l2l-viewbar{display:flex;flex-flow:row wrap;align-items:center;gap:6px;
 margin:4px 0 6px;border-bottom:1px solid var(--jp-border-color2,#8884);overflow:visible}
 .l2l-viewbar>.widget-toggle-buttons{flex:1 1 auto;display:flex;height:auto;width:auto;overflow:visible}

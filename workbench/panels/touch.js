@@ -32,6 +32,17 @@ export default {
         `${here} tr${one}>:first-child{box-shadow:inset 4px 0 ${MARK};font-weight:600}` +
         (over ? `${here} [data-cell][data-key="${quoted(over)}"]{stroke:${MARK};stroke-width:4px;stroke-dasharray:6 3}` : "");
     };
+    // Brings the row of the chosen layer into sight where the table scrolls, and leaves the page where it is.
+    const reveal = () => {
+      const box = root?.querySelector(".l2l-layers-box");
+      const row = box?.querySelector(`tr[data-key="${quoted(model.get("chosen"))}"]`);
+      if (!row) return;
+      const seen = box.getBoundingClientRect(), at = row.getBoundingClientRect();
+      const top = seen.top + (box.querySelector("thead")?.offsetHeight ?? 0);
+      if (at.top < top) box.scrollTop -= top - at.top;
+      else if (at.bottom > seen.top + box.clientHeight) box.scrollTop += at.bottom - seen.top - box.clientHeight;
+    };
+    const resized = new ResizeObserver(reveal); // the table is lower while a card is open
     const choose = (key) => {
       model.set("chosen", key);
       model.save_changes();
@@ -150,6 +161,9 @@ export default {
       document.addEventListener("pointerup", lifted);
       document.addEventListener("pointercancel", endDrag);
       model.on("change:chosen", draw);
+      model.on("change:chosen", reveal);
+      const box = root.querySelector(".l2l-layers-box");
+      if (box) resized.observe(box);
       draw();
     });
     return () => {
@@ -158,6 +172,8 @@ export default {
       document.removeEventListener("pointerup", lifted);
       document.removeEventListener("pointercancel", endDrag);
       model.off("change:chosen", draw);
+      model.off("change:chosen", reveal);
+      resized.disconnect();
       for (const part of [style, plus, label]) part.remove();
     };
   },

@@ -24,6 +24,7 @@ from workbench.panels.what_if_view import View, box
 from workbench.pictures import Picture, Table, bundle_of
 from workbench.session import Snapshot
 from workbench.what_if import (
+    CONFIG,
     Answer,
     Guess,
     KnownSteps,
@@ -58,7 +59,7 @@ class WhatIf:
         self._view = View(Question.of(self._base), self._ask)
         self._view.controls.put(**settings)
         style = ipywidgets.HTML(f"<style>{STYLE}</style>", layout={"display": "none"})
-        self.widget = box(ipywidgets.VBox, "l2l-workbench", style, self._view.widget)
+        self.widget = box(ipywidgets.VBox, "l2l-workbench", style, self._view.row, self._view.widget)
 
     @property
     def answer(self) -> Answer:
@@ -104,12 +105,12 @@ class WhatIfPanel(Panel):
         self._view: View | None = None  # made when it is first wanted
         self._place, self._fit = ipywidgets.VBox(), FitOffer(self.session)
         self._forecasts = Latest("what-if")
+        fit = FitButton(self.session)
+        self._row = box(ipywidgets.HBox, "l2l-buttons", self._open, self._rehearse, fit.button)
         self._open.observe(lambda _: self._turn(), "value")
         self._turn()
         self._open.add_class("l2l-opens")
-        fit = FitButton(self.session)
-        row = box(ipywidgets.HBox, "l2l-buttons", self._open, self._rehearse, fit.button)
-        return ipywidgets.VBox([self._line, self._fit.widget, row, fit.words, self._place])
+        return ipywidgets.VBox([self._line, self._fit.widget, self._row, fit.words, self._place])
 
     def _build_view(self) -> View:
         apply = ipywidgets.Button(
@@ -165,13 +166,15 @@ class WhatIfPanel(Panel):
     def _turn(self) -> None:
         is_open = self._open.value
         self._open.description = f"{'▾' if is_open else '▸'} What if"
-        self._place.layout.display = "" if is_open else "none"
-        if not is_open:
-            return
-        if self._view is None:
+        if is_open and self._view is None:
             self._view = self._build_view()
             self._place.children = (self._view.widget,)
-        self._view.refresh()
+            self._row.children = (*self._row.children, self._view.row)
+        for part in (self._place, self._view.row) if self._view is not None else (self._place,):
+            part.layout.display = "" if is_open else "none"
+        if is_open:
+            assert self._view is not None
+            self._view.refresh()
 
     def _offer_depth(self) -> None:
         """The edit that the layers slider means, of the layers that there are."""
@@ -238,7 +241,7 @@ class WhatIfPanel(Panel):
         assert self._view is not None
         asked, base = self._view.controls.question(), Question.next_of(self.session.snapshot())
         emulated = isinstance(self.session.relay.device, EmulatedDevice)
-        names = (*_CONFIG, *_LINK) if emulated else _CONFIG
+        names = (*CONFIG, *_LINK) if emulated else CONFIG
         settings = {name: getattr(asked, name) for name in names if getattr(asked, name) != getattr(base, name)}
         try:
             if settings:
@@ -260,7 +263,6 @@ def _left_to_do(asked: Question, base: Question, emulated: bool) -> list[str]:
     return words
 
 
-_CONFIG = ("micro_batches", "ahead", "stash", "precision")
 _LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 _BY_HAND = {
     "depth": "layers: an edit, offered below",

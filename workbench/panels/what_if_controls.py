@@ -6,25 +6,35 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import ipywidgets
 
+from l2l_core.rules import weight_slots
 from workbench.panels.header import AHEAD, LINKS, MICRO_BATCHES
 from workbench.what_if import Question, show
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000)
+STAYS = ("resident", "keep")  # of as many layers as there are
 WIDTHS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 MEMORIES = tuple(n * 10.0**power for power in range(5, 12) for n in (1, 2, 5))  # bytes
 
 _SLIDERS: dict[str, tuple[str, Sequence[float], str, str]] = {  # words, values, width of the words, width
-    "depth": ("layers", DEPTHS, "46px", "250px"),
-    "width": ("width", WIDTHS, "46px", "230px"),
-    "micro_batches": ("micro-batches", MICRO_BATCHES, "104px", "270px"),
-    "ahead": ("layers ahead", AHEAD, "92px", "210px"),
-    "h2d_bytes_per_s": ("link to device", (*LINKS, math.inf), "100px", "300px"),
-    "d2h_bytes_per_s": ("link to host", (*LINKS, math.inf), "86px", "286px"),
-    "memory_bytes": ("device memory", (*MEMORIES, math.inf), "108px", "310px"),
+    "depth": ("layers", DEPTHS, "44px", "204px"),
+    "width": ("width", WIDTHS, "40px", "196px"),
+    "micro_batches": ("micro-batches", MICRO_BATCHES, "102px", "236px"),
+    "ahead": ("layers ahead", AHEAD, "94px", "190px"),
+    "resident": ("weights that stay", (), "124px", "248px"),
+    "keep": ("graphs kept", (), "78px", "196px"),
+    "h2d_bytes_per_s": ("link to device", (*LINKS, math.inf), "90px", "268px"),
+    "d2h_bytes_per_s": ("link to host", (*LINKS, math.inf), "76px", "254px"),
+    "memory_bytes": ("device memory", (*MEMORIES, math.inf), "110px", "290px"),
+}
+_COUNTS = {"depth", "micro_batches", "ahead", "resident", "keep"}  # whose values are short
+_TIPS = {
+    "resident": "Further layers whose weights stay on the device from forward to backward, so that they are loaded once",
+    "keep": "Layers whose graphs are kept from forward to backward, so that they are not recomputed; their weights must stay",
 }
 _CHOICES: dict[
     str, tuple[str, Sequence[tuple[str, Any]], Sequence[str], str]
@@ -52,10 +62,11 @@ class Controls:
         self.base, self._changed = base, changed
         self._follower: int | None = None  # thread that moves controls; what they call then was done by no person
         self._by_name: dict[str, Any] = {}
-        order = ("depth", "width", "memory_bytes", "micro_batches", "same_batch", "ahead", "stash", "precision")
-        for name in (*order, "h2d_bytes_per_s", "d2h_bytes_per_s"):
+        # in three rows on a page of 1440 px
+        order = ("depth", "width", "memory_bytes", "ahead", "micro_batches", "same_batch", "resident", "keep", "stash")
+        for name in (*order, "precision", "h2d_bytes_per_s", "d2h_bytes_per_s"):
             made = self._slider(name) if name in _SLIDERS else self._choice(name)
-            made.observe(self._moved, "value")
+            made.observe(partial(self._moved, name), "value")
             self._by_name[name] = made
         self.widget = ipywidgets.HBox(list(self._by_name.values()), layout={"flex_flow": "row wrap"})
         self.widget.add_class("l2l-settings")
@@ -84,30 +95,61 @@ class Controls:
             for name, value in values.items():
                 widget, shown = self._by_name[name], _shown(value)
                 if name in _SLIDERS and shown not in [v for _, v in widget.options]:
-                    with widget.hold_sync():  # one message: new options alone choose the first of them
-                        widget.options = sorted([*widget.options, (show(name, value), shown)], key=lambda pair: pair[1])
-                        widget.value = shown
+                    offer(widget, name, [*(v for _, v in widget.options), shown], shown)
                 elif widget.value != shown:
                     widget.value = shown
+            if "depth" in values:
+                self._fit_to_depth()
         finally:
             self._follower = None
         return self.question() != before
 
-    def _moved(self, _: object) -> None:
-        if self._follower != threading.get_ident():
-            self._changed()
+    def _moved(self, name: str, _: object) -> None:
+        if self._follower == threading.get_ident():
+            return
+        self._follower = threading.get_ident()
+        try:
+            if name == "depth":
+                self._fit_to_depth()
+            self._agree(name)
+        finally:
+            self._follower = None
+        self._changed()
+
+    def _fit_to_depth(self) -> None:
+        """No more weights can stay, and no more graphs be kept, than there are layers."""
+        depth = self._by_name["depth"].value
+        for name in STAYS:
+            widget = self._by_name[name]
+            # a session may ask for more than there are: then all of them stay
+            values = sorted({*layers_up_to(depth), getattr(self.base, name)})
+            offer(widget, name, values, max(n for n in values if n <= widget.value))
+
+    def _agree(self, moved: str) -> None:
+        """A graph can be kept only of a layer whose weights are still there: what was moved takes the other one along."""
+        ahead, resident, keep = (self._by_name[name] for name in ("ahead", "resident", "keep"))
+        if moved == "keep" and (needed := keep.value - weight_slots(ahead.value)) > resident.value:
+            resident.value = min(n for _, n in resident.options if n >= needed)
+        most = weight_slots(ahead.value, resident.value)
+        if moved in ("ahead", "resident", "depth") and keep.value > most:
+            keep.value = max(n for _, n in keep.options if n <= most)
 
     def _slider(self, name: str) -> ipywidgets.SelectionSlider:
         words, values, label, width = _SLIDERS[name]
+        values = layers_up_to(self.base.depth) if name in STAYS else values
         options = sorted({*values, _shown(getattr(self.base, name))})
         # it answers while it is dragged, unlike the sliders of the header: a question sets nothing
-        return ipywidgets.SelectionSlider(
+        slider = ipywidgets.SelectionSlider(
             options=[(show(name, _plain(value)), value) for value in options],
             value=_shown(getattr(self.base, name)),
             description=words,
+            tooltip=_TIPS.get(name),
             style={"description_width": label},
             layout={"width": width},
         )
+        if name in _COUNTS:
+            slider.add_class("l2l-count")
+        return slider
 
     def _choice(self, name: str) -> ipywidgets.ToggleButtons:
         words, options, tips, label = _CHOICES[name]
@@ -119,6 +161,21 @@ class Controls:
             style={"description_width": label, "button_width": "auto"},
             layout={"width": "auto"},
         )
+
+
+def layers_up_to(depth: int) -> list[int]:
+    """Offer each number of layers of a stack that is not deep, and some of a deep one, from none to all."""
+    return [*range(min(depth, 32) + 1), *(n for n in DEPTHS if 32 < n < depth), *([depth] if depth > 32 else [])]
+
+
+def offer(slider: ipywidgets.SelectionSlider, name: str, values: Sequence[float], value: float) -> None:
+    """Let a slider offer these values of a setting, and show one of them."""
+    options = [(show(name, _plain(one)), one) for one in sorted(set(values))]
+    if (tuple(slider.options), slider.value) == (tuple(options), value):
+        return
+    with slider.hold_sync():  # one message: new options alone choose the first of them
+        slider.options = options
+        slider.value = value
 
 
 # a new field of a question needs a control

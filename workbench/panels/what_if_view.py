@@ -8,6 +8,7 @@ from html import escape
 
 import ipywidgets
 
+from workbench.panels.fold import Fold
 from workbench.panels.latest import Latest
 from workbench.panels.panel import failure_html
 from workbench.panels.what_if_controls import Controls
@@ -26,8 +27,11 @@ class View:
         base: where the controls begin.
         ask: the measured step and the answer to a question.
         buttons: before Reset.
-        below: widgets under the buttons.
+        below: widgets under the controls.
         moved: is called when a person has moved something.
+
+    Attributes:
+        row: the buttons and a place for words, which its owner puts on the page where there is room.
     """
 
     def __init__(
@@ -41,16 +45,17 @@ class View:
         self._ask, self._moved, self.latest = ask, moved, Latest("what-if")
         self.controls = Controls(base, self._ask_anew)
         self._span_s = 0.0
-        self._picture, self._words, self._table = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._picture, self._words, self._fold = ipywidgets.HTML(), ipywidgets.HTML(), Fold("What if, in figures")
         reset = ipywidgets.Button(
             description="Reset", icon="undo", tooltip="Back to the settings of the next step", layout={"width": "auto"}
         )
         reset.on_click(lambda _: self.reset())
         self.note = ipywidgets.HTML()
-        row = box(ipywidgets.HBox, "l2l-buttons", *buttons, reset, self.note)
-        self._words.add_class("l2l-words"), self._table.add_class("l2l-figures")
-        said = box(ipywidgets.HBox, "l2l-what-if-said", self._words, self._table)
-        self.widget = box(ipywidgets.VBox, "l2l-what-if", self.controls.widget, row, *below, self._picture, said)
+        self.row = box(ipywidgets.HBox, "l2l-buttons", *buttons, reset, self.note)
+        self._words.add_class("l2l-words")
+        self._fold.widget.add_class("l2l-figures")
+        shown = box(ipywidgets.HBox, "l2l-what-if-answer", self._picture, self._words)
+        self.widget = box(ipywidgets.VBox, "l2l-what-if", self.controls.widget, *below, shown, self._fold.widget)
 
     def refresh(self) -> None:
         """Answer what the controls ask now; returns at once."""
@@ -80,7 +85,7 @@ class View:
                 self._span_s = round_up(1.05 * end_s)
             self._picture.value = draw_what_if(row_of(was) if was else None, row_of(now), self._span_s)
             self._words.value = words_html(was, now)
-            self._table.value = what_if_table(was, now).to_html(folded=False)
+            self._fold.show(lambda: what_if_table(was, now))
         except Exception as error:
             self._words.value = failure_html(f"This cannot be answered: {error}", traceback.format_exc())
 
@@ -92,7 +97,8 @@ def words_html(was: Answer | None, now: Answer) -> str:
         head = escape("; ".join(asked))
     said = differences(was, now) if was is not None else [f"{now}."]
     lines = "".join(f"<li>{escape(line)}</li>" for line in said)
-    return f'<div class="l2l-what-if-words" aria-live="polite"><strong>{head}</strong><ul>{lines}</ul></div>'
+    note = f'<p class="l2l-caption">{escape(what_if_table(was, now).note)}</p>'
+    return f'<div class="l2l-what-if-words" aria-live="polite"><strong>{head}</strong><ul>{lines}</ul>{note}</div>'
 
 
 def box(kind: type[ipywidgets.Box], name: str, *children: ipywidgets.DOMWidget) -> ipywidgets.Box:

@@ -42,6 +42,7 @@ from workbench.pictures.inside_attention import show_attention as show_attention
 from workbench.pictures.inside_lens import show_lens as show_lens
 from workbench.pictures.inside_lens import text_html as text_html
 from workbench.pictures.inside_lens import text_table as text_table
+from workbench.pictures.inside_pages import inside_pages as inside_pages
 from workbench.pictures.inside_spread import show_spreads as show_spreads
 from workbench.pictures.journal import draw_journal as draw_journal
 from workbench.pictures.journal import journal_table as journal_table

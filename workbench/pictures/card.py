@@ -13,12 +13,14 @@ from workbench.readings import Numbers, full_name
 from workbench.session import How, LayerFacts, LayerRow, Moment, Trial
 
 PARTS_UP_TO = 12  # parameters that are listed
+_COLUMN = 4  # of them, one below the other
 TRIAL_WORDS: Mapping[How, str] = {"without": "loss without it", "twice": "loss with it twice"}
 
 STYLE = """
-.l2l-card-facts{display:flex;flex-wrap:wrap;gap:0 28px;font-size:12.5px;line-height:1.5;font-variant-numeric:tabular-nums}
+.l2l-card-facts{font-size:12.5px;line-height:1.5;font-variant-numeric:tabular-nums}
 .l2l-card-facts strong{font-size:14px}
-.l2l-card-facts table{margin:4px 0;font-size:12px;border-spacing:0}
+.l2l-card-parts{display:flex;flex-wrap:wrap;gap:0 20px;max-height:80px;overflow:auto;align-items:flex-start}
+.l2l-card-parts table{margin:2px 0;font-size:12px;line-height:18px;border-spacing:0}
 .l2l-card-facts td,.l2l-card-facts th{padding:0 14px 0 0;text-align:left;font-weight:inherit}
 .l2l-code code{user-select:all;font-family:var(--jp-code-font-family,ui-monospace,monospace);font-size:12px}
 """.replace("\n", "")
@@ -37,11 +39,18 @@ def moment_words(moment: Moment, now: Moment) -> str:
 def facts_html(row: LayerRow, numbers: Numbers, facts: LayerFacts | None) -> str:
     """Write what a layer is, as HTML; `facts` are None as long as nobody has looked."""
     said = " · ".join(escape(words) for words in _facts(row, facts))
-    parts = "" if facts is None else "".join(_part_row(*cells) for cells in _parts(facts))
+    parts = [] if facts is None else [_part_row(*cells) for cells in _parts(facts)]
     more = 0 if facts is None else len(facts.parts) - PARTS_UP_TO
-    parts += f"<tr><td>… {more} more</td></tr>" if more > 0 else ""
+    parts += [f"<tr><td>… {more} more</td></tr>"] if more > 0 else []
+    tables = "".join(f"<table>{''.join(parts[i : i + _COLUMN])}</table>" for i in range(0, len(parts), _COLUMN))
+    # it scrolls where it is narrow or long, from the keyboard too
+    box = (
+        f'<div class="l2l-card-parts" tabindex="0" role="region" aria-label="Parameters">{tables}</div>'
+        if parts
+        else ""
+    )
     name = f"<strong>{escape(full_name(row.key, numbers))}</strong> {escape(row.name)}"
-    return f'<div class="l2l-card-facts"><div>{name}<br>{said}</div><table>{parts}</table></div>'
+    return f'<div class="l2l-card-facts"><div>{name} · {said}</div>{box}</div>'
 
 
 def code_line(code: str) -> str:

@@ -19,6 +19,7 @@ WIDTHS = 300, 636  # px of the histogram and of the figures, which stand side by
 HEIGHT = 106
 _TOP, _BOTTOM = 22, 84  # px of what is drawn between words
 _APART = 24
+_END = 56  # px that words at either end may take
 COLOURS = {"grad_norm": VERMILION, "update_ratio": BLUE, "influence": GREEN}
 
 
@@ -38,7 +39,8 @@ def draw_histogram(facts: LayerFacts) -> str:
         if facts.low < 0 < facts.high:
             zero = Scale(facts.low, facts.high, 0, width)(0)
             ends += [svg.path(f"M{zero:.1f} {_TOP}V{_BOTTOM}", style="axis", dash="3 3")]
-            ends += [svg.text(zero, _BOTTOM + 15, "0", style="small", anchor="middle")]
+            if _END < zero < width - _END:
+                ends += [svg.text(zero, _BOTTOM + 15, "0", style="small", anchor="middle")]
     axis = svg.path(f"M0 {_BOTTOM}H{width}", style="axis")
     return svg.document(width, HEIGHT, "Weights", words, [svg.text(0, 12, title, style="small"), bars, axis, *ends])
 

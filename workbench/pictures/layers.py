@@ -34,6 +34,7 @@ border-bottom:1px solid var(--jp-border-color3,#8883);background:none}}
 .l2l-layers thead th{{position:sticky;top:0;z-index:1;background:var(--jp-layout-color2,Canvas);font-weight:600;
 border-bottom:1px solid var(--jp-border-color1,#888a)}}
 .l2l-layers .l2l-name{{text-align:left;overflow:hidden;text-overflow:ellipsis}}
+.l2l-layers .l2l-ends{{direction:rtl}}
 .l2l-layers .l2l-computing{{background:color-mix(in srgb,{GREEN} 24%,transparent)}}
 .l2l-layers .l2l-computing td:first-child::before{{content:"▶ "}}
 .l2l-layers .l2l-changed td.l2l-name::after{{content:" ✱ changed";font-weight:600}}
@@ -162,7 +163,7 @@ def _row(number: str, layer: LayerRow, ends: tuple[float, float], states: Sequen
     cells = [
         f"<td>{number}</td>",
         f'<th scope="row" class="l2l-name" title="{escape(layer.key)}">{escape(layer.key)}</th>',
-        f'<td class="l2l-name" title="{escape(layer.name)}">{escape(layer.name)}</td>',
+        f'<td class="l2l-name l2l-ends" title="{escape(layer.name)}"><bdi>{escape(layer.name)}</bdi></td>',
         f"<td>{layer.num_params:,}</td>",
         f"<td>{format_bytes(layer.nbytes)}</td>",
         f"<td>{layer.version}</td>",

@@ -79,8 +79,8 @@ def race_table(race: Race) -> Table:
     rows = [_row(race, racer) for racer in race.racers]
     done = f"The race has ended: {race.ended}." if race.ended else ""
     equal = (
-        f"At equal compute, a branch's losses less those of {first.name} at the FLOP that both have spent, ± the standard "
-        "deviation over the probe's batches; between two measurements on a straight line. ▼ lower, ▲ higher by more than that."
+        f"At equal compute: the loss of a branch minus that of {first.name} after as many FLOP, ± the standard deviation over "
+        "the probe's batches. Between two measurements it is read off a straight line. ▼ lower and ▲ higher by more than that."
     )
     why = [f"{r.name} has left, {r.left}." if r.left else "" for r in race.racers]
     why += [f"{r.name}: the probe was not measured, {r.not_measured}." if r.not_measured else "" for r in race.racers]

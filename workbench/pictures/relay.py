@@ -11,6 +11,7 @@ from typing import Any
 
 from l2l_core.trace import LANES, Trace, format_bytes
 from workbench.pictures import svg
+from workbench.pictures.algorithm import draw_algorithm
 from workbench.pictures.device_box import draw_device
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_seconds
@@ -21,17 +22,16 @@ from workbench.pictures.theme import (
     LANE_NAMES,
     PURPLE,
     VERMILION,
-    kind_colour,
 )
 from workbench.pictures.words import say, shorten, turn_of
-from workbench.readings import LINES, Moment, Moments, Numbers, Slot, full_name, number_layers, short_name
+from workbench.readings import Moment, Moments, Numbers, Slot, full_name, line_words, number_layers, short_name
 
 WIDTH, HEIGHT = 960.0, 336.0
 _TOP = 30.0
 _SHELF = (16.0, _TOP, 326.0, 258.0)  # x, y, width, height
 _DEVICE = (474.0, _TOP, 246.0, 258.0)
 _LINK = (352.0, 112.0)  # x, width
-_ALGORITHM = (736.0, 208.0)
+_ALGORITHM = (736.0, _TOP, 208.0)  # x, y, width
 _SEAM = 728.0  # left of it memory and link, right of it the algorithm
 
 
@@ -97,7 +97,7 @@ def _halves(moment: Moment, scene: Scene) -> tuple[Moment, list[str], list[str]]
         *draw_device(*_DEVICE, moment, numbers, scene.device, scene.budget_bytes),
         *_draw_foot(moment, len(scene.keys)),
     ]
-    return moment, left, list(_draw_algorithm(moment, numbers))
+    return moment, left, draw_algorithm(*_ALGORITHM, moment, numbers)
 
 
 STYLE = """
@@ -117,7 +117,8 @@ def describe(moment: Moment, keys: Sequence[str]) -> str:
         return "No step is under way; all layers rest in the EPS."
     words = []
     if moment.layer is not None:
-        words.append(f"Layer {short_name(moment.layer, numbers)} computes ({moment.kind or moment.phase})")
+        kept = ", nothing is recomputed" if moment.graph_kept else ""
+        words.append(f"Layer {short_name(moment.layer, numbers)} computes ({moment.kind or moment.phase}{kept})")
     elif moment.waits_for is not None:
         words.append(f"Compute waits for layer {short_name(moment.waits_for, numbers)}")
     words += [
@@ -186,46 +187,7 @@ def _arrow(x: float, y: float, width: float, way: int, colour: str, strength: fl
     return f'<path d="{d}" fill="{colour}" fill-opacity="{strength:g}"/>'
 
 
-# -- the algorithm and the foot ------------------------------------------------------------------------------------------
-
-
-def _draw_algorithm(moment: Moment, numbers: Numbers) -> list[str]:
-    x, width = _ALGORITHM
-    parts = [say(x, 20, "algorithm", size=15, strong=True)]
-    beside = dict(moment.beside)
-    for number, line in enumerate(LINES):
-        y = _TOP + 4 + number * 16.6
-        here = number == moment.line
-        if here:
-            parts += [svg.rect(x, y, width, 16.6, style="well"), svg.rect(x, y, 4, 16.6, fill="currentColor")]
-        elif number in beside:
-            parts.append(svg.rect(x, y + 3, 4, 10.6, fill=_lane_colour(moment, beside[number])))
-        style = "code strong" if here else "code" if number in beside else "code dim"
-        parts.append(say(x + 9 + line.depth * 13, y + 12, line.words, size=11, style=style))
-    for row, lane in enumerate(LANES):
-        y = 234.0 + row * 17
-        work = moment.lanes.get(lane)
-        parts.append(say(x, y, LANE_NAMES.get(lane, lane), size=11, style="dim"))
-        parts.append(svg.rect(x + 84, y - 9, 9, 9, **({"fill": kind_colour(work.kind)} if work else {"style": "well"})))
-        if work:
-            words = work.kind if work.layer in ("", work.kind) else f"{work.kind} {short_name(work.layer, numbers)}"
-            words = shorten(f"{words}  {turn_of(work.k, moment.micro_batches)}".rstrip(), 19)
-        else:
-            words = _why_compute_rests(moment, numbers) if lane == "compute" else ""
-        if words:
-            parts.append(say(x + 97, y, words, size=11, style="" if work else "dim"))
-    return parts
-
-
-def _why_compute_rests(moment: Moment, numbers: Numbers) -> str:
-    if moment.waits_for:
-        return shorten(f"waits for {short_name(moment.waits_for, numbers)}", 19)
-    return "waits" if moment.layer else ""
-
-
-def _lane_colour(moment: Moment, lane: str) -> str:
-    work = moment.lanes.get(lane)
-    return kind_colour(work.kind) if work is not None else GREY
+# -- the foot ----------------------------------------------------------------------------------------------------------
 
 
 def _draw_foot(moment: Moment, layers: int) -> list[str]:
@@ -279,7 +241,7 @@ def relay_table(moment: Moment, keys: Sequence[str]) -> Table:
         stash = f", stash {format_bytes(used['stash'])}" if used.get("stash") else ""
         rows.append((f"{place} memory", f"{format_bytes(sum(used.values()))}{stash}"))
     if moment.line is not None:
-        rows.append(("algorithm", LINES[moment.line].words))
+        rows.append(("algorithm", line_words(moment.line, moment.graph_kept)))
     title = f"{event_of(moment)}, {format_seconds(moment.t_s)}" if moment.phase != "idle" else "no step"
     return Table(title, ("what", "state"), rows)
 

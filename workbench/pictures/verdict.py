@@ -74,7 +74,7 @@ def _binding(trace: Trace, found: Sequence[Bound]) -> Said:
         return [Term("link-bound"), f": in {worst.phase} compute waits {share} for {LANE_NAMES[worst.lane]}"]
     if worst.lane == "eps":
         return ["bound by the ", Term("EPS"), f": in {worst.phase} compute waits {share} for it"]
-    return [f"bound by the host: in {worst.phase} nothing works {share}"]
+    return [f"bound by the host: in {worst.phase} no lane is busy {share}"]
 
 
 def _fit(peak_bytes: int, budget_bytes: int | None, in_core_bytes: int | None) -> Said:

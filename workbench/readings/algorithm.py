@@ -29,8 +29,10 @@ LINES = (
     Line(1, "EPS: reduce, update layer"),
 )
 
+_BACKWARD_RUNS = 8
+_KEPT = "no recompute, back-propagate"  # in its place, where the graph of forward was kept
 _FORWARD, _BACKWARD = 0, 5  # where the two passes begin
-_ALWAYS = {"forward": 3, "loss": 4, "backward": 8, "push": 9, "reduce": 10, "update": 10, "clip": 10}
+_ALWAYS = {"forward": 3, "loss": 4, "backward": _BACKWARD_RUNS, "push": 9, "reduce": 10, "update": 10, "clip": 10}
 _IN_PASS = {"load": 1, "stash": 3, "fetch": 3}
 
 
@@ -46,3 +48,8 @@ def line_of(kind: str, layer: str, backward: bool) -> int:
     if layer == "shell" and kind == "load":
         return _BACKWARD if backward else _FORWARD
     return (_BACKWARD if backward else _FORWARD) + _IN_PASS.get(kind, 0)
+
+
+def line_words(number: int, graph_kept: bool) -> str:
+    """Write a line of the algorithm for a moment; with a kept graph, backward recomputes nothing."""
+    return _KEPT if graph_kept and number == _BACKWARD_RUNS else LINES[number].words

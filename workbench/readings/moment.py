@@ -62,6 +62,7 @@ class Moment:
         stash_peak_bytes: the most stash at either place so far known.
         line: of the algorithm, index into `LINES`, None without an event.
         beside: lines that other lanes are at, with the lane.
+        graph_kept: whether compute is in backward, in a layer that need not be recomputed.
     """
 
     i: int = -1
@@ -89,3 +90,4 @@ class Moment:
     stash_peak_bytes: int = 0
     line: int | None = None
     beside: tuple[tuple[int, str], ...] = ()
+    graph_kept: bool = False

@@ -19,6 +19,7 @@ from workbench.readings.columns import Columns
 from workbench.readings.copies import Copies
 from workbench.readings.events import Events
 from workbench.readings.gradients import Gradients
+from workbench.readings.kept import Kept
 from workbench.readings.layer_names import number_layers
 from workbench.readings.moment import Moment, Phase, Slot, Work
 from workbench.readings.residency import Held, Residency
@@ -39,7 +40,7 @@ class Moments:
     Args:
         columns: events and samples of the step.
         keys: the stack, in order.
-        micro_batches, ahead, resident, stash: settings of the step; micro-batches are counted if not given.
+        micro_batches, ahead, resident, keep, stash: settings of the step; micro-batches are counted if not given.
         before: the step before, of the same stack: it says how many bytes a layer loads and in which order layers come.
             As `Moments` it need not be prepared again for each frame.
         live: whether the step is still under way, so that `columns` holds only what is over.
@@ -53,6 +54,7 @@ class Moments:
         micro_batches: int | None = None,
         ahead: int = 1,
         resident: int = 0,
+        keep: int = 0,
         stash: str = "device",
         before: Moments | Columns | None = None,
         live: bool = False,
@@ -70,6 +72,7 @@ class Moments:
         self._pushes = Copies(self._events, "push")
         self._visits = Visits(self._events, live, earlier._visits if earlier else None)
         self._residency = Residency(self._loads, weight_slots(ahead, resident))
+        self._kept = Kept(self._events, self._loads, keep, ahead, resident)
         # Visited in backward and not pushed: of such a layer no push is still to come.
         frozen = {*earlier._visits.layers}.difference(earlier._pushes.layers) if earlier else ()
         self._gradients = Gradients(self._events, self._visits, self._pushes, live, frozen)
@@ -97,6 +100,7 @@ class Moments:
             micro_batches=settings.get("micro_batches"),
             ahead=settings.get("ahead", 1),
             resident=settings.get("resident", 0),
+            keep=settings.get("keep", 0),
             stash=settings.get("stash", "device"),
         )
 
@@ -182,8 +186,13 @@ class Moments:
             device_peak_bytes=self._peaks.device,
             stash_peak_bytes=self._peaks.stash,
             line=line,
+            graph_kept=phase == "backward" and self._is_kept(self._last_pass(i), i, computing.layer),
             beside=tuple(sorted((number, lane) for number, lane in beside.items() if number != line)),
         )
+
+    def _is_kept(self, row: int, i: int, layer: str | None) -> bool:
+        """Whether the pass's last event is at work, or its layer still is, and with a graph that was kept."""
+        return (row == i or self._events.words(row)[1] == layer) and self._kept.at(row)
 
     def _last(self, lane: str, i: int) -> int:
         return self._events.last(self._events.lanes[lane], lane, i)

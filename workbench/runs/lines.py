@@ -6,6 +6,7 @@ Every line is one JSON object with a `type`:
     moment    after a step or a change: what a snapshot shows now, as far as the line before did not say it already
     trace     every event and memory sample of a step; `of` is the number of its moment
     race      branches that trained on the same batches, with all that was measured; it was over after the moment before
+    look      what was seen inside of layers, after the moment before
     held_out  a loss on held-out data; level: a named loss to compare with; fact: something else that was found out
     end       the run was closed; without it, its process has ended before
 
@@ -28,11 +29,9 @@ from l2l_core.edits import Branch, Entry
 from l2l_core.trace import LANES, PLACES, MemorySample, with_all_said
 from workbench.session import FIGURES, Change, Judged, LayerRow, Pasts, Race, ShownStep, Snapshot, StepRow
 
-SCHEMA, VERSION = (
-    "l2l-run",
-    4,
-)  # in runs of version 1 and 2 events say less, and no edit is judged; before 4 no race is told
-READ = (1, 2, 3, VERSION)
+# In runs of version 1 and 2 events say less, and no edit is judged; before 4 no race is told, before 5 no look inside.
+SCHEMA, VERSION = "l2l-run", 5
+READ = (1, 2, 3, 4, VERSION)
 PLAIN = (
     "model",
     "num_params",

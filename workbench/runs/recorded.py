@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from l2l_core import Trace
-from workbench.runs.lines import READ, SCHEMA, Row, Told, trace_of
-from workbench.runs.race_lines import race_of
+from workbench.runs.file import DAMAGE, damaged
+from workbench.runs.lines import Row, Told, trace_of
+from workbench.runs.look_lines import Look
 from workbench.session import Pasts, Race, ShownStep, Snapshot
-
-IN_FOLDER = ("run.jsonl.gz", "run.jsonl")
-# What values of another form raise where they are used: lines are read as they come, and not checked field by field.
-_DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True, eq=False)  # equal by identity, so that a run can be a key of the caches below
@@ -37,6 +31,7 @@ class RecordedRun:
         levels: names and losses to compare with.
         facts: by name, what was found out about the run.
         races: each with the number of the moment after which it was over.
+        looks: likewise, each with the number of the moment after which somebody looked inside.
         complete: whether it was closed, and not cut short by the end of its process.
     """
 
@@ -50,6 +45,7 @@ class RecordedRun:
     levels: Sequence[tuple[str, float]]
     facts: Mapping[str, str]
     races: Sequence[tuple[int, Race]]
+    looks: Sequence[tuple[int, Look]]
     complete: bool
     _traces: Mapping[int, tuple[int, Row]]  # by moment, the line and its row
 
@@ -74,6 +70,11 @@ class RecordedRun:
         Steps of other branches do not count.
         """
         return _show(self, len(self.moments) - 1 if number is None else number)[1]
+
+    def look(self, number: int | None = None) -> tuple[int, Look] | None:
+        """Find the last look inside by a moment, by default the end, and the moment that it was of; None before the first."""
+        last = len(self.moments) - 1 if number is None else number
+        return next((one for one in reversed(self.looks) if one[0] <= last), None)
 
     def trace(self, number: int) -> Trace:
         """Read the events of a step that was recorded whole; `traced` has the numbers.
@@ -107,6 +108,7 @@ class RecordedRun:
             traced=tuple(sorted(traces)),
             held_out=tuple((step, loss) for step, loss in self.held_out if step <= reached),
             races=tuple((at, race) for at, race in self.races if at <= number),
+            looks=tuple((at, look) for at, look in self.looks if at <= number),
             _traces=traces,
         )
 
@@ -173,128 +175,11 @@ def _read_trace(run: RecordedRun, number: int) -> Trace:
     line, row = run._traces[number]
     try:
         return trace_of(row)
-    except _DAMAGE as error:
-        raise _damaged(run.path, line, error) from error
-
-
-def load_run(path: str | Path) -> RecordedRun:
-    """Read a recorded run, a file or the folder of the demo; what its last line lost in a crash is left out.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: a damaged line, which is named, another version of the format, or nothing to show.
-    """
-    file = _find(Path(path))
-    reader = _Reader(file)
-    lines = list(_lines(file))
-    for number, (line, is_whole) in enumerate(lines, start=1):
-        try:
-            reader.take(number, json.loads(line))
-        except _DAMAGE as error:
-            if number == len(lines) > 1 and not is_whole:
-                break  # its writer was interrupted
-            raise _damaged(file, number, error) from error
-    return reader.result()
+    except DAMAGE as error:
+        raise damaged(run.path, line, error) from error
 
 
 def name_runs(runs: Sequence[RecordedRun]) -> list[str]:
     """List the titles of runs, with numbers if two are the same."""
     titles = [run.title for run in runs]
     return titles if len(set(titles)) == len(titles) else [f"{title} ({i})" for i, title in enumerate(titles, start=1)]
-
-
-class _Reader:
-    """Takes one line after another."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._head: Row = {}
-        self._moments: list[Row] = []
-        self._traces: dict[int, tuple[int, Row]] = {}
-        self._held_out: list[tuple[float, float]] = []
-        self._levels: list[tuple[str, float]] = []
-        self._facts: dict[str, str] = {}
-        self._races: list[tuple[int, Race]] = []
-        self._complete = False
-        self._told = Told()
-
-    def take(self, number: int, row: Row) -> None:
-        kind = row.pop("type")
-        if (kind == "run") != (number == 1):
-            raise ValueError(f"a line of the type {kind!r} cannot be here")
-        if kind == "run":
-            if row["schema"] != SCHEMA or row["version"] not in READ:
-                raise ValueError(
-                    f"{row['schema']!r} version {row['version']!r}; this program reads {SCHEMA!r} "
-                    f"versions {READ[0]} to {READ[-1]}"
-                )
-            self._head = {name: row[name] for name in ("title", "began", "machine")}
-        elif kind == "moment":
-            self._told.take(row)
-            # Tried now, so that a damaged line is named by `load_run` and not by a picture.
-            self._told.layers(), self._told.branches, bool(row["stepped"])
-            self._moments.append(row)
-        elif kind == "trace":
-            if not 0 <= (of := row.pop("of")) < len(self._moments):
-                raise ValueError(f"a trace of moment {of}, of {len(self._moments)}")
-            self._traces[of] = number, row  # as it is: a step has many events, and few steps are looked at
-        elif kind == "race":
-            self._races.append((max(0, len(self._moments) - 1), race_of(row)))
-        elif kind == "held_out":
-            self._held_out.append((int(row["step"]), float(row["loss"])))
-        elif kind == "level":
-            self._levels.append((str(row["name"]), float(row["loss"])))
-        elif kind == "fact":
-            self._facts[str(row["name"])] = str(row["words"])
-        elif kind == "end":
-            self._complete = True
-        else:
-            raise ValueError(f"a line of the unknown type {kind!r}")
-
-    def result(self) -> RecordedRun:
-        if not self._moments:
-            raise ValueError(f"{self._path} holds no step and no change: there is nothing to show")
-        title = self._head.pop("title") or self._path.name.partition(".")[0]
-        return RecordedRun(
-            path=self._path,
-            title=title,
-            **self._head,
-            moments=tuple(self._moments),
-            traced=tuple(sorted(self._traces)),
-            held_out=tuple(self._held_out),
-            levels=tuple(self._levels),
-            facts=self._facts,
-            races=tuple(self._races),
-            complete=self._complete,
-            _traces=self._traces,
-        )
-
-
-def _find(path: Path) -> Path:
-    found = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
-    if not found.is_file():
-        raise FileNotFoundError(
-            f"there is no recorded run {path}: record one with Session(..., loggers=[Recorder({str(path)!r})]), "
-            "or with `make demo`, which makes out/demo/run.jsonl.gz"
-        )
-    return found
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Lines, and whether they end; a compressed file may stop anywhere."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        while True:
-            try:
-                line = file.readline()
-            except EOFError:
-                return
-            except (gzip.BadGzipFile, zlib.error) as error:
-                raise ValueError(f"{path} is damaged: {error}") from error
-            if not line:
-                return
-            yield line.removesuffix(b"\n"), line.endswith(b"\n")
-
-
-def _damaged(path: Path, line: int, error: BaseException) -> ValueError:
-    said = str(error) if isinstance(error, ValueError) else repr(error)
-    return ValueError(f"{path}, line {line}: this is not what Recorder writes: {said}")

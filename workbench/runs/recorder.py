@@ -18,8 +18,9 @@ from weakref import ref
 import psutil
 import torch
 
-from l2l_core import Trace
+from l2l_core import Inside, Trace
 from workbench.runs.lines import SCHEMA, VERSION, Told, to_json, trace_row
+from workbench.runs.look_lines import Decode, look_row
 from workbench.runs.race_lines import race_row
 from workbench.session import Change, Race, Snapshot, StepRow
 
@@ -101,6 +102,10 @@ class Recorder:
     def log_race(self, race: Race) -> None:
         """Record a race that is over, with what each branch did in it."""
         self._write("race", race_row(race))
+
+    def log_look(self, seen: Inside, decode: Decode | None) -> None:
+        """Record what was seen inside of layers, with the text of its tokens where they can be decoded."""
+        self._write("look", look_row(seen, decode))
 
     def _is_new(self, now: Snapshot) -> bool:
         """Whether it shows a step of its branch that was not told yet."""

@@ -22,14 +22,11 @@ from jinja2 import Environment, StrictUndefined
 from l2l_core import Trace
 from l2l_core.trace import format_bytes
 from workbench.pictures import (
-    AXES,
     KINDS,
     Picture,
-    Table,
     count_words,
     draw_loss,
     draw_memory,
-    draw_race,
     format_seconds,
     journal_table,
     layers_table,
@@ -38,14 +35,15 @@ from workbench.pictures import (
     relay_frames,
     settings_table,
     show_heat,
-    show_race,
     show_timeline,
 )
 from workbench.readings import Columns
 from workbench.runs.comparison import Named, compare_runs
-from workbench.runs.recorded import RecordedRun, load_run, name_runs
+from workbench.runs.load import load_run
+from workbench.runs.recorded import RecordedRun, name_runs
 from workbench.runs.recorder import Recorder
-from workbench.session import Race, Snapshot
+from workbench.runs.report_parts import changes_of, kept_of, look_of, machine_of, race_of
+from workbench.session import Snapshot
 
 Context = dict[str, Any]
 
@@ -153,11 +151,12 @@ def _describe_run(one: Named, when: str) -> Context:
         "heat": _heat(now),
         "layers": replace(layers_table(now.layers), title=f"Layers {now.state_words}"),
         "journal": journal_table(now.journal, now.changes) if now.journal else None,
-        "changes": _changes(now),
-        "races": [_race(race) for _, race in run.races],
+        "changes": changes_of(now),
+        "races": [race_of(race) for _, race in run.races],
+        "look": look_of(run),
         "settings": replace(settings_table(now), title="Settings of the last step"),
-        "machine": _machine(run),
-        "kept": _kept(run),
+        "machine": machine_of(run),
+        "kept": kept_of(run),
         "source": f"Made from {run.path.name}, recorded {run.began}"
         + ("." if run.complete else "; the recording was cut short, what is here was written before."),
     }
@@ -246,43 +245,6 @@ def _heat(now: Snapshot) -> list[Any]:
     }
     (_, first), *rest = shown.items()
     return [first, *({"name": f"{name[0].upper()}{name[1:]}", "picture": picture} for name, picture in rest)]
-
-
-def _changes(now: Snapshot) -> Table:
-    """Edits and settings in the order in which they were made; only edits are measured."""
-    rows = [(str(change.step), change.what, change.verdict) for change in now.changes]
-    return Table("Changes", ("after step", "what", "probe"), rows)
-
-
-def _race(race: Race) -> Context:
-    """Over compute, at which the table compares; over steps and seconds to be folded away."""
-    names, others = ", ".join(racer.name for racer in race.racers), [axis for axis in AXES if axis != "flop"]
-    return {
-        "names": names,
-        "over": AXES["flop"],
-        "picture": show_race(race, "flop"),
-        "others": [{"over": AXES[axis], "svg": draw_race(race, axis)} for axis in others],
-    }
-
-
-def _machine(run: RecordedRun) -> Table:
-    said = {name.replace("_", " "): value for name, value in run.machine.items() if name != "memory_bytes"}
-    if run.machine.get("memory_bytes"):
-        said["memory"] = format_bytes(run.machine["memory_bytes"])
-    return Table("Hardware and versions", ("", ""), [(name, str(value)) for name, value in said.items()])
-
-
-def _kept(run: RecordedRun) -> Table:
-    """The steps that were recorded whole, in figures."""
-    rows = []
-    for number in run.traced:
-        trace = run.trace(number)
-        peaks = [format_bytes(trace.peak_bytes(place)) for place in ("device", "host")]
-        hidden = f"{100 * trace.overlap():.0f} %"
-        # Traces count steps from 0, and whatever people see counts them from 1.
-        rows.append((str(trace.step + 1), format_seconds(trace.span_s), f"{trace.counts[0]:,}", hidden, *peaks))
-    header = ("step", "time", "events", "copies hidden", "device peak", "host peak")
-    return Table("Fully recorded steps", header, rows)
 
 
 # The page ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from l2l_core import Inside
 from workbench.session.race_values import Race
 from workbench.session.snapshot import Snapshot
 from workbench.session.values import Change, StepRow
@@ -60,6 +61,14 @@ class RaceLogger(Protocol):
 
     def log_race(self, race: Race) -> None:
         """A race is over."""
+
+
+@runtime_checkable
+class LookLogger(Protocol):
+    """A logger that also takes looks inside of layers."""
+
+    def log_look(self, seen: Inside, decode: Callable[[Sequence[int]], str] | None) -> None:
+        """Somebody has looked; `decode` is the session's."""
 
 
 class JsonLines:

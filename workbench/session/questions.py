@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ class Questions(Watched):
 
     _probe: Probe
     _trainer: Trainer
+    decode: Callable[[Sequence[int]], str] | None
 
     def measure(self, *edits: Edit, what: str = "") -> Future[Judged]:
         """Measure what edits would do to the losses of the probe, as one group; they are taken back again, nothing has changed.
@@ -58,7 +59,7 @@ class Questions(Watched):
 
         The future gets a ValueError where nothing could be seen: there is no batch yet, or the model fails on it.
         """
-        return self._question("look inside", self._trainer.look, batch, layers, options)
+        return self._question("look inside", self._trainer.look, batch, layers, options, self.decode)
 
     @property
     def probe_on(self) -> bool:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from l2l_core import Relay, Trace
+from l2l_core import Inside, Relay, Trace
 from workbench.session.judgement import PENDING, Judged, Measured
-from workbench.session.loggers import Logger, RaceLogger, Watcher
+from workbench.session.loggers import Logger, LookLogger, RaceLogger, Watcher
 from workbench.session.mirror import Mirror
 from workbench.session.probe import Probe
 from workbench.session.race_values import Race
@@ -225,6 +225,16 @@ class Standing:
     def tell_race(self, race: Race) -> None:
         """Tell the loggers that take races of one that is over; those that watch see where the session is again."""
         self.tell(lambda logger: logger.log_race(race) if isinstance(logger, RaceLogger) else None)
+
+    def tell_look(self, seen: Inside, decode: Callable[[Sequence[int]], str] | None) -> None:
+        """Tell the loggers that take looks of one; nothing has changed, so those that watch have nothing new to see."""
+        self.during = "logger"
+        for logger in self._loggers:
+            if isinstance(logger, LookLogger):
+                try:
+                    logger.log_look(seen, decode)
+                except Exception as error:
+                    self.fail(error)
 
     def close(self) -> None:
         """Close the loggers; what goes wrong with one is shown."""

@@ -25,6 +25,7 @@ from workbench.session.standing import Standing
 from workbench.session.values import Change, LayerRow, StepRow
 
 Layers = Sequence[LayerRow]
+Decode = Callable[[Sequence[int]], str]
 
 
 class Trainer:
@@ -286,10 +287,13 @@ class Trainer:
         self._standing.during = "edit"
         return facts_of(self.relay, key)
 
-    def look(self, batch: Any, layers: Any, options: Mapping[str, Any]) -> Inside:
-        """Look inside of layers, on the probe's first batch unless another one is given."""
+    def look(self, batch: Any, layers: Any, options: Mapping[str, Any], decode: Decode | None) -> Inside:
+        """Look inside of layers, on the probe's first batch unless another one is given, and tell the loggers."""
         self._standing.during = "edit"
-        return self._probe.look(batch, layers, options)
+        seen = self._probe.look(batch, layers, options)
+        if not options.get("leave_out"):  # that would be another model
+            self._standing.tell_look(seen, decode)
+        return seen
 
     def _let(self, action: Callable[[], Any]) -> Any:
         self._standing.during = "edit"

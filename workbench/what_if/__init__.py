@@ -18,6 +18,7 @@ from workbench.what_if.known_steps import KnownSteps as KnownSteps
 from workbench.what_if.measured_step import MeasuredStep as MeasuredStep
 from workbench.what_if.picture import draw_what_if as draw_what_if
 from workbench.what_if.picture import row_of as row_of
+from workbench.what_if.question import CONFIG as CONFIG
 from workbench.what_if.question import Question as Question
 from workbench.what_if.what_if import Answer as Answer
 from workbench.what_if.what_if import answer as answer

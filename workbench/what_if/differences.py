@@ -91,6 +91,8 @@ _SETTINGS = {
     "width": "width",
     "micro_batches": "micro-batches",
     "ahead": "layers ahead",
+    "resident": "weights that stay",
+    "keep": "graphs kept",
     "stash": "stash on",
     "precision": "precision",
     "h2d_bytes_per_s": "link to the device",
@@ -198,4 +200,6 @@ def _percent(share: float) -> str:
 
 def _bound(answer: Answer | None) -> str:
     bound = answer.bound if answer is not None else None
-    return f"{bound.phase}: {LANE_NAMES.get(bound.lane, bound.lane)}" if bound is not None else "–"
+    if bound is None:
+        return "–"
+    return f"{bound.phase}: {LANE_NAMES.get(bound.lane, 'the host, no lane works')}"

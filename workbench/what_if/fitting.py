@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from l2l_core import RelayConfig
 from l2l_core.forecast import Priced, Run, WhatFits, what_fits
-from workbench.what_if.question import Question
+from workbench.what_if.question import CONFIG, Question
 from workbench.what_if.what_if import Answer
 
 
 def fitting(ask: Callable[[Question], Answer], question: Question, rows: int, most_s: float = math.inf) -> WhatFits:
-    """Look for layers ahead and a place of the stash with which the step asked for fits.
+    """Look for layers ahead and a place of the stash with which the step asked for fits, with and without what stays.
 
     Args:
         ask: answers a question.
@@ -36,8 +36,8 @@ def fitting(ask: Callable[[Question], Answer], question: Question, rows: int, mo
     def price(config: RelayConfig) -> Priced | None:
         if config.micro_batches != question.micro_batches:
             return None  # stands for a step that cannot be made, so that the search leaves it out
-        found = ask(replace(question, micro_batches=config.micro_batches, ahead=config.ahead, stash=config.stash))
+        found = ask(replace(question, **{name: getattr(config, name) for name in CONFIG}))
         return Priced(config, found.peak_device_bytes, lambda: Run(found.seconds, found.peak_host_bytes))
 
-    asked = RelayConfig(micro_batches=question.micro_batches, ahead=question.ahead, stash=question.stash)
+    asked = RelayConfig(**{name: getattr(question, name) for name in CONFIG})
     return what_fits(price, asked, rows, int(question.memory_bytes), most_s)

@@ -18,6 +18,8 @@ from workbench.what_if.what_if import Answer, simulated
 
 _TOKENS = 512  # of a micro-batch that nobody has seen
 _GUESS = Machine(2e10, 2e8, 1e10, 1e10, "a core of about 20 GFLOP/s, and memory of 10 GB/s")
+# Bytes that autograd keeps of a layer per token and unit of its width: of GPT-2's without scores (forecast/families.py).
+_GRAPH = {"fp32": 54 + 4 * 20, "bf16": 33 + 4 * 10}
 _MOST_LAYERS = 256  # by themselves; further ones repeat them
 
 
@@ -89,7 +91,8 @@ def guess(known: Guess, question: Question) -> Answer:
     )
     base = MeasuredStep(Profile.of_shapes(shapes, known.machine))
     # width and rows are in the shapes already
-    profile, per_layer = rescale(base, replace(question, width=1.0, same_batch=False))
+    graph_bytes = round(_GRAPH[question.precision] * tokens * width)
+    profile, per_layer = rescale(base, replace(question, width=1.0, same_batch=False), graph_bytes)
     trace = simulated(profile, question, {})
     assumed = f"{known.tokens:,} tokens per micro-batch on {known.machine.name}"
     basis = f"a guess by formula, no step measured yet: {assumed} are assumed"

@@ -12,7 +12,7 @@ from workbench.what_if.question import Question
 from workbench.what_if.what_if import Answer, measured
 
 _MOST = 6  # steps that are kept
-_KIND = ("stash", "precision", "micro_batches", "ahead")
+_KIND = ("stash", "precision", "keep", "micro_batches", "ahead", "resident")
 
 
 class KnownSteps:

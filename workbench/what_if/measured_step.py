@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 
 from l2l_core import Profile, Trace
 from l2l_core.forecast import SHELL, MemoryWalk
-from l2l_core.rules import weight_share
+from l2l_core.rules import kept_of, weight_share
+from workbench.what_if.kept_graphs import with_kept_graphs
 
 
 class MeasuredStep:
@@ -51,6 +53,19 @@ class MeasuredStep:
     def together(self) -> MeasuredStep:
         """The same step with the micro-batches of a stay taken together."""
         return MeasuredStep(self.profile.aggregated(), self.trace, self.name)
+
+    @cached_property
+    def kept(self) -> int:
+        """Layers that were not recomputed."""
+        return kept_of(self.profile.settings, self.depth)
+
+    @cached_property
+    def recomputing(self) -> MeasuredStep:
+        """The same step as it would be if no graph but the last layer's were kept, by formula."""
+        if self.kept == 1:
+            return self
+        profile = with_kept_graphs(self.profile, self.kept, 1)
+        return MeasuredStep(replace(profile, settings={**profile.settings, "keep": 0}), self.trace, self.name)
 
     def weight_bytes(self, key: str) -> float:
         """Return the bytes that the weights of a layer or the shell take in float32, in which their masters are."""

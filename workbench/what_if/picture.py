@@ -31,20 +31,21 @@ STYLE = """
 .l2l-opens.widget-toggle-button{align-self:flex-start;background:none;box-shadow:none;font-size:13px;font-weight:600;
 height:26px;line-height:26px;padding:0 4px;color:inherit}
 .l2l-forecast{padding-left:4px;font-size:12px;line-height:1.5;min-height:36px;font-variant-numeric:tabular-nums}
-.l2l-what-if-said{align-items:flex-start;gap:28px;overflow:visible;padding-left:10px}
-.l2l-what-if .l2l-what-if-said>.widget-html.l2l-words{flex:1 1 0;min-width:0;width:auto}
-.l2l-what-if .l2l-what-if-said>.widget-html.l2l-figures{flex:0 0 auto;width:auto}
-.l2l-what-if-said .widget-html-content{white-space:normal}
+.l2l-what-if-answer{align-items:flex-start;gap:18px;overflow:visible}
+.l2l-what-if .l2l-what-if-answer>.widget-html{flex:0 0 660px;width:660px}
+.l2l-what-if .l2l-what-if-answer>.widget-html.l2l-words{flex:1 1 220px;min-width:0;max-height:374px;overflow:auto}
+.l2l-what-if-answer .widget-html-content{white-space:normal}
 .l2l-figures p{font-size:12px;opacity:.75;margin:4px 0;white-space:normal;max-width:540px}
 .l2l-figures td,.l2l-figures th{white-space:nowrap}
 .l2l-what-if .l2l-settings .widget-readout{min-width:4.4em}
+.l2l-what-if .l2l-settings .l2l-count .widget-readout{min-width:2.6em}
 .l2l-what-if-words{font-size:13px;line-height:1.45}
 .l2l-what-if-words ul{margin:4px 0 0;padding-left:18px}
 """
 
-WIDTH, LEFT, RIGHT = 960, 96, 944  # px, as the timeline and the memory chart have it
-LANE, PITCH, ROW = 15, 18, 118  # px: a lane, from lane to lane, from step to step
-LANES_TOP, MEMORY_TOP, CHART, CHART_PITCH = 48, 318, 74, 112
+WIDTH, LEFT, RIGHT = 660, 92, 648  # px, so that controls, picture and words fit a screen
+LANE, PITCH, ROW = 12, 14, 78  # px: a lane, from lane to lane, from step to step
+LANES_TOP, MEMORY_TOP, CHART, CHART_PITCH = 40, 238, 38, 60
 HEIGHT = MEMORY_TOP + 2 * CHART_PITCH - 6
 STACK = ("weights", "optimizer", "gradients", "stash", "activations", "other")  # from the bottom up
 _TEXTURES = {"gradients": 8, "stash": 5}  # px between upright lines
@@ -251,11 +252,11 @@ def _budget(row: Row, scale: Scale, top: float, peak: int) -> Iterator[str]:
 def _kinds(rows: Sequence[Row]) -> Iterator[str]:
     """Colours of the bars, and what is hatched."""
     present = {kind for row in rows for kind in row.columns.kinds}
-    x = float(LEFT)
+    x = 0.0
     for kind in [kind for kind in KIND_COLOURS if kind in present]:
         yield svg.rect(x, 4, 11, 11, fill=kind_colour(kind))
         yield svg.text(x + 15, 14, kind, style="small")
-        x += 27 + 5.6 * len(kind)
+        x += 19 + 6.2 * len(kind)
     yield svg.rect(x, 4, 16, 11, fill=kind_colour("shell"))
     yield svg.path(svg.hatch(x, 4, 16, 11, 5), style="hatch")
     yield svg.text(x + 20, 14, "exposed", style="small")

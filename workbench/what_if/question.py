@@ -8,11 +8,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from l2l_core import Profile, RelayConfig, Trace
+from l2l_core.rules import kept_of
 from workbench.session import Snapshot
 from workbench.what_if.measured_step import MeasuredStep
 
 Stash = Literal["device", "host"]
 Precision = Literal["fp32", "bf16"]
+
+CONFIG = ("micro_batches", "ahead", "resident", "keep", "stash", "precision")  # what is a relay's to set
 
 _DEEPEST, _MOST = 100_000, 4096
 
@@ -28,6 +31,7 @@ class Question:
         same_batch: whether more micro-batches share the rows of the measured batch, as in a relay whose setting is changed;
             otherwise micro-batches keep their size and the batch grows.
         ahead: layers loaded ahead of the one that computes.
+        resident, keep: further weights that stay on the device, and graphs that are kept, as in `RelayConfig`.
         stash, precision: as in `RelayConfig`.
         h2d_bytes_per_s, d2h_bytes_per_s: of the link; None: no limit but that of the machine that was measured.
         memory_bytes: of the device, None without a limit.
@@ -41,6 +45,8 @@ class Question:
     micro_batches: int = 1
     same_batch: bool = True
     ahead: int = 1
+    resident: int = 0
+    keep: int = 0
     stash: Stash = "device"
     precision: Precision = "fp32"
     h2d_bytes_per_s: float | None = None
@@ -59,7 +65,7 @@ class Question:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r}: must be positive, or None for no limit")
         # Made for its checks: what no relay takes is no question.
-        RelayConfig(micro_batches=self.micro_batches, ahead=self.ahead, stash=self.stash, precision=self.precision)
+        RelayConfig(**{name: getattr(self, name) for name in CONFIG})
 
     @staticmethod
     def of(step: Trace | Profile | MeasuredStep) -> Question:
@@ -70,8 +76,13 @@ class Question:
     @staticmethod
     def next_of(now: Snapshot) -> Question:
         """Ask for the settings of a session's next step."""
-        config = {name: getattr(now.config, name) for name in ("micro_batches", "ahead", "stash", "precision")}
+        config = {name: getattr(now.config, name) for name in CONFIG}
         return Question(depth=max(1, len(now.layers)), **_known({**now.figures, **config}))
+
+    @property
+    def kept(self) -> int:
+        """Layers that are not recomputed: no more than stay on the device, and the last one in any case."""
+        return kept_of({"keep": self.keep, "ahead": self.ahead, "resident": self.resident}, self.depth)
 
     def rows_of(self, base: MeasuredStep) -> float:
         """Say how many rows a micro-batch has, as a multiple of those of a measured step."""

@@ -28,26 +28,45 @@ from l2l_core.forecast import (
     repeat,
     stack_of,
 )
-from l2l_core.rules import pieces_of_copy
+from l2l_core.rules import pieces_of_copy, weight_slots
+from workbench.what_if.kept_graphs import with_kept_graphs
 from workbench.what_if.measured_step import MeasuredStep
-from workbench.what_if.question import Question
+from workbench.what_if.question import CONFIG, Question
 from workbench.what_if.rescale_memory import Memories
 
 MOST_EVENTS = 2000  # of a simulation that answers at once; beyond, micro-batches and then layers are taken together
 MOST_LAYERS = 120  # that are simulated one by one then
 
 
-def rescale(base: MeasuredStep, question: Question) -> tuple[Profile, int]:
+def rescale(base: MeasuredStep, question: Question, graph_bytes: int = 0) -> tuple[Profile, int]:
     """Make the profile of a step with these settings, and say how many layers one simulated layer stands for at most.
 
     A step of very many events has its micro-batches taken together (`Profile.micro_batches` is 1 then), and its layers in
-    chunks.
+    chunks; its "resident" counts chunks, too.
+
+    Args:
+        base: the measured step.
+        question: its new settings.
+        graph_bytes: that autograd keeps of a layer and micro-batch, where the step does not tell.
     """
     is_long = events_of(base, question) > MOST_EVENTS
+    as_it_is = not is_long and _treats_alike(base, question)
+    base = base if as_it_is else base.recomputing
     base = base.together if is_long else base
     keys = stack_of(base.keys, question.depth, base.turning, base.alike)
     stack = in_chunks(keys, base.turning, MOST_LAYERS if is_long else len(keys))
-    return _Scaled(base, question, stack, is_long).profile(), max(layer.times for layer in stack)
+    profile = _Scaled(base, question, stack, is_long).profile()
+    if not as_it_is and question.kept > 1:
+        times = {layer.key: layer.times for layer in stack}
+        count = question.micro_batches if is_long else 1
+        profile = with_kept_graphs(profile, 1, question.kept, times, count, graph_bytes)
+    return profile, max(layer.times for layer in stack)
+
+
+def _treats_alike(base: MeasuredStep, question: Question) -> bool:
+    """Whether every layer is treated as in the measured step, so that no formula is needed for graphs."""
+    same = (base.depth, base.micro_batches, base.profile.settings.get("stash", question.stash), base.kept)
+    return same == (question.depth, question.micro_batches, question.stash, question.kept)
 
 
 def events_of(base: MeasuredStep, question: Question) -> int:
@@ -69,6 +88,8 @@ def formulas(base: MeasuredStep, question: Question) -> list[str]:
         found.append("weights and compute with the square of the width, activations in proportion to it")
     if question.rows_of(base) != 1:
         found.append("compute and activations in proportion to the rows of a micro-batch")
+    if max(base.kept, question.kept) > 1 and not _treats_alike(base, question):
+        found.append("graphs from what forward leaves behind, and a recompute as long as forward")
     if question.stash != settings.get("stash", question.stash):
         found.append("the stash from what one layer hands to the next")
     if question.precision != settings.get("precision", question.precision):
@@ -92,7 +113,7 @@ class _Scaled:
         # in order of time, since the memories add up
         before = Repeated(START, Stay("", -1, old.start), StandIn("", "", 1), {})
         start = self._stay(before).turns if old.start else ()
-        now = {name: getattr(question, name) for name in ("micro_batches", "stash", "precision", "ahead")}
+        now = {name: getattr(question, name) for name in CONFIG} | {"resident": self._resident()}
         return replace(
             old,
             layers=self._layers(),
@@ -102,6 +123,18 @@ class _Scaled:
             settings={**old.settings, **now},
             memory=self._memories.first,
         )
+
+    def _resident(self) -> int:
+        """How many of the last pieces of the stack stay as a whole, beyond those that streaming needs."""
+        streams = weight_slots(self._question.ahead)
+        left, stay = weight_slots(self._question.ahead, self._question.resident), 0
+        for layer in reversed(self._stack):
+            left -= layer.times
+            if left < 0:
+                break
+            stay += 1
+        whole = all(layer.times == 1 for layer in self._stack)
+        return self._question.resident if whole else max(0, stay - streams)
 
     def _layers(self) -> dict[str, LayerCost]:
         old, width = self._old.layers, self._question.width

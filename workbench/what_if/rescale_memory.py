@@ -50,7 +50,8 @@ class Memories:
         gradients = base.gradient_bytes(SHELL), base.largest_gradient_bytes
         self._weights = (
             weight_share(was) * _slots(weights, weight_slots(ahead, resident), 1),
-            weight_share(question.precision) * _slots(weights, weight_slots(question.ahead, resident), question.width),
+            weight_share(question.precision)
+            * _slots(weights, weight_slots(question.ahead, question.resident), question.width),
         )
         self._gradients = (
             _slots(gradients, gradient_slots(ahead), 1),

@@ -115,13 +115,14 @@ def answer(step: Trace | Profile | MeasuredStep, question: Question) -> Answer:
 def simulated(profile: Profile, question: Question, settings: Mapping[str, Any]) -> Trace:
     """Simulate the step on a virtual clock; the trace's settings are those asked for."""
     config = {f.name: settings[f.name] for f in fields(RelayConfig) if f.name in settings}
-    config |= {name: getattr(question, name) for name in ("ahead", "stash", "precision")}
+    config |= {name: getattr(question, name) for name in ("ahead", "keep", "stash", "precision")}
+    config["resident"] = profile.settings["resident"]
     figures = {"latency_s": settings.get("latency_s", 0.0), "memory_bytes": question.memory_bytes}
     link = {f"{lane}_bytes_per_s": getattr(question, f"{lane}_bytes_per_s") for lane in COPY_LANES}
     # without a limit where one was measured nobody knows how fast it is: as fast as can be
     fast = {name: math.inf if value is None and settings.get(name) else value for name, value in link.items()}
     # The profile's own number of micro-batches: 1, where they are taken together.
     trace = simulate(profile, RelayConfig(**{**config, "micro_batches": profile.micro_batches}), {**figures, **fast})
-    # What was asked for: None in place of inf, and the micro-batches that advice reckons with.
-    trace.settings.update(link, micro_batches=question.micro_batches)
+    # What was asked for: None in place of inf, and what advice reckons with, where the profile takes things together.
+    trace.settings.update(link, micro_batches=question.micro_batches, resident=question.resident)
     return trace

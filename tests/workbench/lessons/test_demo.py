@@ -18,7 +18,7 @@ from workbench.lessons import demo
 from workbench.lessons.demo_charts import format_table
 from workbench.lessons.demo_values import FULL, QUICK
 from workbench.lessons.in_core import InCore, StorageMeter
-from workbench.runs.recorded import load_run
+from workbench.runs.load import load_run
 
 SMALL = ("--layers", "2", "--width", "8", "--steps", "2", "--device", "cpu")
 

@@ -22,7 +22,8 @@ from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.pictures.loss import draw_loss
 from workbench.replayed import Replay
-from workbench.runs.recorded import Recording, load_run
+from workbench.runs.load import load_run
+from workbench.runs.recorded import Recording
 from workbench.runs.recorder import Recorder
 from workbench.runs.report import render_report
 from workbench.session.session import Session

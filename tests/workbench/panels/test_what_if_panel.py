@@ -108,6 +108,44 @@ def test_apply_hands_over_what_can_be_set_and_says_how_the_rest_is(what_if: What
     assert "<strong>layers 4 → 6; width × 1 → × 2</strong>" in html_of(what_if), "what could not be set is still asked"
 
 
+def test_weights_that_stay_and_graphs_that_are_kept(what_if: WhatIfPanel) -> None:
+    session = what_if.session
+    stay, keep, ahead = (find(what_if, words) for words in ("weights that stay", "graphs kept", "layers ahead"))
+    assert [value for _, value in stay.options] == [value for _, value in keep.options] == [0, 1, 2, 3, 4]
+    said = asked(what_if, {"graphs kept": 4})
+    assert stay.value == 2, "with the two that streaming needs, as many as graphs"
+    assert "weights that stay 0 → 2; graphs kept 0 → 4" in said and "a recompute as long as forward" in said
+    asked(what_if, {"weights that stay": 1})
+    assert keep.value == 3
+    asked(what_if, {"layers ahead": 0})
+    assert (stay.value, keep.value) == (1, 2)
+    asked(what_if, {"layers": 48})
+    assert [value for _, value in keep.options][-2:] == [32, 48]
+    asked(what_if, {"layers": 1})
+    assert (stay.value, keep.value) == (1, 1) and [value for _, value in keep.options] == [0, 1]
+    asked(what_if, {"layers": 4, "layers ahead": 1, "weights that stay": 2, "graphs kept": 4})
+    find(what_if, "Apply").click()
+    session.wait(HANG_S)
+    assert (session.relay.config.resident, session.relay.config.keep) == (2, 4)
+    train(session, 2)
+    shown(what_if)
+    assert what_if.settle() and "The settings of the measured step." in html_of(what_if)
+    find(what_if, "graphs kept").value = 0
+    assert what_if.settle() and "graphs kept 4 → 0" in html_of(what_if)
+    find(what_if, "Reset").click()
+    assert what_if.settle() and (stay.value, keep.value) == (2, 4)
+
+
+def test_a_session_that_asks_for_more_than_there_is_is_shown_as_it_is() -> None:
+    with make_relay(RelayConfig(micro_batches=2, resident=1, keep=9)) as relay, Session(relay, make_batches()) as made:
+        panel = WhatIfPanel(made)
+        find(panel, "▸ What if").value = True
+        train(made, 2)
+        shown(panel)
+        assert panel.settle() and find(panel, "graphs kept").value == 9
+        assert "The settings of the measured step." in html_of(panel)
+
+
 def test_a_next_step_that_would_not_fit_has_a_button_for_what_does(threads_end: None) -> None:
     with make_relay(RelayConfig(micro_batches=6, ahead=0, stash="host")) as relay:
         needed = relay.step(make_batches()[0]).peak_device_bytes

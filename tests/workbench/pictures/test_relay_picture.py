@@ -172,6 +172,16 @@ def test_the_line_of_the_algorithm_stands_out() -> None:
     assert len(re.findall(r'class="code">', drawn)) == 3
 
 
+def test_a_kept_graph_is_not_recomputed() -> None:
+    keys = keys_of(6)
+    moment = replace(busy(keys), graph_kept=True)
+    drawn = draw_relay(moment, keys)
+    [(size, words)] = re.findall(r'font-size="([\d.]+)" class="code strong">([^<]*)<', drawn)
+    assert words == "no recompute, back-propagate" and "nothing is recomputed" in drawn
+    assert 0.6 * float(size) * len(words) <= 174, "inside of the bar behind it"
+    assert dict(relay_table(moment, keys).rows)["algorithm"] == words
+
+
 def test_waiting_is_said_where_it_happens() -> None:
     keys = keys_of(6)
     waiting = replace(busy(keys), layer=None, waits_for=keys[1], k=-1, lanes={"h2d": busy(keys).lanes["h2d"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from l2l_core import EmulatedDevice, Event, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
 from l2l_core.trace.events import MemorySample
-from workbench.readings.algorithm import LINES, line_of
+from workbench.readings.algorithm import LINES, line_of, line_words
 from workbench.readings.columns import Columns
 from workbench.readings.moment import Moment
 from workbench.readings.moments import Moments
@@ -198,6 +199,59 @@ def test_what_happens_together_is_seen_together() -> None:
     moment = Moments.of(Trace.of(events, [])).at(1)
     assert moment.lanes["d2h"] is not None and moment.lanes["compute"] is not None
     assert moment.lanes["compute"].k == moment.k == 1
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("resident, keep, kept", [(0, 0, 1), (0, 1, 1), (2, 3, 3), (1, 9, 3), (9, 9, 5)])
+def test_backward_says_where_nothing_is_recomputed(resident: int, keep: int, kept: int, stash: str) -> None:
+    """As the layers themselves have counted it, in a step that is not metered."""
+    config = RelayConfig(micro_batches=3, resident=resident, keep=keep, stash=stash)
+    model, ran = Stack(5), Counter[str]()
+
+    def counted(name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            ran.update([name])
+            return forward(x)
+
+        return run
+
+    for i, block in enumerate(model.blocks):  # not by a hook: those are silent where a layer is recomputed
+        block.inner.forward = counted(f"L{i:03d}", block.inner.forward)
+    with Relay(
+        model, partial(torch.optim.SGD, lr=0.1), loss=squared, layers=list(model.blocks), config=config
+    ) as relay:
+        relay.step((torch.randn(6, 4),))
+        ran.clear()
+        trace = relay.step((torch.randn(6, 4),)).trace
+    moments = Moments.of(trace)
+    seen = [moments.at(i) for i in range(moments.count)]
+    said: dict[str, set[str]] = {}
+    for event, moment in zip(trace.events, seen, strict=True):
+        if event.kind == "backward":
+            assert moment.line is not None
+            said.setdefault(line_words(moment.line, moment.graph_kept), set()).add(event.layer)
+    assert said["no recompute, back-propagate"] == {key for key in moments.keys if ran[key] == 3}
+    assert len(said["no recompute, back-propagate"]) == kept
+    assert said.get("recompute, back-propagate", set()) == {key for key in moments.keys if ran[key] == 6}
+    assert not any(moment.graph_kept for moment in seen if moment.phase != "backward")
+
+
+def test_a_kept_graph_whose_weights_have_left_is_recomputed() -> None:
+    """By hand: the settings promise both layers, and the first one was loaded a second time."""
+    events = [
+        Event("h2d", "load", 0.0, 1.0, "L000", slot=0),
+        Event("compute", "forward", 1.0, 2.0, "L000", k=0, visit=0, stay=0),
+        Event("h2d", "load", 2.0, 3.0, "L001", slot=1),
+        Event("compute", "forward", 3.0, 4.0, "L001", k=0, visit=1, stay=1),
+        Event("compute", "backward", 4.0, 5.0, "L001", k=0, visit=2, stay=1),
+        Event("h2d", "load", 5.0, 6.0, "L000", slot=0),
+        Event("compute", "backward", 6.0, 7.0, "L000", k=0, visit=3, stay=2),
+    ]
+    trace = Trace.of(events, [], settings={"keep": 2, "ahead": 1, "resident": 0})
+    moments = Moments.of(trace)
+    assert [moments.at(i).graph_kept for i in range(len(events))] == [False, False, False, False, True, False, False], (
+        "while the next layer is loaded, its own fate counts"
+    )
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])

@@ -16,7 +16,7 @@ from sessions import make_batches, make_relay, train
 from l2l_core import Move
 from workbench.pictures.journal import journal_table
 from workbench.runs.lines import Told, to_json
-from workbench.runs.recorded import load_run
+from workbench.runs.load import load_run
 from workbench.runs.recorder import Recorder
 from workbench.runs.report import render_report
 from workbench.session.branch_history import Pasts
@@ -252,7 +252,7 @@ def change(lines: list[str], number: int, **fields: Any) -> list[str]:
         (lambda lines: lines[1:], "line 1: .* of the type 'moment' cannot be here"),
         (
             lambda lines: change(lines, 1, version=99),
-            "line 1: .* version 99; this program reads 'l2l-run' versions 1 to 4",
+            "line 1: .* version 99; this program reads 'l2l-run' versions 1 to 5",
         ),
         (lambda lines: change(lines, 1, schema="other"), "line 1: .*'other'"),
         (lambda lines: change(lines, 2, lists={"steps": [3, []]}), "line 2: .*keeps 3 of 0 steps"),

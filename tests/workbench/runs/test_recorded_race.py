@@ -17,8 +17,8 @@ from workbench.panels.recorded import RacedPanel
 from workbench.pictures import AXES, race_table, show_race
 from workbench.replayed import replay
 from workbench.runs.lines import to_json
+from workbench.runs.load import load_run
 from workbench.runs.race_lines import race_of, race_row
-from workbench.runs.recorded import load_run
 from workbench.runs.recorder import Recorder
 from workbench.runs.report import render_report
 from workbench.session.judgement import Measured

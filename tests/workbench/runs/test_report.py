@@ -16,7 +16,8 @@ from workbench.__main__ import main
 from workbench.pictures.frames import relay_frames
 from workbench.pictures.relay import describe, draw_relay
 from workbench.readings.moments import Moments
-from workbench.runs.recorded import RecordedRun, load_run, name_runs
+from workbench.runs.load import load_run
+from workbench.runs.recorded import RecordedRun, name_runs
 from workbench.runs.report import render_report
 
 VOID = {"meta", "input", "br"}

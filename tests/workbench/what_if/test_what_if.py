@@ -122,6 +122,83 @@ def test_steps_of_another_number_of_micro_batches_move_what_they_really_move(sta
         ]
 
 
+# -- weights that stay and graphs that are kept ------------------------------------------------------------------------
+
+STAYS = [
+    ({}, {"resident": 2}),
+    ({}, {"resident": 1, "keep": 3}),
+    ({}, {"resident": 9, "keep": 9}),
+    ({"resident": 1, "keep": 3}, {"resident": 0, "keep": 0}),
+    ({"resident": 9, "keep": 9}, {"keep": 2}),
+    ({"resident": 1, "keep": 3}, {"ahead": 0}),  # which leaves room for fewer graphs
+]
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("was, settings", STAYS, ids=str)
+def test_what_stays_is_answered_as_it_really_is(was: dict[str, Any], settings: dict[str, Any], stash: str) -> None:
+    found, truth = asked(ran(stash=stash, **was), **settings), measured(ran(stash=stash, **{**was, **settings}))
+    assert found.question == truth.question
+    loads = [[(e.layer, e.nbytes) for e in a.trace.lanes["h2d"] if e.kind == "load"] for a in (found, truth)]
+    assert loads[0] == loads[1]
+    assert found.device_bytes["weights"] == truth.device_bytes["weights"], "slots are known"
+    assert found.peak_device_bytes == pytest.approx(truth.peak_device_bytes, rel=0.02)
+    kept = [MeasuredStep.of(a.trace).kept for a in (found, truth)]
+    assert kept[0] == kept[1] and found.question.kept == kept[0]
+    assert any("a recompute as long as forward" in words for words in found.by_formula) == (
+        "resident" not in settings or "keep" in settings
+    )
+
+
+def test_graphs_of_a_transformer_are_known_from_a_step_that_kept_none() -> None:
+    def run(**settings: Any) -> Trace:
+        config = RelayConfig(micro_batches=3, **settings)
+        with Relay(gpt2(4), partial(torch.optim.AdamW, lr=1e-3), EmulatedDevice(), config=config) as relay:
+            return [relay.step(padded_batch(3)) for _ in range(2)][-1].trace
+
+    streams, keeps = run(), run(resident=2, keep=4)
+    for trace, other, settings in (
+        (streams, keeps, {"resident": 2, "keep": 4}),
+        (keeps, streams, {"resident": 0, "keep": 0}),
+    ):
+        found, truth = asked(trace, **settings), measured(other)
+        assert found.peak_device_bytes == truth.peak_device_bytes
+        assert found.device_bytes["activations"] == truth.device_bytes["activations"]
+    there_and_back = asked(streams, resident=2, keep=4, depth=8), asked(keeps, depth=8)
+    assert there_and_back[0].device_bytes == there_and_back[1].device_bytes
+
+
+def test_a_kept_graph_saves_one_forward() -> None:
+    profile, micro_batches = by_formula(depth=6), 4
+    spent = [
+        answer(profile, replace(Question.of(profile), resident=4, keep=n)).summary.busy_s["compute"]
+        for n in (0, 1, 4, 6, 9)
+    ]
+    forward_s = [op.seconds for turn in profile.turns for op in turn.ops if op.kind == "forward"][0]
+    saved = [(spent[0] - each) / (micro_batches * forward_s) for each in spent]
+    assert saved == pytest.approx([0, 0, 3, 5, 5]), "of the last layer it is there anyhow"
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_layers_taken_together_keep_as_many_graphs(stash: str) -> None:
+    trace = ran(stash=stash)
+    plain, kept = asked(trace, depth=1000), asked(trace, depth=1000, resident=500, keep=400)
+    assert kept.per_layer > 1 and kept.trace.settings["resident"] == 500
+    graph = 96  # bytes of one layer and micro-batch: its three rows of eight numbers
+    held = kept.device_bytes["activations"] - plain.device_bytes["activations"]
+    assert held == pytest.approx(399 * 4 * graph, rel=0.02)
+    assert kept.summary.busy_s["h2d"] < plain.summary.busy_s["h2d"]
+    assert kept.summary.busy_s["compute"] < plain.summary.busy_s["compute"]
+
+
+def test_a_guess_has_room_for_graphs_too(session: Session) -> None:
+    now = session.snapshot()
+    plain = guess(Guess.of(now), Question.next_of(now))
+    kept = guess(Guess.of(now), replace(Question.next_of(now), resident=2, keep=4))
+    assert kept.device_bytes["activations"] > plain.device_bytes.get("activations", 0)
+    assert kept.summary.busy_s["compute"] < plain.summary.busy_s["compute"]
+
+
 # -- depth, width, and sizes -----------------------------------------------------------------------------------------
 
 
@@ -223,6 +300,8 @@ def test_a_budget_that_does_not_suffice_is_named() -> None:
         ({"width": 0.0}, "width=0.0: must be a positive factor"),
         ({"width": math.nan}, "width=nan"),
         ({"ahead": -1}, "ahead=-1"),
+        ({"resident": -1}, "resident=-1"),
+        ({"keep": 0.5}, "keep=0.5"),
         ({"stash": "disk"}, "stash='disk': must be one of 'device', 'host'"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"h2d_bytes_per_s": 0.0}, "h2d_bytes_per_s=0.0: must be positive, or None"),

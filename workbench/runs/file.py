@@ -1,0 +1,52 @@
+"""The file of a recorded run: where it is, its lines, and the error that names a line which is not as it was written."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+IN_FOLDER = ("run.jsonl.gz", "run.jsonl")
+# What values of another form raise where they are used: lines are read as they come, and not checked field by field.
+DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
+
+
+def find_run(path: Path) -> Path:
+    """Find the file of a recorded run, which may be in a folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
+    if not found.is_file():
+        raise FileNotFoundError(
+            f"there is no recorded run {path}: record one with Session(..., loggers=[Recorder({str(path)!r})]), "
+            "or with `make demo`, which makes out/demo/run.jsonl.gz"
+        )
+    return found
+
+
+def lines_of(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """Go through the lines, and say whether they end; a compressed file may stop anywhere.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        while True:
+            try:
+                line = file.readline()
+            except EOFError:
+                return
+            except (gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{path} is damaged: {error}") from error
+            if not line:
+                return
+            yield line.removesuffix(b"\n"), line.endswith(b"\n")
+
+
+def damaged(path: Path, line: int, error: BaseException) -> ValueError:
+    """Make the error that names a damaged line."""
+    said = str(error) if isinstance(error, ValueError) else repr(error)
+    return ValueError(f"{path}, line {line}: this is not what Recorder writes: {said}")

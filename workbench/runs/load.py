@@ -1,0 +1,104 @@
+"""From the file of a recorded run to the run: line by line, each tried, so that a damaged one is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from workbench.runs.file import DAMAGE, damaged, find_run, lines_of
+from workbench.runs.lines import READ, SCHEMA, Row, Told
+from workbench.runs.look_lines import Look, look_of
+from workbench.runs.race_lines import race_of
+from workbench.runs.recorded import RecordedRun
+from workbench.session import Race
+
+
+def load_run(path: str | Path) -> RecordedRun:
+    """Read a recorded run, a file or the folder of the demo; what its last line lost in a crash is left out.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: a damaged line, which is named, another version of the format, or nothing to show.
+    """
+    file = find_run(Path(path))
+    reader = _Reader(file)
+    lines = list(lines_of(file))
+    for number, (line, is_whole) in enumerate(lines, start=1):
+        try:
+            reader.take(number, json.loads(line))
+        except DAMAGE as error:
+            if number == len(lines) > 1 and not is_whole:
+                break  # its writer was interrupted
+            raise damaged(file, number, error) from error
+    return reader.result()
+
+
+class _Reader:
+    """Takes one line after another."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._head: Row = {}
+        self._moments: list[Row] = []
+        self._traces: dict[int, tuple[int, Row]] = {}
+        self._held_out: list[tuple[float, float]] = []
+        self._levels: list[tuple[str, float]] = []
+        self._facts: dict[str, str] = {}
+        self._races: list[tuple[int, Race]] = []
+        self._looks: list[tuple[int, Look]] = []
+        self._complete = False
+        self._told = Told()
+
+    def take(self, number: int, row: Row) -> None:
+        kind = row.pop("type")
+        if (kind == "run") != (number == 1):
+            raise ValueError(f"a line of the type {kind!r} cannot be here")
+        if kind == "run":
+            if row["schema"] != SCHEMA or row["version"] not in READ:
+                raise ValueError(
+                    f"{row['schema']!r} version {row['version']!r}; this program reads {SCHEMA!r} "
+                    f"versions {READ[0]} to {READ[-1]}"
+                )
+            self._head = {name: row[name] for name in ("title", "began", "machine")}
+        elif kind == "moment":
+            self._told.take(row)
+            # Tried now, so that a damaged line is named by `load_run` and not by a picture.
+            self._told.layers(), self._told.branches, bool(row["stepped"])
+            self._moments.append(row)
+        elif kind == "trace":
+            if not 0 <= (of := row.pop("of")) < len(self._moments):
+                raise ValueError(f"a trace of moment {of}, of {len(self._moments)}")
+            self._traces[of] = number, row  # as it is: a step has many events, and few steps are looked at
+        elif kind == "race":
+            self._races.append((max(0, len(self._moments) - 1), race_of(row)))
+        elif kind == "look":
+            self._looks.append((max(0, len(self._moments) - 1), look_of(row)))
+        elif kind == "held_out":
+            self._held_out.append((int(row["step"]), float(row["loss"])))
+        elif kind == "level":
+            self._levels.append((str(row["name"]), float(row["loss"])))
+        elif kind == "fact":
+            self._facts[str(row["name"])] = str(row["words"])
+        elif kind == "end":
+            self._complete = True
+        else:
+            raise ValueError(f"a line of the unknown type {kind!r}")
+
+    def result(self) -> RecordedRun:
+        if not self._moments:
+            raise ValueError(f"{self._path} holds no step and no change: there is nothing to show")
+        title = self._head.pop("title") or self._path.name.partition(".")[0]
+        return RecordedRun(
+            path=self._path,
+            title=title,
+            **self._head,
+            moments=tuple(self._moments),
+            traced=tuple(sorted(self._traces)),
+            held_out=tuple(self._held_out),
+            levels=tuple(self._levels),
+            facts=self._facts,
+            races=tuple(self._races),
+            looks=tuple(self._looks),
+            complete=self._complete,
+            _traces=self._traces,
+        )

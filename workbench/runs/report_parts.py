@@ -1,0 +1,64 @@
+"""Parts of the report below its pictures of steps: changes, races, a look inside, the machine, and what was kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from l2l_core.trace import format_bytes
+from workbench.pictures import AXES, Table, draw_race, format_seconds, inside_pages, row_words, show_race
+from workbench.readings import number_layers
+from workbench.runs.recorded import RecordedRun
+from workbench.session import Race, Snapshot
+
+Context = dict[str, Any]
+
+
+def changes_of(now: Snapshot) -> Table:
+    """List edits and settings in the order in which they were made; only edits are measured."""
+    rows = [(str(change.step), change.what, change.verdict) for change in now.changes]
+    return Table("Changes", ("after step", "what", "probe"), rows)
+
+
+def race_of(race: Race) -> Context:
+    """Draw it over compute, at which the table compares; over steps and seconds to be folded away."""
+    names, others = ", ".join(racer.name for racer in race.racers), [axis for axis in AXES if axis != "flop"]
+    return {
+        "names": names,
+        "over": AXES["flop"],
+        "picture": show_race(race, "flop"),
+        "others": [{"over": AXES[axis], "svg": draw_race(race, axis)} for axis in others],
+    }
+
+
+def look_of(run: RecordedRun) -> Context | None:
+    """Show the last look inside, with the numbers that layers had then: each has several pictures."""
+    if (found := run.look()) is None:
+        return None
+    number, look = found
+    numbers = number_layers(row.key for row in run.snapshot(number).layers)
+    others = f" It is the last of {len(run.looks)} looks." if len(run.looks) > 1 else ""
+    return {
+        "words": f"{row_words(look.seen).capitalize()}, after step {look.seen.step} of {look.seen.branch}.{others}",
+        "pages": inside_pages(look.seen, numbers, look.decode),
+    }
+
+
+def machine_of(run: RecordedRun) -> Table:
+    """List hardware and versions."""
+    said = {name.replace("_", " "): value for name, value in run.machine.items() if name != "memory_bytes"}
+    if run.machine.get("memory_bytes"):
+        said["memory"] = format_bytes(run.machine["memory_bytes"])
+    return Table("Hardware and versions", ("", ""), [(name, str(value)) for name, value in said.items()])
+
+
+def kept_of(run: RecordedRun) -> Table:
+    """List the steps that were recorded whole, in figures."""
+    rows = []
+    for number in run.traced:
+        trace = run.trace(number)
+        peaks = [format_bytes(trace.peak_bytes(place)) for place in ("device", "host")]
+        hidden = f"{100 * trace.overlap():.0f} %"
+        # Traces count steps from 0, and whatever people see counts them from 1.
+        rows.append((str(trace.step + 1), format_seconds(trace.span_s), f"{trace.counts[0]:,}", hidden, *peaks))
+    header = ("step", "time", "events", "copies hidden", "device peak", "host peak")
+    return Table("Fully recorded steps", header, rows)
