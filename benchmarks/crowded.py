@@ -6,8 +6,8 @@
 A GPT-2 of 6 layers, fused AdamW, emulated device; compute on all cores. The link is set so that each direction's copies take
 0.4 of a step. Every round makes one step on each side, in turn: without limits and behind the link, alone and beside a process
 that keeps one core busy. All that for several ways in which OpenMP's threads wait for one another, each in a process of its own,
-since that is settled when PyTorch is loaded: "as it comes", "passive" (OMP_WAIT_POLICY), spinning for some while (GOMP_SPINCOUNT, of
-GNU's OpenMP, which the wheels for Linux bring) and "one core less" (compute leaves one).
+since that is settled when PyTorch is loaded: "as it comes", "passive" (OMP_WAIT_POLICY), spinning for some while (GOMP_SPINCOUNT,
+of GNU's OpenMP, which the wheels for Linux bring), and "one core less" (compute leaves one).
 
 The bar of the project: behind the link / without at most 1.05, alone and in company.
 """

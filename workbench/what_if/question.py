@@ -77,6 +77,8 @@ class Question:
     def next_of(now: Snapshot) -> Question:
         """Ask for the settings of a session's next step."""
         config = {name: getattr(now.config, name) for name in CONFIG}
+        if isinstance(now.config.keep, str):  # a number of bytes: the last step says how many layers that are
+            config["keep"] = 0 if now.last is None else now.last.settings["keep"]
         return Question(depth=max(1, len(now.layers)), **_known({**now.figures, **config}))
 
     @property

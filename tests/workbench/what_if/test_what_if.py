@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from deep_models import gpt2, padded_batch
-from patience import HANG_S
+from patience import HANG_S, wait_until
 from sessions import make_batches, make_relay
 
 from l2l_core import Drop, EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
@@ -372,6 +372,14 @@ def test_the_picture_has_both_steps_on_one_axis() -> None:
 def session() -> Iterator[Session]:
     with make_relay() as relay, Session(relay, make_batches()) as made:
         yield made
+
+
+def test_graphs_kept_by_bytes_are_asked_for_by_number(session: Session) -> None:
+    session.reconfigure(resident=2, keep="1 GB")
+    assert Question.next_of(session.snapshot()).keep == 0, "before a step it is not known"
+    session.step()
+    wait_until(lambda: session.snapshot().step == 1)
+    assert Question.next_of(session.snapshot()).keep == 4
 
 
 def test_a_guess_before_the_first_step_says_so(session: Session) -> None:
