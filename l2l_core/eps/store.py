@@ -29,7 +29,7 @@ from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.optimizers import Findings, pre_hooks
 from l2l_core.eps.reducer import Alone, Reducer
-from l2l_core.eps.updates import ByOptimizer, Update, clip
+from l2l_core.eps.updates import ByOptimizer, Update
 from l2l_core.trace import Event, Trace
 
 Send = Callable[[list[Copy]], Ticket]
@@ -96,6 +96,7 @@ class LayerStore:
         """
         self._config, self._trace = config, trace
         self._forget()
+        self.reducer.begin(self.masters, config)
         self.update.begin(logged=config.rollback or config.update == "deferred", deferred=config.update == "deferred")
 
     def _forget(self) -> None:
@@ -149,7 +150,7 @@ class LayerStore:
             NonFiniteError, or whatever the optimizer raised.
         """
         self.wait()  # until then the thread may add to what is gone through here
-        for block in self.gradients.unfolded:
+        for block in self.reducer.due(self.masters, self.gradients.unfolded):
             self._submit(lambda block=block: self._fold(block))  # type: ignore[misc]
         self.wait()
         if self._config.max_grad_norm is not None:  # the norm is of all gradients: folded ones, too
@@ -161,6 +162,7 @@ class LayerStore:
         for block in whole:
             self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
         self.wait()
+        self.reducer.finish()  # while it can still be undone: somebody else's last update may have failed
         self.update.finish(whole)
 
     def wait(self) -> None:
@@ -212,9 +214,10 @@ class LayerStore:
                 return
             try:
                 work()
-            except BaseException:
+            except BaseException as error:
                 self._failed = True
                 self.gradients.give_up()  # the training thread may wait for room that no update will make
+                self.reducer.give_up(error)  # and other workers for gradients that will not come
                 raise
 
         job = self.thread.submit(guarded)
@@ -228,8 +231,7 @@ class LayerStore:
         pushed.join()
         start_s = time.perf_counter()
         self._note(block, grad_norm=_checked(unit, block, piece))
-        self.gradients.whole[block] = self.reducer.reduce(block, piece)
-        self._record("reduce", block, piece, start_s)
+        self._reduce(block, {0: piece}, start_s)
         if self._config.update == "eager":
             self._update(block)
 
@@ -241,17 +243,21 @@ class LayerStore:
         self._record("reduce", block, piece, start_s, k)
 
     def _fold(self, block: Block) -> None:
-        start_s = time.perf_counter()
-        total = self.gradients.fold(block)
+        total = self._reduce(block, self.gradients.take_parts(block), time.perf_counter())
         if total is not None:
             self._note(block, grad_norm=_norm(list(total.views().values())))
-            self.gradients.whole[block] = self.reducer.reduce(block, total)
+
+    def _reduce(self, block: Block, parts: dict[int, GradientPiece], start_s: float) -> GradientPiece | None:
+        total = self.reducer.reduce(block, parts, self.gradients)
+        if total is not None:
+            self.gradients.whole[block] = total
             self._record("reduce", block, total, start_s)
+        return total
 
     def _clip(self) -> None:
         start_s = time.perf_counter()
         assert self._config.max_grad_norm is not None
-        clip(self.masters, self.gradients.whole, self._config.max_grad_norm)
+        self.reducer.clip(self.masters, self.gradients.whole, self._config.max_grad_norm)
         t0, nbytes = self._trace.began_s, sum(piece.flat.nbytes for piece in self.gradients.whole.values())
         self._trace.add(Event("eps", "clip", start_s - t0, time.perf_counter() - t0, nbytes=nbytes))
 

@@ -214,7 +214,7 @@ class Stage:
         for block in shell.blocks:
             self.parts.place.take_back(block)
         views = shell.views(flat)
-        self._stack.callback(shell.point, [view for block in shell.blocks for view in block.views])
+        self._stack.callback(shell.point, [home for block in shell.blocks for home in block.homes])
         shell.point(views)
         return dict(zip(shell.params, views, strict=True))
 
