@@ -1,0 +1,108 @@
+"""What worker processes of `crew.py` do in tests. Every function gets the worker's rank and the number of workers first."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from oracle import InCore, adamw, differences, micro_batches_of
+from torch import nn
+from torch.optim import Optimizer
+from zoo import BY_NAME, Batch
+
+from l2l_core import Relay, RelayConfig, Workers
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def fused(model: nn.Module) -> Optimizer:
+    return adamw(model, fused=True)
+
+
+def adafactor(model: nn.Module) -> Optimizer:
+    """Looks at rows and columns of a matrix: whole parameters have one owner."""
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of the zoo, and how it is trained by several workers and in core."""
+
+    kind: str
+    micro_batches: int = 2
+    config: Mapping[str, Any] = field(default_factory=dict)
+    reduce: Any = "ordered"
+    optimizer: Callable[[nn.Module], Optimizer] = adamw
+    rows: tuple[int, ...] = (4, 5, 3, 4)  # of each worker
+    steps: int = 3
+    skips: tuple[tuple[str, ...], ...] = ((), (), ())  # layers that sit a step out, by step
+
+    @property
+    def settings(self) -> RelayConfig:
+        return RelayConfig(micro_batches=self.micro_batches, **self.config)
+
+    def rows_of(self, rank: int, step: int) -> Batch:
+        return BY_NAME[self.kind].make_batch(self.rows[rank], 10 * step + rank)
+
+
+def relay_of(case: Case, rank: int, **options: Any) -> Relay:
+    """Make a worker's relay; only worker 0 has the weights that all are to begin with."""
+    kind = BY_NAME[case.kind]
+    model = kind.make_model()
+    if rank:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+    settings = {"loss": kind.loss, "layers": kind.layers, "workers": Workers(reduce=case.reduce)} | options
+    return Relay(model, case.optimizer(model), config=case.settings, **settings)
+
+
+def unlike_state(one: Optimizer, other: Optimizer) -> list[str]:
+    """List what optimizers keep otherwise than one another."""
+    ours, theirs = one.state_dict()["state"], other.state_dict()["state"]
+    if ours.keys() != theirs.keys():
+        return [f"other parameters have state: {sorted(ours.keys() ^ theirs.keys())}"]
+    pairs = [(f"{i} {name}", value, theirs[i].get(name)) for i, known in ours.items() for name, value in known.items()]
+    return [name for name, a, b in pairs if not (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)]
+
+
+def train_beside_plain(rank: int, count: int, case: Case) -> dict[str, Any]:
+    """Train together, then in core on the same micro-batches: what differs, and what was seen on the way."""
+    relay = relay_of(case, rank)
+    with relay:
+        losses = []
+        for step in range(case.steps):
+            losses.append(relay.step(case.rows_of(rank, step), skip=case.skips[step]).loss)
+        between = [bool(torch.isnan(param).all()) for param in relay.model.parameters() if param.numel()]
+        weights = relay.host.by_owner("weights")
+        held = sum(size for owner, size in weights.items() if owner != "gathered")
+        seen = {
+            "losses": losses,
+            "nan": all(between),
+            "held": held,
+            "state": relay.host.by_category().get("optimizer", 0),
+        }
+        with relay.gathered() as model:
+            whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+            twin, optimizer, expected = plain(case, count)
+            seen |= {"expected": expected, "differences": differences(model, twin)}
+            seen["state differs in"] = unlike_state(relay.optimizer, optimizer)
+    # Closed, the model is an ordinary one
+    left = dict(relay.model.named_parameters())
+    seen["left whole"] = all(torch.equal(left[name], value) for name, value in whole.items())
+    return seen
+
+
+def plain(case: Case, count: int) -> tuple[nn.Module, Optimizer, list[float]]:
+    """Train in core over the micro-batches of all workers, worker 0's first."""
+    kind = BY_NAME[case.kind]
+    model = kind.make_model()
+    optimizer = case.optimizer(model)
+    in_core = InCore(kind, model, optimizer, case.settings)
+    losses = []
+    for step in range(case.steps):
+        every = [micro_batches_of(case.rows_of(rank, step), case.micro_batches) for rank in range(count)]
+        losses.append(in_core.step_on([part for parts in every for part in parts]))
+    return model, optimizer, losses
