@@ -14,7 +14,7 @@ once per structure of batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -45,8 +45,8 @@ class Others(Protocol):
     def joined(self, counts: Mapping[str, list[int] | None]) -> dict[str, list[int] | None]:
         """Put together what micro-batches count for, by candidate: the first worker's first."""
 
-    def rows(self, rows: RowsOf) -> RowsOf:
-        """Give rows that all workers look at, so that they find out the same."""
+    def rows(self, rows: RowsOf) -> Iterator[RowsOf]:
+        """Give rows that all workers look at, so that they find out the same: those of one worker after the other."""
 
     def own(self, every: Sequence[float]) -> list[float]:
         """Choose what is of this worker's own micro-batches."""
@@ -60,8 +60,8 @@ class Alone:
     def joined(self, counts: Mapping[str, list[int] | None]) -> dict[str, list[int] | None]:
         return dict(counts)
 
-    def rows(self, rows: RowsOf) -> RowsOf:
-        return rows
+    def rows(self, rows: RowsOf) -> Iterator[RowsOf]:
+        yield rows
 
     def own(self, every: Sequence[float]) -> list[float]:
         return list(every)
@@ -99,14 +99,28 @@ class Mean:
         alive = self._alive.get(tuple(counts)) or frozenset(counts)
         found = _divisors_of({name: added[name] for name in counts if name in alive}, number)
         if _disagree(found, found):
-            rows = others.rows(rows)
-            counts, sizes = candidates(rows), rows.sizes(min(len(micro_batches), rows.count))
-            alive = self._narrow({name: counts[name] for name in found}, found, rows, sizes)
+            alive = self._found_out(found, others.rows(rows), len(micro_batches))
             self._alive.keep(tuple(counts), alive)
             found = {name: found[name] for name in found if name in alive}
         # None is found where every candidate that is left counts nothing in the whole batch.
         _check_none_empty(found or {name: (math.inf,) for name in alive})
         return others.own(next(iter(found.values())))
+
+    def _found_out(self, found: Mapping[str, Divisors], of_each: Iterable[RowsOf], parts: int) -> frozenset[str]:
+        """Narrow candidates down on one worker's rows, or on the next one's where these do not tell.
+
+        Raises:
+            ValueError: nobody's do, or no candidate is right.
+        """
+        undecided: ValueError | None = None
+        for rows in of_each:
+            counts = candidates(rows)
+            try:
+                return self._narrow({n: counts[n] for n in found}, found, rows, rows.sizes(min(parts, rows.count)))
+            except _UndecidedError as error:
+                undecided = undecided or error
+        assert undecided is not None
+        raise undecided
 
     def _narrow(
         self, counts: Counts, found: Mapping[str, Divisors], rows: RowsOf, sizes: Sequence[int]
@@ -192,6 +206,10 @@ def _added(counts: Sequence[int] | None, sizes: Sequence[int]) -> list[int] | No
     return [sum(counts[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
 
+class _UndecidedError(ValueError):
+    """Says that rows do not tell candidates apart; others may."""
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -227,8 +245,8 @@ def _unknown(table: str, error: float) -> ValueError:
     )
 
 
-def _undecided(table: str) -> ValueError:
-    return ValueError(
+def _undecided(table: str) -> _UndecidedError:
+    return _UndecidedError(
         f"what the loss is a mean over cannot be found out, and micro-batches hold unequal shares of what it may be ({table}): "
         f"rows that tell them apart have the same loss, or there are none. {_REMEDY}"
     )

@@ -154,7 +154,7 @@ def _explained(said: Sequence[tuple[Mapping[str, str], str | None]]) -> WorkerEr
         for name in unlike
     ]
     return WorkerError(
-        f"workers disagree, and nothing was done. {'; '.join(lines)}. All of them must make the same steps, edits and "
+        f"workers disagree. {'; '.join(lines)}. All of them must make the same steps, edits and "
         "settings, on batches of the same structure, and models whose micro-batches take the same way through the layers",
         ranks,
     )

@@ -46,7 +46,8 @@ class Crew:
         self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))
         self.thread, self._ending = serial_thread("gather"), serial_thread("end")
         self.elementwise = True
-        self._ends: list[Future[None]] | None = None  # where a failure is being told
+        self._ends: list[Future[None]] = []  # where a failure is being told
+        self._told = [False, False]  # whether it is, on `gathers` and `reduces`
         self._updated: list[str] | None = None  # what all said that they had updated, once it was told
 
     def _channel(self, ranks: list[int]) -> Channel:
@@ -75,7 +76,7 @@ class Crew:
         """
         for channel in (self.control, self.gathers, self.reduces):
             channel.open()
-        self._ends = self._updated = None
+        self._ends, self._told, self._updated = [], [False, False], None
         try:
             self.control.meet(what, facts())
             yield
@@ -85,8 +86,16 @@ class Crew:
 
     def failing(self, error: BaseException) -> None:
         """Begin to tell the others of a failure: those who wait for a load from here must not, while updates are undone."""
-        if self._ends is None:
-            self._ends = [self.thread.submit(self.gathers.end, cause_of(error))]
+        if not self._told[0]:
+            self._told[0] = True
+            self._ends.append(self.thread.submit(self.gathers.end, cause_of(error)))
+
+    def reduces_no_more(self, error: BaseException) -> None:
+        """Begin to tell the others that no gradient will come any more; nobody here makes use of `reduces` in this step."""
+        if not self._told[1]:
+            self._told[1] = True
+            # Not on the thread that asks for it: the others may come to hear of it only when that has come to another channel
+            self._ends.append(self._ending.submit(self.reduces.end, cause_of(error)))
 
     def failed(self, error: BaseException, updated: Sequence[str]) -> list[str]:
         """Tell the others of a failure; nothing of this worker is under way any more.
@@ -101,9 +110,7 @@ class Crew:
         if self._updated is not None:  # told by whoever was nearer to the failure
             return self._updated
         self.failing(error)
-        assert self._ends is not None
-        # At once on all channels: a worker may wait on one of them for something that comes after the others
-        self._ends.append(self._ending.submit(self.reduces.end, cause_of(error)))
+        self.reduces_no_more(error)
         self._updated = list(updated)
         with suppress(WorkerLostError):
             self.control.end(cause_of(error))
@@ -151,10 +158,11 @@ class Crew:
             raise WorkerError(f"the batches of worker 0 and {unlike} differ in their structure", unlike)
         return {name: None if own is None else [n for each in said for n in each[name]] for name, own in counts.items()}
 
-    def rows(self, rows: RowsOf) -> RowsOf:
-        """Give rows that all workers look at together to find out what a loss is a mean over: those of worker 0."""
-        batch: Any = rows.batch if self.rank == 0 else None
-        return RowsOf(self.control.objects(batch, "look at rows")[0])
+    def rows(self, rows: RowsOf) -> Iterator[RowsOf]:
+        """Give rows that all workers look at together to find out what a loss is a mean over: one worker's after another's."""
+        for rank in range(self.count):
+            batch: Any = rows.batch if self.rank == rank else None
+            yield RowsOf(self.control.objects(batch, "look at rows")[rank])
 
     def own(self, every: Sequence[T]) -> list[T]:
         """Choose this worker's own of something that there is for the micro-batches of all, as many for each."""

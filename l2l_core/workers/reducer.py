@@ -17,7 +17,6 @@ from l2l_core.config import RelayConfig
 from l2l_core.eps import Gradients, Masters, let_have
 from l2l_core.eps.blocks import Block, GradientPiece
 from l2l_core.workers.crew import Crew
-from l2l_core.workers.errors import cause_of
 
 
 class Exchanged:
@@ -96,7 +95,7 @@ class Exchanged:
             nn.utils.clip_grads_with_norm_(masters.in_order(), max_norm, total)
 
     def give_up(self, error: BaseException) -> None:
-        self._crew.reduces.end(cause_of(error))
+        self._crew.reduces_no_more(error)
 
     def finish(self) -> None:
         self._crew.control.meet("end the step")

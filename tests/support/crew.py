@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-START_S, CASE_S = 300.0, 300.0  # guards against hanging, on a machine with other things to do
+START_S, CASE_S = 300.0, 90.0  # guards against hanging, on a machine with other things to do
 
 
 def _serve(rank: int, count: int, port: int, pipe: multiprocessing.connection.Connection) -> None:
@@ -26,7 +26,7 @@ def _serve(rank: int, count: int, port: int, pipe: multiprocessing.connection.Co
     torch.set_num_threads(1)
     torch.cuda.is_available = lambda: False
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=CASE_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=START_S))
     pipe.send((True, "ready"))
     while (case := pipe.recv()) is not None:
         function, args = case
@@ -44,8 +44,11 @@ class Crew:
     """So many worker processes with a process group on gloo."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self.count = count
+        self._start()
+
+    def _start(self) -> None:
+        context, count = multiprocessing.get_context("spawn"), self.count
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(count)]
         self.processes = [
@@ -61,6 +64,8 @@ class Crew:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Let every worker call ``function(rank, count, *args)``; what it returned, by rank. An error in any fails the test."""
+        if not all(process.is_alive() for process in self.processes):  # a test before this one has failed
+            self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
         return self._answers(CASE_S)
@@ -76,6 +81,7 @@ class Crew:
         answers: list[Any] = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, until_s - time.monotonic())):
+                self._kill()
                 raise AssertionError(f"worker {rank} has not answered within {limit_s} s: does it hang?")
             try:
                 answers.append(pipe.recv())
@@ -85,6 +91,11 @@ class Crew:
         errors = [f"worker {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         assert not errors, "\n".join(errors)
         return [answer for _, answer in answers]
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
 
     def close(self) -> None:
         """End the processes: in peace if they live, else for good."""

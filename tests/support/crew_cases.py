@@ -1,7 +1,7 @@
 """What worker processes of `crew.py` do in tests. Every function gets the worker's rank and the number of workers first."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,16 @@ def adafactor(model: nn.Module) -> Optimizer:
 class Case:
     """A kind of the zoo, and how it is trained by several workers and in core."""
 
+    def __str__(self) -> str:
+        made = {"": self.optimizer.__name__, "micro_batches": self.micro_batches} | dict(self.config)
+        return f"{self.kind} {' '.join(f'{name}={value}'.lstrip('=') for name, value in made.items())}"
+
     kind: str
     micro_batches: int = 2
     config: Mapping[str, Any] = field(default_factory=dict)
     reduce: Any = "ordered"
     optimizer: Callable[[nn.Module], Optimizer] = adamw
-    rows: tuple[int, ...] = (4, 5, 3, 4)  # of each worker
+    rows: tuple[int, ...] = (4, 5, 3, 6)  # of each worker
     steps: int = 3
     skips: tuple[tuple[str, ...], ...] = ((), (), ())  # layers that sit a step out, by step
 
@@ -55,7 +59,11 @@ def relay_of(case: Case, rank: int, **options: Any) -> Relay:
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1.0)
-    settings = {"loss": kind.loss, "layers": kind.layers, "workers": Workers(reduce=case.reduce)} | options
+    settings = {
+        "loss": kind.loss,
+        "layers": kind.layers,
+        "workers": Workers(reduce=case.reduce, timeout_s=60.0),
+    } | options
     return Relay(model, case.optimizer(model), config=case.settings, **settings)
 
 
@@ -106,3 +114,47 @@ def plain(case: Case, count: int) -> tuple[nn.Module, Optimizer, list[float]]:
         every = [micro_batches_of(case.rows_of(rank, step), case.micro_batches) for rank in range(count)]
         losses.append(in_core.step_on([part for parts in every for part in parts]))
     return model, optimizer, losses
+
+
+def train_beside_alone(rank: int, count: int, case: Case) -> dict[str, Any]:
+    """Train together, then on one worker with the whole batch, which all micro-batches share equally."""
+    kind = BY_NAME[case.kind]
+    with relay_of(case, rank) as relay:
+        pairs = enumerate(case.skips)
+        losses = [relay.step(case.rows_of(rank, step), skip=skip).loss for step, skip in pairs]
+        nan = [bool(torch.isnan(param).all()) for param in relay.model.parameters()]
+    model, settings = kind.make_model(), replace(case.settings, micro_batches=count * case.micro_batches)
+    with Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, config=settings) as alone:
+        batches = [together([case.rows_of(worker, step) for worker in range(count)]) for step in range(case.steps)]
+        expected = [alone.step(batch, skip=skip).loss for batch, skip in zip(batches, case.skips, strict=True)]
+    return {
+        "losses": losses,
+        "expected": expected,
+        "differences": differences(relay.model, model),
+        "state differs in": unlike_state(relay.optimizer, alone.optimizer),
+        "nan": all(nan),
+        "left whole": True,
+    }
+
+
+def together(batches: list[Batch]) -> Batch:
+    """Put the rows of several batches of one kind into one."""
+    if isinstance(batches[0], dict):
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    return tuple(torch.cat(each) for each in zip(*batches, strict=True))
+
+
+def bytes_held(rank: int, count: int, reduce: str) -> dict[str, int]:
+    """Count what a worker holds of a model, and what one alone does."""
+    case = Case("swin", reduce=reduce, steps=1, config={"update": "deferred"})
+    with relay_of(case, rank) as relay:
+        relay.step(case.rows_of(rank, 0))
+        mine = relay.host.by_owner("weights")
+        seen = {"gathered": mine.pop("gathered"), "weights": sum(mine.values())}
+        seen |= {"optimizer": relay.host.by_category()["optimizer"]}
+        seen |= {"largest layer": 4 * max(unit.numel for unit in relay.stack), "shell": 4 * relay.shell.numel}
+    with relay_of(case, 0, workers=None) as alone:
+        alone.step(case.rows_of(rank, 0))
+        seen |= {"weights alone": sum(alone.host.by_owner("weights").values())}
+        seen |= {"optimizer alone": alone.host.by_category()["optimizer"]}
+    return seen

@@ -57,7 +57,7 @@ class Layout:
         return Layout(tuple(pieces), offset, sum(math.prod(piece.size) for piece in pieces))
 
     def between(self, start: int, stop: int) -> Layout:
-        """Lay out what is in elements `start` to `stop` of the buffer: whole tensors as they are, parts of one as rows of elements."""
+        """Lay out what is in elements `start` to `stop` of the buffer: tensors as they are, and of others rows of elements."""
         pieces = [_between(piece, start, stop) for piece in self.pieces]
         return Layout(tuple(pieces), max(0, stop - start), sum(math.prod(piece.size) for piece in pieces))
 
