@@ -224,9 +224,9 @@ class Relay:
     def close(self) -> None:
         """Join every thread; the model and the optimizer are ordinary ones again. Calling it twice is fine.
 
-        Layers that wait on disk are gone. Several workers close together, and have all weights then; one that does not come within
-        half a minute, or was lost, leaves the others with the parts that they have. In a process that was forked nothing
-        happens: threads and files are not its own.
+        Layers that wait on disk are gone. Several workers close together, and have all weights then; one that does not come
+        within half a minute, or was lost, leaves the others with the parts that they have. In a process that was forked
+        nothing happens: threads and files are not its own.
         """
         if self._closed or not self._process.is_this:
             return

@@ -7,10 +7,11 @@ train agree. What a channel is given to do follows from the program alone (the o
 is done first; so channels need not know of one another, and none can hold another one up for good: the worker that is
 furthest behind waits only for what the others have already begun.
 
-Whether the programs are the same is not taken for granted. Before every collective workers *meet*: they tell one another what
-comes next, in 16 bytes. Whoever finds that another does something else, or has failed, raises. A worker that has failed
-*ends* each channel: it goes to the next meeting to say so, where the others come too sooner or later. After that all have had
-the same number of collectives, so a failed step leaves channels with which the next one can begin.
+Whether the programs are the same is not taken for granted. Before every collective workers *meet*: they tell one another
+what comes next, in 16 bytes. Whoever finds that another does something else, or has failed, raises; between a meeting and
+what was agreed there nothing is done that may fail. A worker that has failed *ends* each channel: it goes to the next meeting
+to say so, where the others come too sooner or later. After that all have had the same number of collectives, so a failed step
+leaves channels with which the next one can begin.
 """
 
 from __future__ import annotations
@@ -81,8 +82,13 @@ class Channel:
             self._all_heads(bytes([1]) + bytes(_HEADER - 1), "hear of a failure", None)
             self._ended = _explained(self.objects(({}, cause), "explain"))
 
+    def share(self, mine: Any, what: str) -> list[Any]:
+        """Meet, and give everybody's `mine`, in the order of ranks; what can be pickled."""
+        self.meet(what)
+        return self.objects(mine, what)
+
     def objects(self, mine: Any, what: str) -> list[Any]:
-        """Give everybody's `mine`, in the order of ranks; what can be pickled."""
+        """Give everybody's `mine` where all have just met."""
         data = pickle.dumps(mine)
         sizes = torch.empty(self.line.count, dtype=torch.int64)
         self.gather(sizes, torch.tensor([len(data)]), what)

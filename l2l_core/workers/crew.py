@@ -122,7 +122,7 @@ class Crew:
 
     def every(self, mine: Sequence[T]) -> list[T]:
         """Put everybody's items side by side, worker 0's first."""
-        return [item for items in self.control.objects(list(mine), "put losses together") for item in items]
+        return [item for items in self.control.share(list(mine), "put losses together") for item in items]
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Crew:
 
     def joined(self, counts: Mapping[str, list[int] | None]) -> dict[str, list[int] | None]:
         """Put together what micro-batches count for, by candidate: those of worker 0 first; see `batches/mean.py`."""
-        said = self.control.objects(dict(counts), "weigh micro-batches")
+        said = self.control.share(dict(counts), "weigh micro-batches")
         unlike = [rank for rank, each in enumerate(said) if each.keys() != said[0].keys()]
         if unlike:
             raise WorkerError(f"the batches of worker 0 and {unlike} differ in their structure", unlike)
@@ -162,7 +162,7 @@ class Crew:
         """Give rows that all workers look at together to find out what a loss is a mean over: one worker's after another's."""
         for rank in range(self.count):
             batch: Any = rows.batch if self.rank == rank else None
-            yield RowsOf(self.control.objects(batch, "look at rows")[rank])
+            yield RowsOf(self.control.share(batch, "look at rows")[rank])
 
     def own(self, every: Sequence[T]) -> list[T]:
         """Choose this worker's own of something that there is for the micro-batches of all, as many for each."""

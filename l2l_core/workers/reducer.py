@@ -9,6 +9,7 @@ sum is to the bit that of one worker with all micro-batches; it costs as many ti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -45,34 +46,28 @@ class Exchanged:
         if not trained.indices:
             return None
         mine = dict(parts) if self.keeps_apart else self._summed(parts, gradients)
-        channel = self._crew.reduces
-        channel.meet(f"reduce {block.key}")
+        cut, me, count, what = self._crew.cut_of(block), self._crew.rank, self._crew.count, f"reduce {block.key}"
+        edges, own = cut.gradient_edges(trained), cut.gradient(trained, me)
+        sizes = [stop - start for start, stop in pairwise(edges)]
+        here = [piece.size != (0,) for piece in own.layout.pieces]
+        come = [gradients.buffer(sizes[me] * count) for _ in range(self._rounds)]  # all of them before workers meet
+        go = [mine[k].flat if k in mine else gradients.buffer(trained.numel) for k in range(self._rounds)]
+        self._crew.reduces.meet(what)
         covers = self._covers(mine, len(trained.indices))
         self._covered[block] = covers.flatten(0, 1).any(0).tolist()
-        cut, me = self._crew.cut_of(block), self._crew.rank
-        edges, own = cut.gradient_edges(trained), cut.gradient(trained, me)
-        sizes = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
-        here = [piece.size != (0,) for piece in own.layout.pieces]
-        came: list[torch.Tensor | None] = []
-        for k in range(self._rounds):
-            if not bool(covers[:, k].any()):
-                came.append(None)
-                continue
-            come = gradients.buffer(sizes[me] * self._crew.count)
-            go = mine[k].flat if k in mine else gradients.buffer(trained.numel)
-            channel.exchange(come, [sizes[me]] * self._crew.count, go, sizes, f"reduce {block.key}")
-            gradients.release(go)
-            came.append(come)
+        came = [k for k in range(self._rounds) if bool(covers[:, k].any())]
+        for k in came:
+            self._crew.reduces.exchange(come[k], [sizes[me]] * count, go[k], sizes, what)
+        for buffer in go:
+            gradients.release(buffer)
         total = GradientPiece(gradients.buffer(sizes[me]), own, (False,) * len(here))
-        for rank in range(self._crew.count):  # so in ascending micro-batch of the whole batch
-            for k, come in enumerate(came):
-                if come is not None:
-                    has = tuple(bool(there) and mine_ for there, mine_ in zip(covers[rank, k], here, strict=True))
-                    total = total.plus(GradientPiece(come[rank * sizes[me] : (rank + 1) * sizes[me]], own, has))
-        for come in came:
-            if come is not None:
-                gradients.release(come)
-        return total if any(self._covered[block]) else None
+        for rank in range(count):  # so in ascending micro-batch of the whole batch
+            for k in came:
+                has = tuple(bool(there) and held for there, held in zip(covers[rank, k], here, strict=True))
+                total = total.plus(GradientPiece(come[k][rank * sizes[me] : (rank + 1) * sizes[me]], own, has))
+        for buffer in (*come, *([] if came else [total.flat])):
+            gradients.release(buffer)
+        return total if came else None
 
     def clip(self, masters: Masters, whole: Mapping[Block, GradientPiece], max_norm: float) -> None:
         """Scale gradients by the norm of all of them, which is found from whole ones, gathered block by block.

@@ -37,9 +37,10 @@ class Shares:
     def take_first(self, units: Sequence[Unit]) -> None:
         """Let all workers have the weights and buffers that worker 0 has; blocks are whole."""
         for block in self._masters.blocks:
+            self._crew.control.meet(f"take over {block.key}")
             self._crew.control.spread(block.values, 0, f"take over {block.key}")
         held = [unit.buffers.copy() for unit in units]
-        first = self._crew.control.objects(held if self._crew.rank == 0 else None, "take over buffers")[0]
+        first = self._crew.control.share(held if self._crew.rank == 0 else None, "take over buffers")[0]
         for unit, values in zip(units, first, strict=True):
             unit.buffers.restore(values)
 
@@ -60,9 +61,10 @@ class Shares:
         for block in [block for block in self._masters.blocks if block.part is not None]:
             cut = self._crew.cut_of(block)
             every = self._empty(cut.numel)
+            self._crew.control.meet(f"gather {block.key}")
             self._crew.gather_weights(self._crew.control, block, every)
             parts = [cut.part(rank) for rank in range(self._crew.count)]
-            known = self._crew.control.objects(self._take_known(block), f"gather what is known of {block.key}")
+            known = self._crew.control.share(self._take_known(block), f"gather what is known of {block.key}")
             self._put(block, None, every[: block.layout.numel], _joined(known, block.layout, parts))
         self._masters.book_state()
 
