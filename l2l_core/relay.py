@@ -6,6 +6,7 @@ every verb says here what it takes, gives and raises.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -159,7 +160,11 @@ class Relay:
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
         self._process, self._busy = Process(), threading.Lock()
         self._closed = False
-        self._company.take_over(self._parts.units, self._store, self.host, self.device, self._facts)
+        try:
+            self._company.take_over(self._parts.units, self._store, self.host, self.device, self._facts)
+        except BaseException:
+            self._part()
+            raise
 
     # -- what a relay is -----------------------------------------------------------------------------------------------
 
@@ -230,8 +235,11 @@ class Relay:
         """
         if self._closed or not self._process.is_this:
             return
-        self._closed = True
         self._company.leave()
+        self._part()
+
+    def _part(self) -> None:
+        self._closed = True
         self._parts.place.close()
         self._store.close()
         self._editor.parking.close()
@@ -296,6 +304,8 @@ class Relay:
             if self._fits_itself:
                 self._fit(batch, None, None, (), _FIT_S)
             skip = tuple(skip)
+            if self._store.has_hooks:
+                self._only_alone("a hook around the optimizer's step", "hooks would see parts of parameters")
             with (
                 self._company.together("make a step", partial(self._facts, batch, skip)),
                 self._sitting_out(skip, trust),
@@ -531,6 +541,9 @@ class Relay:
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
 
+        Several workers make the same edits together, on whole layers, which all of them hold meanwhile; new layers are those that
+        worker 0 has made. Layers that undo may bring back stay whole on every worker.
+
         Args:
             edits: in order.
             trust: do what is refused on evidence alone: layers of other kinds at a position, modules beside the stack with
@@ -542,10 +555,9 @@ class Relay:
         Raises:
             ValueError, TypeError: an edit that cannot be carried out; lists what would be valid. Nothing is changed then.
         """
-        with interrupts_wait(), self._exclusive():
-            with self._editing():
-                self._editor.trust = trust
-                return self._history.apply(edits, self._steps)
+        with interrupts_wait(), self._exclusive(), self._all_changing(f"edit: {edits}"), self._editing():
+            self._editor.trust = trust
+            return self._history.apply(edits, self._steps)
 
     def undo(self) -> Entry:
         """Undo the last edit: what it changed comes back to the bit, other layers keep what they have learned since.
@@ -553,9 +565,8 @@ class Relay:
         Raises:
             ValueError: there is none, or its layers were dropped for good.
         """
-        with interrupts_wait(), self._exclusive():
-            with self._editing():
-                return self._history.undo(self._steps)
+        with interrupts_wait(), self._exclusive(), self._all_changing("undo"), self._editing():
+            return self._history.undo(self._steps)
 
     def redo(self) -> Entry:
         """Do again what was undone last.
@@ -563,9 +574,8 @@ class Relay:
         Raises:
             ValueError: nothing was undone since the last edit.
         """
-        with interrupts_wait(), self._exclusive():
-            with self._editing():
-                return self._history.redo(self._steps)
+        with interrupts_wait(), self._exclusive(), self._all_changing("redo"), self._editing():
+            return self._history.redo(self._steps)
 
     def fork(self, name: str) -> Branch:
         """Make a branch of the present state, and go on there; the one that is left stays as it is.
@@ -611,10 +621,19 @@ class Relay:
         """Save weights, optimizer, random state and step to `folder`, atomically; returns the folder.
 
         A crash while saving keeps the previous save. A learning rate scheduler is the user's own: save its `state_dict`
-        beside it.
+        beside it. Several workers save together: the first one writes, and all hold everything meanwhile. The save is as if by
+        one worker, so any number of them loads it.
         """
-        with self._exclusive(), self.device.current():
-            return saves.save(Path(folder), self._saved_state())
+        with (
+            self._exclusive(),
+            self.device.current(),
+            self._company.together("save", self._facts),
+            self._company.whole(),
+        ):
+            if self._company.rank == 0:
+                saves.save(Path(folder), self._saved_state())
+            self._company.every([None])  # nobody goes on before the save is there
+            return Path(folder)
 
     @classmethod
     def load(
@@ -636,8 +655,8 @@ class Relay:
                 inserted, dropped or moved since are so here, and weights are replaced.
             optimizer: of the same kind and groups; its state and settings are replaced.
             modules: by key, layers that edits brought in and that are like none of the model's: a save has no code.
-            options: `device`, `layers`, `loss`, `objective`, `weight`, `config` of the constructor; the saved config is
-                the default, and the saved layers are.
+            options: `device`, `layers`, `loss`, `objective`, `weight`, `config`, `workers` of the constructor; the saved config
+                is the default, and the saved layers are. Several workers all read the folder.
 
         Raises:
             ValueError: the folder is damaged, incomplete or of another model; names the file.
@@ -651,7 +670,7 @@ class Relay:
             options.setdefault("layers", resumption.prepare(model, optimizer, back))
             relay = cls(model, optimizer, **options)
             back.callback(relay.close)
-            with relay.device.current():
+            with relay.device.current(), relay._all_changing("load"):
                 with relay._editing():
                     resumption.restack(relay._editor, back)
                 edited.restore_into(relay._editor, relay._history)
@@ -878,6 +897,14 @@ class Relay:
             self._company.refuse(what, instead)
 
     @contextmanager
+    def _all_changing(self, what: str) -> Iterator[None]:
+        """Let all workers change whole layers in a block; they have what worker 0 has afterwards."""
+        what = re.sub(r" at 0x[0-9a-f]+", "", what)  # an object's address is its own in every process
+        with self._company.together(what, self._facts), self._company.whole():
+            yield
+            self._company.agree_on(self._parts.units)
+
+    @contextmanager
     def _editing(self) -> Iterator[None]:
         try:
             yield
@@ -924,6 +951,7 @@ class Relay:
 
     def _call_whole(self, rows: Any) -> torch.Tensor:
         """Run the model on a few rows, as edits do to see what layers are given."""
+        rows = self._company.every([rows])[0]  # workers that edit together see the same
         with self._caches.off():
             return self._call.objective(self.model, rows)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from l2l_core.devices import Device, Ledger, serial_thread
+from l2l_core.devices import Device, Ledger, Ticket, serial_thread
 from l2l_core.eps.blocks import Block, Unit
 
 
@@ -32,8 +32,13 @@ class Place(Protocol):
     def lend(self, block: Block) -> torch.Tensor:
         """Give what a load of the block copies from, (numel,), on the host: its values as they were at `begin`."""
 
-    def take_back(self, block: Block) -> None:
-        """Take back what was lent: a load of the block is over, or given up, and nobody reads it any more."""
+    def take_back(self, block: Block, load: Ticket | None) -> None:
+        """Take back what was lent: nobody will begin to read it any more.
+
+        Args:
+            block: whose weights they are.
+            load: of the block, which compute has waited for. A GPU may still be at it: who writes there abandons it first.
+        """
 
     def end(self) -> None:
         """End the pass, whatever happened in it."""
@@ -77,7 +82,7 @@ class InHostMemory:
         cast = self._casts.get(block)
         return block.master if cast is None else cast.result()
 
-    def take_back(self, block: Block) -> None:
+    def take_back(self, block: Block, load: Ticket | None) -> None:
         pass
 
     def end(self) -> None:

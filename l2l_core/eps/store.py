@@ -27,7 +27,7 @@ from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.errors import NonFiniteError
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import Findings, pre_hooks
+from l2l_core.eps.optimizers import Findings, StepHooks, pre_hooks
 from l2l_core.eps.reducer import Alone, Reducer
 from l2l_core.eps.updates import ByOptimizer, Update
 from l2l_core.trace import Event, Trace
@@ -202,6 +202,11 @@ class LayerStore:
     def has_pre_hooks(self) -> bool:
         """Whether somebody may want to see all gradients before they are used."""
         return bool(pre_hooks(self.optimizer))
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody wants to be called before or after a step of the optimizer."""
+        return StepHooks(self.optimizer, self.masters.all_params, self.masters.before_write).has_any
 
     def close(self) -> None:
         """Join the thread and give the optimizer the model's own parameters back."""

@@ -210,9 +210,10 @@ class Stage:
         self._images.exempt([master for unit in self.parts.units for master in unit.masters], weights=True)
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         with self.clock.stalled():
-            self.loads(shell.key, [(part, self.parts.place.lend(block)) for part, block in pairs]).wait()
+            load = self.loads(shell.key, [(part, self.parts.place.lend(block)) for part, block in pairs])
+            load.wait()
         for block in shell.blocks:
-            self.parts.place.take_back(block)
+            self.parts.place.take_back(block, load)
         views = shell.views(flat)
         self._stack.callback(shell.point, [home for block in shell.blocks for home in block.homes])
         shell.point(views)

@@ -8,13 +8,13 @@ layers that are on their way: some ``ahead + 2``, whatever the depth.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
 
-from l2l_core.devices import Device, Ledger
+from l2l_core.devices import Device, Ledger, Ticket
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.workers.crew import Crew
 
@@ -35,13 +35,15 @@ class Gathered:
     def __init__(self, device: Device, host: Ledger, crew: Crew) -> None:
         self._device, self._host, self._crew = device, host, crew
         self._dtype = torch.float32
-        self._free: defaultdict[_Key, list[torch.Tensor]] = defaultdict(list)
+        self._free: defaultdict[_Key, deque[tuple[torch.Tensor, Ticket | None]]] = defaultdict(deque)
         self._coming: dict[Block, Future[torch.Tensor]] = {}
         self._lent: defaultdict[Block, list[torch.Tensor]] = defaultdict(list)
 
     def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
         self.end()
         self._dtype = dtype
+        for free in self._free.values():  # loads of the pass before are over, and hold on to their slots
+            free.extend([(free.popleft()[0], None) for _ in range(len(free))])
 
     def expect(self, units: Sequence[Unit]) -> None:
         wanted = dict.fromkeys(block for unit in units for block in unit.blocks)
@@ -57,8 +59,8 @@ class Gathered:
         self._lent[block].append(buffer)
         return buffer[: block.layout.numel]
 
-    def take_back(self, block: Block) -> None:
-        self._give_back(self._lent[block].pop(0))
+    def take_back(self, block: Block, load: Ticket | None) -> None:
+        self._give_back(self._lent[block].pop(0), load)
 
     def end(self) -> None:
         coming, self._coming = self._coming, {}
@@ -85,11 +87,14 @@ class Gathered:
     def _buffer(self, numel: int) -> torch.Tensor:
         free = self._free[numel, self._dtype]
         if free:
-            return free.pop()
+            buffer, load = free.popleft()  # whose load was over longest ago
+            if load is not None:
+                load.abandon()
+            return buffer
         buffer = self._device.host_empty(numel, self._dtype)
         self._host.book("weights", "gathered", buffer.nbytes)
         weakref.finalize(buffer, self._host.release, "weights", "gathered", buffer.nbytes)
         return buffer
 
-    def _give_back(self, buffer: torch.Tensor) -> None:
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
+    def _give_back(self, buffer: torch.Tensor, load: Ticket | None = None) -> None:
+        self._free[buffer.numel(), buffer.dtype].append((buffer, load))

@@ -52,7 +52,7 @@ class Shares:
             part, start, stop = cut.part(rank), cut.edges[rank], cut.edges[rank + 1]
             mine = self._empty(cut.size(rank)).zero_()
             mine[: stop - start].copy_(block.values[start:stop])
-            pieces = zip(self._take_known(block), block.layout.pieces, part.pieces, strict=True)
+            pieces = zip(self._known(block), block.layout.pieces, part.pieces, strict=True)
             self._put(block, part, mine, [_cut(*each, start) for each in pieces])
         self._masters.book_state()
 
@@ -64,22 +64,24 @@ class Shares:
             self._crew.control.meet(f"gather {block.key}")
             self._crew.gather_weights(self._crew.control, block, every)
             parts = [cut.part(rank) for rank in range(self._crew.count)]
-            known = self._crew.control.share(self._take_known(block), f"gather what is known of {block.key}")
+            known = self._crew.control.share(self._known(block), f"gather what is known of {block.key}")
             self._put(block, None, every[: block.layout.numel], _joined(known, block.layout, parts))
         self._masters.book_state()
 
-    def _take_known(self, block: Block) -> list[Known]:
+    def _known(self, block: Block) -> list[Known]:
         state = self._masters.optimizer.state
-        return [state.pop(param, None) for param in self._masters.params_of(block)]
+        return [state[param] if param in state else None for param in self._masters.params_of(block)]
 
     def _put(self, block: Block, part: Layout | None, master: torch.Tensor, known: Sequence[Known]) -> None:
         params = self._masters.params_of(block)
         self._host.release("weights", block.key, block.nbytes)
         block.hold_part(part, master, params)
         self._host.book("weights", block.key, block.nbytes)
-        self._masters.optimizer.state.update(
-            {p: each for p, each in zip(params, known, strict=True) if each is not None}
-        )
+        state = self._masters.optimizer.state
+        for param, each in zip(params, known, strict=True):
+            state.pop(param, None)
+            if each is not None:
+                state[param] = dict(each)
 
 
 def _cut(known: Known, whole: Piece, part: Piece, start: int) -> Known:

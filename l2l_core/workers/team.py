@@ -93,6 +93,9 @@ class Company(Protocol):
     def whole(self) -> AbstractContextManager[None]:
         """Hold all of every block in a block of code that all workers run."""
 
+    def agree_on(self, units: Sequence[Unit]) -> None:
+        """Let all workers have the weights and buffers that worker 0 has; blocks are whole."""
+
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         """Make the check that forwards leave alone what no worker could know of the others."""
 
@@ -132,6 +135,9 @@ class Solo:
 
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def agree_on(self, units: Sequence[Unit]) -> None:
+        pass
 
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         return lambda: None
@@ -174,7 +180,6 @@ class Team:
         self.together, self.failing, self.failed = crew.together, crew.failing, crew.failed
         self.every, self.first = crew.every, crew.first
         self._shares: Shares | None = None
-        self._units: Sequence[Unit] = ()
 
     def place(self, device: Device, host: Ledger) -> Place:
         return Gathered(device, host, self._crew)
@@ -183,7 +188,7 @@ class Team:
         return Exchanged(self._crew, keeps_apart=self._reduce == "ordered")
 
     def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> None:
-        self._crew.elementwise, self._units = store.masters.findings.elementwise, units
+        self._crew.elementwise = store.masters.findings.elementwise
         shares = Shares(self._crew, store.masters, host, device.host_empty)
         with self.together("make a relay", lambda: {"reduce": self._reduce, **facts()}):
             shares.take_first(units)
@@ -198,6 +203,10 @@ class Team:
             yield
         finally:
             self._shares.cut()  # of whatever is whole by now
+
+    def agree_on(self, units: Sequence[Unit]) -> None:
+        assert self._shares is not None
+        self._shares.take_first(units)
 
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         return Unchanged(units)

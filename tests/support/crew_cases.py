@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from zoo import BY_NAME, Batch
 
-from l2l_core import Relay, RelayConfig, Workers
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Relay, RelayConfig, Workers
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -158,3 +158,80 @@ def bytes_held(rank: int, count: int, reduce: str) -> dict[str, int]:
         seen |= {"weights alone": sum(alone.host.by_owner("weights").values())}
         seen |= {"optimizer alone": alone.host.by_category()["optimizer"]}
     return seen
+
+
+EDITS: list[Edit | str | None] = [
+    None,
+    Drop(1),
+    Duplicate(0),
+    "undo",
+    "redo",
+    "undo",
+    Insert(at=1, like=0, init="identity"),
+    Freeze(0),
+]
+
+
+def edit(relay: Relay, what: Edit | str | None) -> None:
+    """Make an edit, or go back and forth."""
+    if isinstance(what, Edit):
+        relay.apply(what)
+    elif what is not None:
+        relay.undo() if what == "undo" else relay.redo()
+
+
+def edit_beside_alone(rank: int, count: int, edits: list[Edit | str | None]) -> dict[str, Any]:
+    """Edit and train together, then on one worker; each edit is followed by a step."""
+    case = Case("gpt2", rows=(4, 4))
+    kind, losses = BY_NAME[case.kind], []
+    with relay_of(case, rank) as relay:
+        for step, what in enumerate(edits):
+            edit(relay, what)
+            losses.append(relay.step(case.rows_of(rank, step)).loss)
+        nan = [bool(torch.isnan(param).all()) for param in relay.model.parameters()]
+        keys = [unit.key for unit in relay.stack]
+    model, settings = kind.make_model(), replace(case.settings, micro_batches=count * case.micro_batches)
+    with Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, config=settings) as alone:
+        expected = []
+        for step, what in enumerate(edits):
+            edit(alone, what)
+            batch = together([case.rows_of(worker, step) for worker in range(count)])
+            expected.append(alone.step(batch).loss)
+        assert [unit.key for unit in alone.stack] == keys
+    return {
+        "losses": losses,
+        "expected": expected,
+        "differences": differences(relay.model, model),
+        "state differs in": unlike_state(relay.optimizer, alone.optimizer),
+        "nan": all(nan),
+        "left whole": True,
+    }
+
+
+def save_and_go_on(rank: int, count: int, folder: str) -> list[float]:
+    """Train a step, save, and train two more."""
+    case = Case("gpt2", rows=(4, 4))
+    with relay_of(case, rank) as relay:
+        relay.step(case.rows_of(rank, 0))
+        relay.apply(Duplicate(0))
+        relay.save(folder)
+        return [relay.step(case.rows_of(rank, step)).loss for step in (1, 2)]
+
+
+def load_and_go_on(rank: int, count: int, folder: str) -> list[float]:
+    """Load what was saved, and train the same two steps."""
+    case = Case("gpt2", rows=(4, 4))
+    model = BY_NAME["gpt2"].make_model()
+    workers = Workers(reduce="ordered", timeout_s=60.0)
+    with Relay.load(folder, model, case.optimizer(model), workers=workers) as relay:
+        assert relay.steps == 1 and len(relay.stack) == 5, (relay.steps, len(relay.stack))
+        return [relay.step(case.rows_of(rank, step)).loss for step in (1, 2)]
+
+
+def load_alone(rank: int, count: int, folder: str) -> list[float]:
+    """Load it in one process, and train the same two steps on the whole batches."""
+    case = Case("gpt2", rows=(4, 4))
+    model, config = BY_NAME["gpt2"].make_model(), replace(case.settings, micro_batches=count * case.micro_batches)
+    with Relay.load(folder, model, case.optimizer(model), config=config) as relay:
+        batches = [together([case.rows_of(worker, step) for worker in range(count)]) for step in (1, 2)]
+        return [relay.step(batch).loss for batch in batches]

@@ -171,7 +171,7 @@ class Prefetch:
 
     def _take_back(self, slot: Slot) -> None:
         for block in slot.lent:
-            self._place.take_back(block)
+            self._place.take_back(block, slot.ticket)
         slot.lent = []
 
     def _next_use(self, slot: Slot) -> int:

@@ -18,6 +18,7 @@ from torch import nn
 from zoo import BY_NAME, Kind, ResidualMlp
 
 from l2l_core import Relay, RelayConfig
+from l2l_core.devices import Ticket
 from l2l_core.eps import Alone, Gradients, InHostMemory, Masters, Place, Reducer, Update
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.step import Plan
@@ -131,9 +132,9 @@ class Elsewhere:
         self.most = max(self.most, sum(map(len, self._lent.values())))
         return copy
 
-    def take_back(self, block: Block) -> None:
+    def take_back(self, block: Block, load: Ticket | None) -> None:
         self._lent[block].pop(0).fill_(torch.nan)
-        self._inner.take_back(block)
+        self._inner.take_back(block, load)
 
     def end(self) -> None:
         assert not any(self._lent.values()), "somebody has not given back what was lent"

@@ -82,9 +82,9 @@ def test_one_of_four_workers_is_killed(phase: str) -> None:
             assert_lost(seen, 3)
 
 
-@pytest.mark.parametrize("what", ["batch_norm", "spectral_norm", "verify"])
+@pytest.mark.parametrize("what", ["batch_norm", "spectral_norm", "verify", "hook"])
 def test_what_several_workers_cannot_do_is_refused_before_anything_is_trained(what: str, two: Crew) -> None:
-    remedies = {"verify": "not there for a relay of 2 workers"}
+    remedies = {"verify": "verify is not there for a relay of 2 workers", "hook": "hooks would see parts of parameters"}
     for seen in two.run(refused, what):
         assert seen["type"] == "ValueError" and remedies.get(what, "GroupNorm or LayerNorm instead") in seen["text"], (
             seen
