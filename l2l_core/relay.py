@@ -213,6 +213,16 @@ class Relay:
         return self._steps
 
     @property
+    def workers(self) -> int:
+        """Number of workers that train together; 1 for a relay that trains alone."""
+        return self._company.count
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker among them, from 0."""
+        return self._company.rank
+
+    @property
     def trace(self) -> Trace | None:
         """The trace of the step under way, or of the last one; None before the first. `Trace.since` follows it live.
 
