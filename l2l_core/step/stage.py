@@ -261,10 +261,7 @@ class Stage:
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
             base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
         if self._watch.guards_shell:
-            base = replace(
-                base,
-                dispatch_modes=(*base.dispatch_modes, self._watch),
-            )
+            base = replace(base, dispatch_modes=(*base.dispatch_modes, self._watch))
         for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             bring, run, crossing = (
                 partial(self._bring, k, micro_batch),

@@ -235,3 +235,16 @@ def load_alone(rank: int, count: int, folder: str) -> list[float]:
     with Relay.load(folder, model, case.optimizer(model), config=config) as relay:
         batches = [together([case.rows_of(worker, step) for worker in range(count)]) for step in (1, 2)]
         return [relay.step(batch).loss for batch in batches]
+
+
+def look_at_batches(rank: int, count: int, name: str) -> dict[str, Any]:
+    """Evaluate and run forward together, and alone on the whole batch; nothing is trained."""
+    case, kind = Case(name, rows=(4, 4)), BY_NAME[name]
+    mine, whole = case.rows_of(rank, 0), together([case.rows_of(worker, 0) for worker in range(count)])
+    with relay_of(case, rank) as relay:
+        seen = {"loss": relay.evaluate(mine), "outputs": relay.forward(mine)}
+        assert relay.steps == 0
+    settings = replace(case.settings, micro_batches=count * case.micro_batches)
+    with Relay(kind.make_model(), loss=kind.loss, layers=kind.layers, config=settings) as alone:
+        seen |= {"expected": alone.evaluate(whole), "alone": alone.forward(whole)}
+    return {name: value.logits if hasattr(value, "logits") else value for name, value in seen.items()}

@@ -3,8 +3,18 @@
 from typing import Any
 
 import pytest
+import torch
 from crew import Crew
-from crew_cases import Case, adafactor, bytes_held, fused, sgd, train_beside_alone, train_beside_plain
+from crew_cases import (
+    Case,
+    adafactor,
+    bytes_held,
+    fused,
+    look_at_batches,
+    sgd,
+    train_beside_alone,
+    train_beside_plain,
+)
 from zoo import KINDS
 
 # What changes buffers in its forward is refused, and so is what takes another way for every micro-batch
@@ -70,6 +80,13 @@ def test_layers_sit_steps_out(two: Crew) -> None:
     """As on one worker, which is compared with: layers that sit out are in no optimizer's step."""
     case = Case("gpt2", rows=(4, 4), skips=((), ("L001",), ()))
     assert_equal(two.run(train_beside_alone, case))
+
+
+@pytest.mark.parametrize("name", ["chain", "bert"])
+def test_evaluation_is_of_the_whole_batch_and_outputs_of_each_ones_rows(name: str, two: Crew) -> None:
+    for rank, seen in enumerate(two.run(look_at_batches, name)):
+        assert seen["loss"] == seen["expected"]
+        assert torch.equal(seen["outputs"], seen["alone"][4 * rank : 4 * rank + 4])
 
 
 @pytest.mark.parametrize("name", ["chain", "gpt2"])
