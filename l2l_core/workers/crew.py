@@ -64,12 +64,15 @@ class Crew:
     # -- together ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def together(self, what: str, facts: Callable[[], Mapping[str, str]]) -> Iterator[None]:
+    def together(
+        self, what: str, facts: Callable[[], Mapping[str, str]], timeout_s: float | None = None
+    ) -> Iterator[None]:
         """Do something with all workers: what fails in the block on one of them raises on all.
 
         Args:
             what: in words.
             facts: gives what must be the same for all, by name; may fail.
+            timeout_s: how long to wait for the others to begin; default that of the line.
 
         Raises:
             WorkerError: a worker does something else, differs in a fact, has failed or is lost.
@@ -78,7 +81,7 @@ class Crew:
             channel.open()
         self._ends, self._told, self._updated = [], [False, False], None
         try:
-            self.control.meet(what, facts())
+            self.control.meet(what, facts(), timeout_s)
             yield
         except BaseException as error:
             self.failed(error, ())
@@ -182,13 +185,9 @@ class Crew:
             finish: what to do together before that.
         """
         try:
-            for channel in (self.control, self.gathers, self.reduces):
-                channel.open()
-            self.control.meet("close", timeout_s=_CLOSING_S)
-            finish()
-            self.control.meet(
-                "leave", timeout_s=_CLOSING_S
-            )  # nobody pulls down a connection that another one reads from
+            with self.together("close", dict, _CLOSING_S):
+                finish()
+                self.control.meet("leave")  # nobody pulls down a connection that another one still reads from
         except WorkerError:
             return False
         return True

@@ -6,7 +6,6 @@ notices it leaves word in the store through which the process group was made, an
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from datetime import timedelta
@@ -87,9 +86,11 @@ class Line:
             return self._lost
 
     def _silent(self, cause: str) -> list[int]:
-        """Find the workers that do not say within a few seconds that they are there."""
+        """Find the workers that do not say within a few seconds that they are there; none where that cannot be found out."""
         others = {rank for rank in range(self.count) if rank != self.rank}
-        with contextlib.suppress(RuntimeError, OSError):  # the store may be gone with the worker that held it
+        if len(others) == 1:
+            return sorted(others)
+        try:
             self._store.set(self._key(self.rank), "here")
             if not self._word():
                 self._store.set(self._key("lost"), f"worker {self.rank} has lost one ({cause})")
@@ -97,6 +98,8 @@ class Line:
             while others and time.monotonic() < until_s:
                 others -= {rank for rank in others if self._store.check([self._key(rank)])}
                 time.sleep(0.05)
+        except (RuntimeError, OSError):  # the store is gone with the worker that held it
+            return []
         return sorted(others)
 
     def _word(self) -> str:
