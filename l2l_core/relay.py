@@ -163,7 +163,7 @@ class Relay:
         try:
             self._company.take_over(self._parts.units, self._store, self.host, self.device, self._facts)
         except BaseException:
-            self._part()
+            self._let_go()
             raise
 
     # -- what a relay is -----------------------------------------------------------------------------------------------
@@ -246,9 +246,9 @@ class Relay:
         if self._closed or not self._process.is_this:
             return
         self._company.leave()
-        self._part()
+        self._let_go()
 
-    def _part(self) -> None:
+    def _let_go(self) -> None:
         self._closed = True
         self._parts.place.close()
         self._store.close()
@@ -313,7 +313,7 @@ class Relay:
         ):
             if self._fits_itself:
                 self._fit(batch, None, None, (), _FIT_S)
-            skip = tuple(skip)
+            skip = tuple(skip) if isinstance(skip, Iterator) else skip  # it is gone through twice
             if self._store.has_hooks:
                 self._only_alone("a hook around the optimizer's step", "hooks would see parts of parameters")
             with (
@@ -565,7 +565,7 @@ class Relay:
         Raises:
             ValueError, TypeError: an edit that cannot be carried out; lists what would be valid. Nothing is changed then.
         """
-        with interrupts_wait(), self._exclusive(), self._all_changing(f"edit: {edits}"), self._editing():
+        with interrupts_wait(), self._exclusive(), self._all_changing("edit", edits), self._editing():
             self._editor.trust = trust
             return self._history.apply(edits, self._steps)
 
@@ -640,10 +640,9 @@ class Relay:
             self._company.together("save", self._facts),
             self._company.whole(),
         ):
-            if self._company.rank == 0:
-                saves.save(Path(folder), self._saved_state())
+            path = saves.save(Path(folder), self._saved_state()) if self.rank == 0 else Path(folder)
             self._company.every([None])  # nobody goes on before the save is there
-            return Path(folder)
+            return path
 
     @classmethod
     def load(
@@ -750,9 +749,8 @@ class Relay:
         except BaseException as error:
             note_failure(trace, error)
             self._company.failing(error)
-            updated = self._company.failed(
-                error, self._undo_step(put_buffers_back)
-            )  # a second interrupt comes here, too
+            updated = self._undo_step(put_buffers_back)  # a second interrupt comes here, too
+            updated = self._company.failed(error, updated)
             if isinstance(error, NewHabit):
                 self._learned.distrust()
             if isinstance(error, DeviceOutOfMemory) and self._company.can_rehearse:
@@ -907,10 +905,14 @@ class Relay:
             self._company.refuse(what, instead)
 
     @contextmanager
-    def _all_changing(self, what: str) -> Iterator[None]:
+    def _all_changing(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
         """Let all workers change whole layers in a block; they have what worker 0 has afterwards."""
-        what = re.sub(r" at 0x[0-9a-f]+", "", what)  # an object's address is its own in every process
-        with self._company.together(what, self._facts), self._company.whole():
+
+        def facts() -> dict[str, str]:
+            # Without addresses, which are other ones in every process
+            return {**self._facts(), "edits to make": re.sub(r" at 0x[0-9a-f]+", "", repr(edits))}
+
+        with self._company.together(what, facts), self._company.whole():
             yield
             self._company.agree_on(self._parts.units)
 
