@@ -35,7 +35,7 @@ SLOW_CASES = [
     Case("bert", config=CLIPPED | {"stash": "host"}, optimizer=fused),
     Case("tied_layers", config=CLIPPED),
     Case("albert", config={"ahead": 2}),
-    Case("mixtral", config=CLIPPED),
+    Case("llama", config=CLIPPED),
 ]
 
 
