@@ -82,6 +82,12 @@ def test_layers_sit_steps_out(two: Crew) -> None:
     assert_equal(two.run(train_beside_alone, case))
 
 
+@pytest.mark.parametrize("name", ["chain", "gpt2"])
+def test_bfloat16_weights_have_the_bits_of_one_worker(name: str, two: Crew) -> None:
+    """They are cast before they are gathered."""
+    assert_equal(two.run(train_beside_alone, Case(name, rows=(4, 4), config={"precision": "bf16"})))
+
+
 @pytest.mark.parametrize("name", ["chain", "bert"])
 def test_evaluation_is_of_the_whole_batch_and_outputs_of_each_ones_rows(name: str, two: Crew) -> None:
     for rank, seen in enumerate(two.run(look_at_batches, name)):
