@@ -6,6 +6,7 @@ every verb says here what it takes, gives and raises.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from l2l_core import saves
@@ -30,12 +32,13 @@ from l2l_core.batches import (
     Weight,
     form_of,
     join,
+    structure_of,
 )
 from l2l_core.config import RelayConfig, bytes_in, checked_config
 from l2l_core.devices import Device, DeviceOutOfMemory, Ledger, Process, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
-from l2l_core.eps import InHostMemory, LayerStore, TornStep
+from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import (
     Unit,
     build_units,
@@ -45,7 +48,7 @@ from l2l_core.eps.blocks import (
     refuse_checkpointing,
     refuse_scripted,
 )
-from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, silent
+from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, settings_of, silent
 from l2l_core.forecast import (
     Fit,
     Forecast,
@@ -80,6 +83,7 @@ from l2l_core.step import (
 )
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import StepResult, Trace
+from l2l_core.workers import Workers, company
 
 _FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -106,6 +110,9 @@ class Relay:
             -100, shifted or not, or rows. See `mean.py`.
         config: how to run; may be exchanged between steps (``relay.config = ...``). With "auto", the first step begins by
             looking for the fastest settings that fit, as `fit` does.
+        workers: other processes that train along, each with its own rows; see `Workers`. "auto", a process group, or
+            Workers(...). Worker 0's weights and buffers are what all begin with. Each keeps a part of every layer, so between
+            steps the model's parameters show nothing but NaN; `gathered` shows them, and `close` leaves them whole.
 
     Raises:
         ValueError, TypeError: a model, optimizer or setting that cannot relay; the message has the remedy.
@@ -121,6 +128,7 @@ class Relay:
         objective: Objective | None = None,
         weight: Weight | None = None,
         config: RelayConfig | Literal["auto"] = RelayConfig(),  # noqa: B008 - frozen
+        workers: Workers | ProcessGroup | Literal["auto"] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
@@ -135,7 +143,10 @@ class Relay:
         self._config = RelayConfig() if config == "auto" else checked_config(config)
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
-        self._mean = Mean(weight, self._losses_of)
+        self._company = company(workers, model)
+        if self._fits_itself:
+            self._only_alone('config="auto"', "find settings with `fit` on one worker, and give them to all")
+        self._mean = Mean(weight, self._losses_of, self._company.others)
         self._mean_of_probes = Mean(weight, self._losses_of)  # a step must not learn from batches that it never saw
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
@@ -143,12 +154,14 @@ class Relay:
         made, findings = make_optimizer(optimizer, model)
         modules = dict(zip(keys, found.values(), strict=True))
         shell, units = build_units(model, modules, self.device.host_empty)
-        self._parts = Parts(model, self.device, self.host, shell, units, InHostMemory(self.device, self.host))
+        place = self._company.place(self.device, self.host)
+        self._parts = Parts(model, self.device, self.host, shell, units, place)
         # Where layers compute on these cores too, updates behind them take one.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
         self._store = LayerStore.over(
             self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings
         )
+        self._store.reducer = self._company.reducer()
         self._steps = 0
         self._learned = Learned(units)
         self._trace: Trace | None = None
@@ -157,6 +170,11 @@ class Relay:
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
         self._process, self._busy = Process(), threading.Lock()
         self._closed = False
+        try:
+            self._company.take_over(self._parts.units, self._store, self.host, self.device, self._facts)
+        except BaseException:
+            self._let_go()
+            raise
 
     # -- what a relay is -----------------------------------------------------------------------------------------------
 
@@ -205,6 +223,16 @@ class Relay:
         return self._steps
 
     @property
+    def workers(self) -> int:
+        """Number of workers that train together; 1 for a relay that trains alone."""
+        return self._company.count
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker among them, from 0."""
+        return self._company.rank
+
+    @property
     def trace(self) -> Trace | None:
         """The trace of the step under way, or of the last one; None before the first. `Trace.since` follows it live.
 
@@ -221,15 +249,22 @@ class Relay:
     def close(self) -> None:
         """Join every thread; the model and the optimizer are ordinary ones again. Calling it twice is fine.
 
-        Layers that wait on disk are gone. In a process that was forked nothing happens: threads and files are not its own.
+        Layers that wait on disk are gone. Several workers close together, and have all weights then; one that does not come
+        within half a minute, or was lost, leaves the others with the parts that they have. In a process that was forked
+        nothing happens: threads and files are not its own.
         """
         if self._closed or not self._process.is_this:
             return
+        self._company.leave()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._closed = True
         self._parts.place.close()
         self._store.close()
         self._editor.parking.close()
         self.device.close()  # after the EPS, whose work may wait for copies
+        self._company.close()
 
     @property
     def journal(self) -> tuple[Entry, ...]:
@@ -259,7 +294,7 @@ class Relay:
     # -- what a relay does ---------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, skip: Iterable[Where] = (), trust: bool = False) -> StepResult:
-        """Train on one batch.
+        """Train on one batch; each of several workers on its own rows of one, whose loss all return.
 
         Args:
             batch: sliced along its rows into micro-batches; see `batch.py`. Where these hold unequal shares of targets, the
@@ -274,6 +309,8 @@ class Relay:
                 Nothing has changed.
             TornStep: an error after the first eager update; names the updated layers. Any other exception leaves weights
                 and optimizer state as they were.
+            WorkerError: another worker has failed, does something else, or is lost; on a failure here the others get it. As for
+                any error, the old step is there on all of them, or all raise TornStep.
             DeviceOutOfMemory: the device's byte budget does not suffice; says what fills it, the settings that fit, and the
                 smallest budget that would do. To find these, a few micro-batches are rehearsed as in `forecast`.
             KeyboardInterrupt: after the step has finished; a second interrupt ends it at once.
@@ -286,13 +323,20 @@ class Relay:
         ):
             if self._fits_itself:
                 self._fit(batch, None, None, (), _FIT_S)
-            config = self._settled(self.config, batch)
-            with self._sitting_out(skip, trust):
-                return self._step(batch, config)
+            skip = tuple(skip) if isinstance(skip, Iterator) else skip  # it is gone through twice
+            if self._store.has_hooks:
+                self._only_alone("a hook around the optimizer's step", "hooks would see parts of parameters")
+            with self._company.together("make a step", partial(self._facts, batch, skip)):
+                config = self._settled(self.config, batch)
+                with self._sitting_out(skip, trust):
+                    return self._step(batch, config)
 
     def forward(self, batch: Batch) -> Any:
-        """Run the model in evaluation mode; return its outputs, concatenated over micro-batches. Nothing changes."""
-        with interrupts_wait(), self._exclusive():
+        """Run the model in evaluation mode; return its outputs, concatenated over micro-batches. Nothing changes.
+
+        Several workers do it together, each for its own rows.
+        """
+        with interrupts_wait(), self._exclusive(), self._company.together("run forward", partial(self._facts, batch)):
             rows, micro_batches = self._split(batch)
             outputs = self._infer(micro_batches, self._call.outputs, self.config)
             # Divisors may cost looks at the loss: asked for once at most, and only if an output is a scalar.
@@ -301,8 +345,11 @@ class Relay:
             )
 
     def evaluate(self, batch: Batch) -> float:
-        """Return the mean loss of a batch in evaluation mode; no effect on weights, buffers or random state."""
-        with interrupts_wait(), self._exclusive():
+        """Return the mean loss of a batch in evaluation mode; no effect on weights, buffers or random state.
+
+        Several workers do it together, each with its own rows of the batch.
+        """
+        with interrupts_wait(), self._exclusive(), self._company.together("evaluate", partial(self._facts, batch)):
             return self._evaluate(batch, self._mean)
 
     def probe(self, batches: Iterable[Batch], *edits: Edit, trust: bool = False) -> list[float]:
@@ -322,6 +369,7 @@ class Relay:
             ValueError, TypeError: an edit that cannot be carried out, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
+        self._only_alone("probe")
         with interrupts_wait(), self._exclusive(), self._unseen(), self._trying(edits, trust):
             return [self._evaluate(batch, self._mean_of_probes) for batch in batches]
 
@@ -364,6 +412,7 @@ class Relay:
             ValueError, TypeError: a layer or number that there is not, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
+        self._only_alone("look")
         began_s = time.perf_counter()
         with interrupts_wait(), self._exclusive(), self._unseen(), self._sitting_out(leave_out, trust=False):
             rows, parts = self._split(batch)
@@ -389,6 +438,7 @@ class Relay:
         bits are not to be expected, but losses and weights that agree to float32 rounding are. It is float32 in any case,
         so with ``precision="bf16"`` the report shows what the precision costs.
         """
+        self._only_alone("verify")
         rows, micro_batches = self._split(batch)
         with (
             interrupts_wait(),
@@ -461,6 +511,7 @@ class Relay:
             TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
         """
+        self._only_alone("forecast")
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
             check_model(self.model, self._parts.units)
             self._rows_of(batch)
@@ -503,11 +554,15 @@ class Relay:
             ValueError, TypeError: an unknown name, or a number of bytes that there cannot be.
             Whatever the model itself raises on the batch.
         """
+        self._only_alone("fit")
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
             return self._fit(batch, device_bytes, host_bytes, fixed, most_s)
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
+
+        Several workers make the same edits together, on whole layers, which all of them hold meanwhile; new layers are those that
+        worker 0 has made. Layers that undo may bring back stay whole on every worker.
 
         Args:
             edits: in order.
@@ -520,10 +575,9 @@ class Relay:
         Raises:
             ValueError, TypeError: an edit that cannot be carried out; lists what would be valid. Nothing is changed then.
         """
-        with interrupts_wait(), self._exclusive():
-            with self._editing():
-                self._editor.trust = trust
-                return self._history.apply(edits, self._steps)
+        with interrupts_wait(), self._exclusive(), self._all_changing("edit", edits), self._editing():
+            self._editor.trust = trust
+            return self._history.apply(edits, self._steps)
 
     def undo(self) -> Entry:
         """Undo the last edit: what it changed comes back to the bit, other layers keep what they have learned since.
@@ -531,9 +585,8 @@ class Relay:
         Raises:
             ValueError: there is none, or its layers were dropped for good.
         """
-        with interrupts_wait(), self._exclusive():
-            with self._editing():
-                return self._history.undo(self._steps)
+        with interrupts_wait(), self._exclusive(), self._all_changing("undo"), self._editing():
+            return self._history.undo(self._steps)
 
     def redo(self) -> Entry:
         """Do again what was undone last.
@@ -541,9 +594,8 @@ class Relay:
         Raises:
             ValueError: nothing was undone since the last edit.
         """
-        with interrupts_wait(), self._exclusive():
-            with self._editing():
-                return self._history.redo(self._steps)
+        with interrupts_wait(), self._exclusive(), self._all_changing("redo"), self._editing():
+            return self._history.redo(self._steps)
 
     def fork(self, name: str) -> Branch:
         """Make a branch of the present state, and go on there; the one that is left stays as it is.
@@ -553,6 +605,7 @@ class Relay:
         Raises:
             ValueError: no name, or one that there is.
         """
+        self._only_alone("fork")
         with interrupts_wait(), self._exclusive():
             self._branches.fork(name, self._branch_state())
             self._history = self._history.copy()
@@ -566,6 +619,7 @@ class Relay:
         Raises:
             ValueError: there is no such branch; lists those that there are.
         """
+        self._only_alone("switch")
         with interrupts_wait(), self._exclusive():
             with self._editing():
                 state = self._branches.switch(name, self._branch_state())
@@ -578,6 +632,7 @@ class Relay:
         Raises:
             ValueError: there is no such branch, or it is the present one.
         """
+        self._only_alone("discard")
         with interrupts_wait(), self._exclusive():
             self._branches.discard(name)
             self._history.forget()
@@ -586,10 +641,18 @@ class Relay:
         """Save weights, optimizer, random state and step to `folder`, atomically; returns the folder.
 
         A crash while saving keeps the previous save. A learning rate scheduler is the user's own: save its `state_dict`
-        beside it.
+        beside it. Several workers save together: the first one writes, and all hold everything meanwhile. The save is as if by
+        one worker, so any number of them loads it.
         """
-        with self._exclusive(), self.device.current():
-            return saves.save(Path(folder), self._saved_state())
+        with (
+            self._exclusive(),
+            self.device.current(),
+            self._company.together("save", self._facts),
+            self._company.whole(),
+        ):
+            path = saves.save(Path(folder), self._saved_state()) if self.rank == 0 else Path(folder)
+            self._company.every([None])  # nobody goes on before the save is there
+            return path
 
     @classmethod
     def load(
@@ -611,8 +674,8 @@ class Relay:
                 inserted, dropped or moved since are so here, and weights are replaced.
             optimizer: of the same kind and groups; its state and settings are replaced.
             modules: by key, layers that edits brought in and that are like none of the model's: a save has no code.
-            options: `device`, `layers`, `loss`, `objective`, `weight`, `config` of the constructor; the saved config is
-                the default, and the saved layers are.
+            options: `device`, `layers`, `loss`, `objective`, `weight`, `config`, `workers` of the constructor; the saved config
+                is the default, and the saved layers are. Several workers all read the folder.
 
         Raises:
             ValueError: the folder is damaged, incomplete or of another model; names the file.
@@ -626,7 +689,7 @@ class Relay:
             options.setdefault("layers", resumption.prepare(model, optimizer, back))
             relay = cls(model, optimizer, **options)
             back.callback(relay.close)
-            with relay.device.current():
+            with relay.device.current(), relay._all_changing("load"):
                 with relay._editing():
                     resumption.restack(relay._editor, back)
                 edited.restore_into(relay._editor, relay._history)
@@ -641,6 +704,19 @@ class Relay:
         relay._steps = saved.steps
         return relay
 
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Let this worker have all weights and all of the optimizer's state for the length of a block; yields the model.
+
+        All workers enter it together. It takes the host memory of a relay that trains alone. What is written to weights must be
+        the same on all workers: each keeps its own part of what it has. With one worker nothing happens.
+
+        Raises:
+            WorkerError: a worker does not enter it.
+        """
+        with self._exclusive(), self._company.together("gather weights", self._facts), self._company.whole():
+            yield self.model
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def _step(self, batch: Batch, config: RelayConfig) -> StepResult:
@@ -652,13 +728,14 @@ class Relay:
         kind = self._kind_of(micro_batches, config)
         replay = self._learned.of_step(kind) if config.meter == "on_change" else None
         losses, ran, trace = self._run_step(batch, micro_batches, divisors, config, replay)
+        loss = float(sum(self._company.every(losses)))
         self._steps += 1
         self._store.updated.clear()  # it would keep layers that are dropped next
         self._editor.new_layers.call = first_call
-        self._history.note_loss(float(sum(losses)))
+        self._history.note_loss(loss)
         self._learned.stepped(kind, ran.way, ran.metered)
         return StepResult(
-            loss=float(sum(losses)),
+            loss=loss,
             seconds=time.perf_counter() - began_s,
             samples=rows.count,
             trace=trace,
@@ -680,14 +757,17 @@ class Relay:
         put_buffers_back = self._parts.copy_buffers()  # forwards change them, and a step that fails leaves the old ones
         self.device.ledger.reset_peak()
         work = self._work(config, self._call.objective, micro_batches)
+        work = replace(work, check=self._company.unchanged(self._parts.units))
         try:
             return *run_step(self._parts, self._store, work, divisors, trace, replay), trace
         except BaseException as error:
             note_failure(trace, error)
+            self._company.failing(error)
             updated = self._undo_step(put_buffers_back)  # a second interrupt comes here, too
+            updated = self._company.failed(error, updated)
             if isinstance(error, NewHabit):
                 self._learned.distrust()
-            if isinstance(error, DeviceOutOfMemory):
+            if isinstance(error, DeviceOutOfMemory) and self._company.can_rehearse:
                 advise(error, self._rehearsal(), batch, config)
             if updated:
                 raise self._torn(error, updated) from error
@@ -707,12 +787,14 @@ class Relay:
         """Return settings that say by number how many graphs are kept, where they say how many bytes these may take."""
         if not isinstance(config, RelayConfig) or not isinstance(config.keep, str):
             return config
+        self._only_alone(f"keep={config.keep!r}", "say of how many layers graphs are kept")
         nbytes, kind = bytes_in(config.keep), self._kind_of(self._rows_of(batch).split(config.micro_batches), config)
         kept = self._learned.kept(kind, lambda: layers_within(self._rehearsal(), batch, config, nbytes))
         return replace(config, keep=kept)
 
     def _work(self, config: RelayConfig, task: Task, micro_batches: Sequence[Any]) -> Work:
-        seeds = [config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))]
+        first = self._company.first(len(micro_batches))
+        seeds = [config.micro_batch_seed(self._steps, first + k) for k in range(len(micro_batches))]
         return Work(config, Plan.of(config, self._learned.way), task, micro_batches, seeds)
 
     def _undo_step(self, put_buffers_back: Callable[[], None]) -> list[str]:
@@ -763,7 +845,7 @@ class Relay:
         rows, micro_batches = self._split(batch)
         divisors = mean.divisors(rows, micro_batches)
         losses = self._infer(micro_batches, self._call.objective, self.config)
-        return float(sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True)))
+        return float(sum(self._company.every([loss / n for loss, n in zip(losses, divisors, strict=True)])))
 
     # -- a look inside -------------------------------------------------------------------------------------------------
 
@@ -825,6 +907,38 @@ class Relay:
             for put_back in back:
                 put_back()
 
+    def _facts(self, batch: Batch | None = None, skip: Sequence[Where] = ()) -> dict[str, str]:
+        """Say what must be the same for all workers, by name."""
+        units = self._parts.units
+        layers = [f"{u.key} {u.numel} {''.join('-+'[flag] for flag in u.trained)}" for u in units]
+        return {
+            "number of the step": str(self._steps),
+            "settings": repr(self._config),
+            "layers, sizes, what is trained": ", ".join(layers),
+            "edits": str(len(self._history.journal)),
+            "skip": ", ".join(unit.key for unit in self._editor.lineup.units_at(skip)),
+            "training mode": "".join("-+"[module.training] for module in self.model.modules()),
+            "optimizer": f"{type(self.optimizer).__name__} {settings_of(self.optimizer)}",
+            "structure of the batch": "" if batch is None else str(structure_of(self._rows_of(batch).batch)),
+        }
+
+    def _only_alone(self, what: str, instead: str = "") -> None:
+        """Refuse what several workers cannot do yet."""
+        if self._company.count > 1:
+            self._company.refuse(what, instead)
+
+    @contextmanager
+    def _all_changing(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
+        """Let all workers change whole layers in a block; they have what worker 0 has afterwards."""
+
+        def facts() -> dict[str, str]:
+            # Without addresses, which are other ones in every process
+            return {**self._facts(), "edits to make": re.sub(r" at 0x[0-9a-f]+", "", repr(edits))}
+
+        with self._company.together(what, facts), self._company.whole():
+            yield
+            self._company.agree_on(self._parts.units)
+
     @contextmanager
     def _editing(self) -> Iterator[None]:
         try:
@@ -872,6 +986,7 @@ class Relay:
 
     def _call_whole(self, rows: Any) -> torch.Tensor:
         """Run the model on a few rows, as edits do to see what layers are given."""
+        rows = self._company.every([rows])[0]  # workers that edit together see the same
         with self._caches.off():
             return self._call.objective(self.model, rows)
 

@@ -14,9 +14,9 @@ once per structure of batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from l2l_core.batches.batch import RowsOf
 from l2l_core.batches.looks import Look, looks_at_rows, looks_at_targets
@@ -37,6 +37,36 @@ _REMEDY = (
 )
 
 
+class Others(Protocol):
+    """Knows of the other workers that train on the rest of the batch."""
+
+    count: int
+
+    def joined(self, counts: Mapping[str, list[int] | None]) -> dict[str, list[int] | None]:
+        """Put together what micro-batches count for, by candidate: the first worker's first."""
+
+    def rows(self, rows: RowsOf) -> Iterator[RowsOf]:
+        """Give rows that all workers look at, so that they find out the same: those of one worker after the other."""
+
+    def own(self, every: Sequence[float]) -> list[float]:
+        """Choose what is of this worker's own micro-batches."""
+
+
+class Alone:
+    """Is nobody: the batch is all there is."""
+
+    count = 1
+
+    def joined(self, counts: Mapping[str, list[int] | None]) -> dict[str, list[int] | None]:
+        return dict(counts)
+
+    def rows(self, rows: RowsOf) -> Iterator[RowsOf]:
+        yield rows
+
+    def own(self, every: Sequence[float]) -> list[float]:
+        return list(every)
+
+
 class Mean:
     """Divisors of micro-batches' losses, by the caller's weight or by what was found out.
 
@@ -45,10 +75,11 @@ class Mean:
     Args:
         weight: what a micro-batch counts for, if the caller says so.
         measure: gives the model's losses of small batches, and leaves no trace.
+        others: who trains on the rest of the batch.
     """
 
-    def __init__(self, weight: Weight | None, measure: Measure) -> None:
-        self._weight, self._measure = weight, measure
+    def __init__(self, weight: Weight | None, measure: Measure, others: Others = Alone()) -> None:  # noqa: B008 - no state
+        self._weight, self._measure, self._others = weight, measure, others
         self._alive: Recent[frozenset[str]] = Recent(MOST_KINDS)
 
     def divisors(self, rows: RowsOf, micro_batches: Sequence[Any]) -> list[float]:
@@ -57,20 +88,39 @@ class Mean:
         Raises:
             ValueError: a micro-batch counts for nothing, or it cannot be found out what it counts for.
         """
+        others = self._others
         if self._weight is not None:
-            return shares(micro_batches, self._weight)
-        if len(micro_batches) == 1:
+            return others.own(shares(micro_batches, self._weight, others))
+        if len(micro_batches) * others.count == 1:
             return [1.0]
         counts, sizes = candidates(rows), rows.sizes(len(micro_batches))
+        added = others.joined({name: _added(each, sizes) for name, each in counts.items()})
+        number = len(micro_batches) * others.count
         alive = self._alive.get(tuple(counts)) or frozenset(counts)
-        found = _divisors_of({name: counts[name] for name in counts if name in alive}, sizes)
+        found = _divisors_of({name: added[name] for name in counts if name in alive}, number)
         if _disagree(found, found):
-            alive = self._narrow({name: counts[name] for name in found}, found, rows, sizes)
+            alive = self._found_out(found, others.rows(rows), len(micro_batches))
             self._alive.keep(tuple(counts), alive)
             found = {name: found[name] for name in found if name in alive}
         # None is found where every candidate that is left counts nothing in the whole batch.
         _check_none_empty(found or {name: (math.inf,) for name in alive})
-        return list(next(iter(found.values())))
+        return others.own(next(iter(found.values())))
+
+    def _found_out(self, found: Mapping[str, Divisors], of_each: Iterable[RowsOf], parts: int) -> frozenset[str]:
+        """Narrow candidates down on one worker's rows, or on the next one's where these do not tell.
+
+        Raises:
+            ValueError: nobody's do, or no candidate is right.
+        """
+        undecided: ValueError | None = None
+        for rows in of_each:
+            counts = candidates(rows)
+            try:
+                return self._narrow({n: counts[n] for n in found}, found, rows, rows.sizes(min(parts, rows.count)))
+            except _UndecidedError as error:
+                undecided = undecided or error
+        assert undecided is not None
+        raise undecided
 
     def _narrow(
         self, counts: Counts, found: Mapping[str, Divisors], rows: RowsOf, sizes: Sequence[int]
@@ -116,13 +166,15 @@ def _disagree(names: Iterable[str], found: Mapping[str, Divisors]) -> bool:
     return len({found[name] for name in names}) > 1
 
 
-def shares(micro_batches: Sequence[Any], weight: Weight) -> list[float]:
-    """Return the divisor of each micro-batch's loss, ``n / n_k``; their reciprocals add up to one.
+def shares(micro_batches: Sequence[Any], weight: Weight, others: Others = Alone()) -> list[float]:  # noqa: B008 - no state
+    """Return the divisor of each micro-batch's loss, ``n / n_k``, of all workers; their reciprocals add up to one.
 
     Raises:
         ValueError: a micro-batch counts for nothing, so its mean loss does not exist.
     """
-    counts = [float(weight(micro_batch)) for micro_batch in micro_batches]
+    mine = [float(weight(micro_batch)) for micro_batch in micro_batches]
+    counts = others.joined({"weight": mine})["weight"]  # type: ignore[dict-item]
+    assert counts is not None
     for k, count in enumerate(counts):
         if not count > 0:
             raise _counts_for_nothing(k, count, "")
@@ -137,19 +189,25 @@ def _shares(counts: Sequence[float]) -> Divisors:
     return tuple(total / count if count else math.inf for count in counts)
 
 
-def _divisors_of(counts: Counts, sizes: Sequence[int]) -> dict[str, Divisors]:
-    """Return the divisors by candidate, without those that count nothing in the whole batch."""
+def _divisors_of(added: Mapping[str, list[int] | None], number: int) -> dict[str, Divisors]:
+    """Return the divisors of so many micro-batches by candidate, without those that count nothing in the whole batch."""
     return {
-        name: (1.0,) * len(sizes) if each is None else _shares(_added(each, sizes))
-        for name, each in counts.items()
+        name: (1.0,) * number if each is None else _shares(each)
+        for name, each in added.items()
         if each is None or any(each)
     }
 
 
-def _added(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Add up what micro-batches of these sizes count for."""
+def _added(counts: Sequence[int] | None, sizes: Sequence[int]) -> list[int] | None:
+    """Add up what micro-batches of these sizes count for; None where their losses add up."""
+    if counts is None:
+        return None
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     return [sum(counts[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
+class _UndecidedError(ValueError):
+    """Says that rows do not tell candidates apart; others may."""
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -163,7 +221,7 @@ def _check_none_empty(found: Mapping[str, Divisors]) -> None:
 
 def _table(counts: Counts, sizes: Sequence[int]) -> str:
     """List the candidates that differ from rows, with what micro-batches count for."""
-    added = {name: None if each is None else _added(each, sizes) for name, each in counts.items()}
+    added = {name: _added(each, sizes) for name, each in counts.items()}
     shown = {name: each for name, each in added.items() if name == ROWS or each is None or len({*each}) > 1}
     return "; ".join(f"{name}: {'-' if each is None else _listed(each)}" for name, each in shown.items())
 
@@ -187,8 +245,8 @@ def _unknown(table: str, error: float) -> ValueError:
     )
 
 
-def _undecided(table: str) -> ValueError:
-    return ValueError(
+def _undecided(table: str) -> _UndecidedError:
+    return _UndecidedError(
         f"what the loss is a mean over cannot be found out, and micro-batches hold unequal shares of what it may be ({table}): "
         f"rows that tell them apart have the same loss, or there are none. {_REMEDY}"
     )

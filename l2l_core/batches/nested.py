@@ -149,6 +149,12 @@ def form_of(value: Any) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
+def structure_of(value: Any) -> tuple[Any, ...]:
+    """List the types and numbers of dimensions of all tensors and arrays in `value`, and the names where it is a mapping."""
+    names = tuple(map(str, value)) if isinstance(value, Mapping) else ()
+    return (type(value).__name__, names, tuple((len(shape), str(dtype)) for shape, dtype in form_of(value)))
+
+
 def is_record(value: Any) -> bool:
     """Whether `value` can be a batch of its own: a mapping, a sequence, or an object that holds its columns."""
     if isinstance(value, Mapping | list | tuple):

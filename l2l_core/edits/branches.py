@@ -252,7 +252,7 @@ class Branches:
             masters, state = self._editor.optimizer_side(block)
             states = [clone_state(state[master]) if master in state else None for master in masters]
             # One copy for all of them, in memory that loads copy from: a switch makes it the master
-            values = self.keep(self._empty(block.layout.numel).copy_(block.values), block.version, states)
+            values = self.keep(self._empty(block.held.numel).copy_(block.values), block.version, states)
             for state in counting:
                 state.values[block] = values
 

@@ -6,6 +6,7 @@ Begin reading at `store.py`; `updates.py`, `places.py` and `reducer.py` say what
 
 from l2l_core.eps.errors import NonFiniteError as NonFiniteError
 from l2l_core.eps.errors import TornStep as TornStep
+from l2l_core.eps.gradients import Gradients as Gradients
 from l2l_core.eps.masters import Masters as Masters
 from l2l_core.eps.masters import Side as Side
 from l2l_core.eps.places import InHostMemory as InHostMemory
@@ -16,3 +17,4 @@ from l2l_core.eps.scratch import dry_store as dry_store
 from l2l_core.eps.store import LayerStore as LayerStore
 from l2l_core.eps.updates import ByOptimizer as ByOptimizer
 from l2l_core.eps.updates import Update as Update
+from l2l_core.eps.updates import let_have as let_have

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -92,9 +92,12 @@ class Gradients:
         """Blocks whose parts wait."""
         return list(self._apart)
 
-    def fold(self, block: Block) -> GradientPiece | None:
-        """Add up the parts of a block in ascending k: its whole gradient, or None if nothing came."""
-        parts = self._apart.pop(block, {})
+    def take_parts(self, block: Block) -> dict[int, GradientPiece]:
+        """Take out what has come of a block, by micro-batch."""
+        return self._apart.pop(block, {})
+
+    def sum_of(self, parts: Mapping[int, GradientPiece]) -> GradientPiece | None:
+        """Add up parts of a block in ascending k, in the buffer of the first one; None if there are none."""
         total: GradientPiece | None = None
         for k in sorted(parts):
             total = self._add(total, parts[k])

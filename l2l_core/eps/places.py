@@ -16,9 +16,8 @@ from typing import Protocol
 
 import torch
 
-from l2l_core.devices import Device, Ledger, serial_thread
+from l2l_core.devices import Device, Ledger, Ticket, serial_thread
 from l2l_core.eps.blocks import Block, Unit
-from l2l_core.eps.reducer import Alone, Reducer
 
 
 class Place(Protocol):
@@ -27,11 +26,19 @@ class Place(Protocol):
     def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
         """Begin a pass that will load weights of these units, in about this order, as `dtype`."""
 
+    def expect(self, units: Sequence[Unit]) -> None:
+        """Hear which units will probably be lent next, and in which order, so that what takes time can begin."""
+
     def lend(self, block: Block) -> torch.Tensor:
         """Give what a load of the block copies from, (numel,), on the host: its values as they were at `begin`."""
 
-    def take_back(self, block: Block) -> None:
-        """Take back what was lent: a load of the block is over, or given up, and nobody reads it any more."""
+    def take_back(self, block: Block, load: Ticket | None) -> None:
+        """Take back what was lent: nobody will begin to read it any more.
+
+        Args:
+            block: whose weights they are.
+            load: of the block, which compute has waited for. A GPU may still be at it: who writes there abandons it first.
+        """
 
     def end(self) -> None:
         """End the pass, whatever happened in it."""
@@ -46,16 +53,10 @@ class InHostMemory:
     Args:
         device: where the loads go, and what pins host memory.
         host: gets the bytes of the casts booked.
-        reducer: makes masters whole.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        host: Ledger,
-        reducer: Reducer = Alone(),  # noqa: B008 - without state
-    ) -> None:
-        self._device, self._host, self._reducer = device, host, reducer
+    def __init__(self, device: Device, host: Ledger) -> None:
+        self._device, self._host = device, host
         self._thread: ThreadPoolExecutor | None = None
         self._casts: dict[Block, Future[torch.Tensor]] = {}
 
@@ -72,17 +73,16 @@ class InHostMemory:
 
     def _cast(self, block: Block) -> torch.Tensor:
         assert block.cast is not None
-        self._reducer.gather(block)
         return block.cast.copy_(block.master)
+
+    def expect(self, units: Sequence[Unit]) -> None:
+        pass
 
     def lend(self, block: Block) -> torch.Tensor:
         cast = self._casts.get(block)
-        if cast is not None:
-            return cast.result()
-        self._reducer.gather(block)
-        return block.master
+        return block.master if cast is None else cast.result()
 
-    def take_back(self, block: Block) -> None:
+    def take_back(self, block: Block, load: Ticket | None) -> None:
         pass
 
     def end(self) -> None:

@@ -10,8 +10,8 @@ not: it knows nothing of devices or of the order of layers.
 
 from __future__ import annotations
 
-import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy, Ledger, Ticket, serial_thread
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
-from l2l_core.eps.errors import NonFiniteError
+from l2l_core.eps.finite import checked, norm_of
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import Findings, pre_hooks
+from l2l_core.eps.optimizers import Findings, StepHooks, pre_hooks
 from l2l_core.eps.reducer import Alone, Reducer
-from l2l_core.eps.updates import ByOptimizer, Update, clip
+from l2l_core.eps.updates import ByOptimizer, Update
+from l2l_core.rules import MAX_UNDER_WAY
 from l2l_core.trace import Event, Trace
 
 Send = Callable[[list[Copy]], Ticket]
@@ -61,6 +62,7 @@ class LayerStore:
         self.thread, self.reducer = thread, reducer
         self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
         self._jobs: list[Future[None]] = []
+        self._completing: deque[Future[None]] = deque()  # updates of blocks whose parts have all come
         self._config, self._trace, self._failed = RelayConfig(), Trace(), False
 
     @staticmethod
@@ -96,6 +98,7 @@ class LayerStore:
         """
         self._config, self._trace = config, trace
         self._forget()
+        self.reducer.begin(self.masters, config)
         self.update.begin(logged=config.rollback or config.update == "deferred", deferred=config.update == "deferred")
 
     def _forget(self) -> None:
@@ -103,6 +106,7 @@ class LayerStore:
             unit.stats.clear()  # what this step does not tell is not known
         self.gradients.begin(bounded=self._config.update == "eager")
         self._came.clear()
+        self._completing.clear()
         self._jobs, self._failed = [], False
 
     def take(self, unit: Unit, block: Block, piece: GradientPiece, send: Send, k: int | None = None) -> Ticket:
@@ -138,9 +142,15 @@ class LayerStore:
         return lent
 
     def complete(self, block: Block) -> None:
-        """Say that no more parts of `block` will come; eager updates do not wait any longer."""
+        """Say that no more parts of `block` will come; eager updates do not wait any longer.
+
+        Where the EPS falls behind, whoever brings parts waits here: its buffers are not bounded otherwise.
+        """
         if self._config.update == "eager":
             self._submit(lambda: self._fold(block) or self._update(block))  # `_fold` gives None, so both run
+            self._completing.append(self._jobs[-1])
+            while len(self._completing) > MAX_UNDER_WAY:
+                self._completing.popleft().exception()  # an error stays there for `wait`
 
     def finish(self) -> None:
         """Wait for all gradients and updates; deferred updates happen here.
@@ -149,7 +159,7 @@ class LayerStore:
             NonFiniteError, or whatever the optimizer raised.
         """
         self.wait()  # until then the thread may add to what is gone through here
-        for block in self.gradients.unfolded:
+        for block in self.reducer.due(self.masters, self.gradients.unfolded):
             self._submit(lambda block=block: self._fold(block))  # type: ignore[misc]
         self.wait()
         if self._config.max_grad_norm is not None:  # the norm is of all gradients: folded ones, too
@@ -161,6 +171,7 @@ class LayerStore:
         for block in whole:
             self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
         self.wait()
+        self.reducer.finish()  # while it can still be undone: somebody else's last update may have failed
         self.update.finish(whole)
 
     def wait(self) -> None:
@@ -201,6 +212,11 @@ class LayerStore:
         """Whether somebody may want to see all gradients before they are used."""
         return bool(pre_hooks(self.optimizer))
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody wants to be called before or after a step of the optimizer."""
+        return StepHooks(self.optimizer, self.masters.all_params, self.masters.before_write).has_any
+
     def close(self) -> None:
         """Join the thread and give the optimizer the model's own parameters back."""
         self.thread.shutdown(wait=True)  # first: a job may still step over the masters
@@ -212,9 +228,10 @@ class LayerStore:
                 return
             try:
                 work()
-            except BaseException:
+            except BaseException as error:
                 self._failed = True
                 self.gradients.give_up()  # the training thread may wait for room that no update will make
+                self.reducer.give_up(error)  # and other workers for gradients that will not come
                 raise
 
         job = self.thread.submit(guarded)
@@ -227,31 +244,34 @@ class LayerStore:
     def _have(self, unit: Unit, block: Block, piece: GradientPiece, pushed: Ticket) -> None:
         pushed.join()
         start_s = time.perf_counter()
-        self._note(block, grad_norm=_checked(unit, block, piece))
-        self.gradients.whole[block] = self.reducer.reduce(block, piece)
-        self._record("reduce", block, piece, start_s)
+        self._note(block, grad_norm=checked(unit, block, piece))
+        self._reduce(block, {0: piece}, start_s)
         if self._config.update == "eager":
             self._update(block)
 
     def _have_part(self, unit: Unit, block: Block, k: int, piece: GradientPiece, pushed: Ticket) -> None:
         pushed.join()
         start_s = time.perf_counter()
-        _checked(unit, block, piece)
+        checked(unit, block, piece)
         self.gradients.add_part(block, k, piece)
         self._record("reduce", block, piece, start_s, k)
 
     def _fold(self, block: Block) -> None:
-        start_s = time.perf_counter()
-        total = self.gradients.fold(block)
+        total = self._reduce(block, self.gradients.take_parts(block), time.perf_counter())
         if total is not None:
-            self._note(block, grad_norm=_norm(list(total.views().values())))
-            self.gradients.whole[block] = self.reducer.reduce(block, total)
+            self._note(block, grad_norm=norm_of(list(total.views().values())))
+
+    def _reduce(self, block: Block, parts: dict[int, GradientPiece], start_s: float) -> GradientPiece | None:
+        total = self.reducer.reduce(block, parts, self.gradients)
+        if total is not None:
+            self.gradients.whole[block] = total
             self._record("reduce", block, total, start_s)
+        return total
 
     def _clip(self) -> None:
         start_s = time.perf_counter()
         assert self._config.max_grad_norm is not None
-        clip(self.masters, self.gradients.whole, self._config.max_grad_norm)
+        self.reducer.clip(self.masters, self.gradients.whole, self._config.max_grad_norm)
         t0, nbytes = self._trace.began_s, sum(piece.flat.nbytes for piece in self.gradients.whole.values())
         self._trace.add(Event("eps", "clip", start_s - t0, time.perf_counter() - t0, nbytes=nbytes))
 
@@ -273,27 +293,3 @@ class LayerStore:
         t0 = self._trace.began_s
         key = block.key
         self._trace.add(Event("eps", kind, start_s - t0, time.perf_counter() - t0, key, k, piece.flat.nbytes))
-
-
-def _checked(unit: Unit, block: Block, piece: GradientPiece) -> float:
-    """Compute the norm of a gradient, which may be infinite by overflow alone.
-
-    Raises:
-        NonFiniteError: an element of it is not finite.
-    """
-    views = piece.views()
-    norm = _norm(list(views.values()))
-    if not math.isfinite(norm):
-        names = [block.names[i] for i, view in views.items() if not torch.isfinite(view).all()]
-        if not names:
-            return norm
-        raise NonFiniteError(
-            f"the gradient of {unit.name} (layer {unit.key}) is not finite, the first in backward order; its weights were "
-            f"not updated. Affected: {', '.join(names[:5])}. Lower the learning rate, clip with max_grad_norm and "
-            "update='deferred', or look at this layer's inputs"
-        )
-    return norm
-
-
-def _norm(views: list[torch.Tensor]) -> float:
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(views)))) if views else 0.0

@@ -207,13 +207,6 @@ def let_have(params: list[nn.Parameter], piece: GradientPiece) -> None:
         param.grad = views.get(index)
 
 
-def clip(masters: Masters, whole: Mapping[Block, GradientPiece], max_norm: float) -> None:
-    """Scale all gradients by their norm together, as `torch.nn.utils.clip_grad_norm_` does in the model's order."""
-    for block, piece in whole.items():
-        let_have(masters.params_of(block), piece)
-    nn.utils.clip_grad_norm_(masters.in_order(), max_norm)  # in place, so in the buffers that updates will use
-
-
 def _sample(block: Block, trained: Trained) -> torch.Tensor:
     """Copy evenly spaced weights of those that are trained, by which the size of an update is told: (samples,).
 
@@ -221,6 +214,6 @@ def _sample(block: Block, trained: Trained) -> torch.Tensor:
     """
     if all(trained.flags):
         return block.master[:: -(-len(block.master) // _SAMPLED) or 1].clone()
-    places = [(block.layout.pieces[i].offset, math.prod(block.layout.pieces[i].size)) for i in trained.indices]
+    places = [(block.held.pieces[i].offset, math.prod(block.held.pieces[i].size)) for i in trained.indices]
     stride = -(-trained.layout.used // _SAMPLED) or 1
     return torch.cat([block.master[start : start + numel : stride] for start, numel in places])

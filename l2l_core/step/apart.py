@@ -13,20 +13,21 @@ class Apart:
     Args:
         shell: what is in no layer.
         visits_of: how often each layer, by key, was visited so far.
+        all_are: whether every block's micro-batches are kept apart, whoever contributes.
 
     Attributes:
         shell_is: whether segments of the shell, or micro-batches that take different ways, share its parameters.
         parted: keys of layers whose first visit was thought to be the last.
     """
 
-    def __init__(self, shell: Unit, visits_of: Counter[str]) -> None:
-        self._shell, self._visits_of = set(shell.blocks), visits_of
+    def __init__(self, shell: Unit, visits_of: Counter[str], all_are: bool = False) -> None:
+        self._shell, self._visits_of, self._all_are = set(shell.blocks), visits_of, all_are
         self.shell_is = False
         self.parted: set[str] = set()
 
     def __call__(self, block: Block) -> bool:
         """Whether the block's micro-batches are kept apart."""
-        if block.shared:
+        if block.shared or self._all_are:
             return True
         if block in self._shell:
             return self.shell_is

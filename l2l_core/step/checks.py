@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -23,10 +23,18 @@ class Checks:
         shell: what is in no layer.
         inside: parameters that only layers use, and a layer's name.
         apart: told which parameters of the shell several segments read.
+        besides: looks at what others want to have looked at.
     """
 
-    def __init__(self, run: Pass, shell: Unit, inside: Mapping[torch.Tensor, str], apart: Apart) -> None:
-        self._run, self._shell, self._inside, self._apart = run, shell, inside, apart
+    def __init__(
+        self,
+        run: Pass,
+        shell: Unit,
+        inside: Mapping[torch.Tensor, str],
+        apart: Apart,
+        besides: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run, self._shell, self._inside, self._apart, self._besides = run, shell, inside, apart, besides
         self._stamps = stamps_of(shell.params)
 
     def visit(self, unit: Unit, again: bool) -> None:
@@ -51,6 +59,7 @@ class Checks:
         Raises:
             RuntimeError: training would not equal plain training, and why.
         """
+        self._besides()
         for call in forward.calls:
             call.check_unchanged()
         check_stamps(self._shell.params, self._stamps, "the model's own code")

@@ -243,4 +243,5 @@ class TrainLoop:
         if not any(other.calls and other.unit is visit.unit for other in self._order.visits):
             for block in visit.unit.blocks:
                 if not block.shared and self._apart(block):
-                    self._store.complete(block)
+                    with self._run.clock.stalled():  # until the EPS has caught up
+                        self._store.complete(block)

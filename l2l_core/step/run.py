@@ -32,6 +32,7 @@ class Work:
         task: gives the result of a micro-batch, in training its loss.
         micro_batches: as the model takes them.
         seeds: of their random streams.
+        check: looks, after each forward, at what nobody in the pass knows of; it may refuse the step.
     """
 
     config: RelayConfig
@@ -39,6 +40,7 @@ class Work:
     task: Task
     micro_batches: Sequence[Any]
     seeds: Sequence[int]
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,10 @@ def run_step(
     store.begin(work.config, trace)
     with Stage(parts, work.config, work.plan, trace, replay) as stage:
         order = Order(stage.forwards(work.micro_batches, work.task, work.seeds), parts.layers, work.plan.order)
-        apart = Apart(parts.shell, order.visits_of)
+        apart = Apart(parts.shell, order.visits_of, store.reducer.keeps_apart)
         slots, shell = stage.gradients(store, apart)
         forward = ForwardLoop(stage.run, order, work.plan, stage.prefetch)
-        checks = Checks(stage.run, parts.shell, parts.inside(), apart)
+        checks = Checks(stage.run, parts.shell, parts.inside(), apart, work.check)
         losses = TrainLoop(forward, store, slots, shell, apart, checks, divisors).train()
         stage.run.recomputes.settle()  # before deferred updates: a recompute that differed has trained nothing yet
         store.finish()

@@ -210,11 +210,12 @@ class Stage:
         self._images.exempt([master for unit in self.parts.units for master in unit.masters], weights=True)
         pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
         with self.clock.stalled():
-            self.loads(shell.key, [(part, self.parts.place.lend(block)) for part, block in pairs]).wait()
+            load = self.loads(shell.key, [(part, self.parts.place.lend(block)) for part, block in pairs])
+            load.wait()
         for block in shell.blocks:
-            self.parts.place.take_back(block)
+            self.parts.place.take_back(block, load)
         views = shell.views(flat)
-        self._stack.callback(shell.point, [view for block in shell.blocks for view in block.views])
+        self._stack.callback(shell.point, [home for block in shell.blocks for home in block.homes])
         shell.point(views)
         return dict(zip(shell.params, views, strict=True))
 
@@ -260,10 +261,7 @@ class Stage:
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
             base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
         if self._watch.guards_shell:
-            base = replace(
-                base,
-                dispatch_modes=(*base.dispatch_modes, self._watch),
-            )
+            base = replace(base, dispatch_modes=(*base.dispatch_modes, self._watch))
         for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             bring, run, crossing = (
                 partial(self._bring, k, micro_batch),

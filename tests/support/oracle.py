@@ -66,8 +66,10 @@ class InCore:
 
     def step(self, batch: Batch) -> float:
         """Train on one batch; return the mean loss."""
-        count = self.config.micro_batches
-        parts = micro_batches_of(batch, count)
+        return self.step_on(micro_batches_of(batch, self.config.micro_batches))
+
+    def step_on(self, parts: list[Any]) -> float:
+        """Train on the micro-batches of one batch; return the mean loss."""
         counts = [(self.weight or partial(targets_in, self.model))(part) for part in parts]
         losses = train_step(
             self.model,
@@ -75,7 +77,7 @@ class InCore:
             parts,
             self.objective or self._loss,
             [sum(counts) / n for n in counts],
-            [self.config.micro_batch_seed(self.steps, k) for k in range(count)],
+            [self.config.micro_batch_seed(self.steps, k) for k in range(len(parts))],
             self.config.max_grad_norm,
         )
         self.steps += 1

@@ -36,8 +36,8 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                     "load_state_dict(assign=True)?). Close the relay and make a new one over the changed model"
                 )
         for block in unit.blocks:
-            for param, view, name in zip(block.params, block.views, block.names, strict=True):
-                if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
+            for param, home, name in zip(block.params, block.homes, block.names, strict=True):
+                if param.data_ptr() != home.data_ptr() or param.dtype != home.dtype:
                     raise RuntimeError(
                         f"parameter {name} ({param.dtype} on {param.device}) is no longer the EPS's master: the model was "
                         "moved or cast (model.to, .half, .cuda) while a relay owns it. Close the relay first, and leave "

@@ -56,9 +56,22 @@ class Layout:
             offset = aligned(offset + math.prod(old.size))
         return Layout(tuple(pieces), offset, sum(math.prod(piece.size) for piece in pieces))
 
+    def between(self, start: int, stop: int) -> Layout:
+        """Lay out what is in elements `start` to `stop` of the buffer: tensors as they are, and of others rows of elements."""
+        pieces = [_between(piece, start, stop) for piece in self.pieces]
+        return Layout(tuple(pieces), max(0, stop - start), sum(math.prod(piece.size) for piece in pieces))
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """View every piece of `flat`: (numel,)."""
         return [piece.view(flat) for piece in self.pieces]
+
+
+def _between(piece: Piece, start: int, stop: int) -> Piece:
+    end = piece.offset + math.prod(piece.size)
+    first, last = max(piece.offset, start), min(end, stop)
+    if (first, last) == (piece.offset, end):
+        return Piece(piece.offset - start, piece.size, piece.stride)
+    return Piece(first - start, (last - first,), (1,)) if first < last else Piece(0, (0,), (1,))
 
 
 def aligned(numel: int, element_size: int = 4) -> int:

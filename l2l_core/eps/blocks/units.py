@@ -19,29 +19,48 @@ from l2l_core.eps.blocks.trained import Trained
 
 SHELL = "shell"
 
+_NOWHERE = torch.full(
+    (1,), torch.nan
+)  # what parameters show whose values are not here: never weights, always their shape
+
 
 @dataclass(eq=False, slots=True)
 class Block:
     """Parameters side by side in one flat float32 master buffer on the host.
 
-    Invariant: between steps every parameter's data is its view of `master`.
+    Invariant: between steps every parameter's data is its home: its view of `master`, where all of the block is there. Of
+    several workers each may hold a part of a block. Then `master` is that part, `views` show of every parameter what is in it,
+    and between steps the model's parameters show their shapes and nothing but NaN.
     """
 
     key: str
     params: list[nn.Parameter]
     names: list[str]
-    layout: Layout
-    master: torch.Tensor  # (numel,) float32, host
+    layout: Layout  # of the whole block, as it lies in a slot
+    master: torch.Tensor  # (held.numel,) float32, host
     shared: bool  # used by several units
     version: int = 0
     warmup: int = 0  # updates over which its learning rate rises to that of its group
     views: list[torch.Tensor] = field(default_factory=list)
     cast: torch.Tensor | None = None  # the master in the type in which it travels; see `l2l_core/eps/places.py`
+    part: Layout | None = None  # how `master` is laid out, where it is a part of the block
     _trained: Trained | None = None  # as it was last asked for
 
     @property
     def nbytes(self) -> int:
         return self.master.nbytes
+
+    @property
+    def held(self) -> Layout:
+        """How the block lies in `master`: as it does in a slot, unless only a part of it is here."""
+        return self.layout if self.part is None else self.part
+
+    @property
+    def homes(self) -> list[torch.Tensor]:
+        """What the parameters' data are between steps."""
+        if self.part is None:
+            return self.views
+        return [_NOWHERE.expand(piece.size) for piece in self.layout.pieces]
 
     @property
     def trained(self) -> Trained:
@@ -53,23 +72,28 @@ class Block:
 
     @property
     def values(self) -> torch.Tensor:
-        """The weights as they are now, (numel,), to be read; `hold` and `fill` give others."""
+        """The weights as they are now, (held.numel,), to be read; `hold` and `fill` give others."""
         return self.master
 
     def fill(self, values: torch.Tensor) -> None:
-        """Let the weights have these values, (numel,)."""
+        """Let the weights have these values, (held.numel,)."""
         self.master.copy_(values)
 
     def hold(self, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Let another buffer, (numel,), be the master: parameters and the optimizer's `twins` of them become its views.
+        """Let another buffer, (held.numel,), be the master: the optimizer's `twins` of the parameters become its views.
 
         Returns:
             The buffer that was the master.
         """
-        before, self.master, self.views = self.master, master, self.layout.views(master)
-        for param, twin, view in zip(self.params, twins, self.views, strict=True):
-            param.data = twin.data = view
+        before, self.master, self.views = self.master, master, self.held.views(master)
+        for param, twin, view, home in zip(self.params, twins, self.views, self.homes, strict=True):
+            param.data, twin.data = home, view
         return before
+
+    def hold_part(self, part: Layout | None, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Hold as `hold` does a buffer of which `part` says what of the block is in it; None: all of it."""
+        self.part = part
+        return self.hold(master, twins)
 
     def let_go(self, twins: Sequence[nn.Parameter]) -> None:
         """Hold no weights: somebody has them, on disk, and `hold` will bring them back."""

@@ -93,8 +93,7 @@ class StepHooks:
         Raises:
             ValueError: a hook reads a gradient where there is none any more.
         """
-        of_all = optimizer_module._global_optimizer_post_hooks if self.of_all else {}
-        hooks = [*self.optimizer._optimizer_step_post_hooks.values(), *of_all.values()]
+        hooks = self._post
         if not hooks:
             return
         rows = self._rows(whole)
@@ -107,8 +106,18 @@ class StepHooks:
                 stack.enter_context(_watched(rows, hooks, self._note_write, after=True))(self.optimizer)
 
     @property
+    def has_any(self) -> bool:
+        """Whether there are hooks to fire before a step or after it."""
+        return bool(self._pre or self._post)
+
+    @property
     def _pre(self) -> list[Hook]:
         return pre_hooks(self.optimizer, self.of_all)
+
+    @property
+    def _post(self) -> list[Hook]:
+        of_all = optimizer_module._global_optimizer_post_hooks if self.of_all else {}
+        return [*self.optimizer._optimizer_step_post_hooks.values(), *of_all.values()]
 
     def _note_write(self, row: _Row, hook: str) -> None:
         self.before_write(row.block)

@@ -114,6 +114,8 @@ class Prefetch:
         Yields the layer's stay in that slot, which may go on after the block.
         """
         self._advance_to(unit)
+        coming = list(dict.fromkeys(self._plan[self._position : self._position + self._ahead + 2]))
+        self._place.expect([each for each in coming if self._slot_of(each) is None])
         window = list(dict.fromkeys(self._plan[self._position : self._position + self._ahead + 1]))
         for wanted in window:
             if self._slot_of(wanted) is None:
@@ -130,7 +132,7 @@ class Prefetch:
             with self._visiting(unit):
                 yield slot.stay
         finally:
-            homes = [view for block in unit.blocks for view in block.views]
+            homes = [home for block in unit.blocks for home in block.homes]
             unit.point([self._shell.get(param, home) for param, home in zip(unit.params, homes, strict=True)])
             self._position += 1
 
@@ -165,7 +167,8 @@ class Prefetch:
         slot.stay.is_over = True
         slot.unit, slot.stay, copies = unit, Stay(), []
         for target, block in zip(unit.ranges(slot.flat[: unit.numel]), unit.blocks, strict=True):
-            copies.append((target, self._place.lend(block)))
+            with self._clock.stalled():
+                copies.append((target, self._place.lend(block)))
             slot.lent.append(block)
         slot.ticket = self._load(unit.key, copies, slot.number)
 
@@ -176,7 +179,7 @@ class Prefetch:
 
     def _take_back(self, slot: Slot) -> None:
         for block in slot.lent:
-            self._place.take_back(block)
+            self._place.take_back(block, slot.ticket)
         slot.lent = []
 
     def _next_use(self, slot: Slot) -> int:

@@ -18,7 +18,8 @@ from torch import nn
 from zoo import BY_NAME, Kind, ResidualMlp
 
 from l2l_core import Relay, RelayConfig
-from l2l_core.eps import InHostMemory, Masters, Place, Reducer, Update
+from l2l_core.devices import Ticket
+from l2l_core.eps import Alone, Gradients, InHostMemory, Masters, Place, Reducer, Update
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.step import Plan
 from l2l_core.step.micro_batch import RECOMPUTE, Call, Keeper, Pass
@@ -121,6 +122,9 @@ class Elsewhere:
     def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
         self._inner.begin(units, dtype)
 
+    def expect(self, units: Sequence[Unit]) -> None:
+        self._inner.expect(units)
+
     def lend(self, block: Block) -> torch.Tensor:
         copy = self._inner.lend(block).clone()
         self._lent.setdefault(block, []).append(copy)
@@ -128,9 +132,9 @@ class Elsewhere:
         self.most = max(self.most, sum(map(len, self._lent.values())))
         return copy
 
-    def take_back(self, block: Block) -> None:
+    def take_back(self, block: Block, load: Ticket | None) -> None:
         self._lent[block].pop(0).fill_(torch.nan)
-        self._inner.take_back(block)
+        self._inner.take_back(block, load)
 
     def end(self) -> None:
         assert not any(self._lent.values()), "somebody has not given back what was lent"
@@ -253,14 +257,16 @@ def test_branches_outlive_another_update() -> None:
 # --- a reducer: other workers ---------------------------------------------------------------------------------------
 
 
-class TwoAlike:
-    """Two workers with the same rows: the mean of their gradients is either's. Weights are whole only when gathered."""
+class TwoAlike(Alone):
+    """Two workers with the same rows: the mean of their gradients is either's."""
 
     def __init__(self) -> None:
         self.reduced: list[str] = []
-        self.gathered: list[str] = []
+        self.finished = 0
 
-    def reduce(self, block: Block, piece: GradientPiece) -> GradientPiece:
+    def reduce(self, block: Block, parts: Mapping[int, GradientPiece], gradients: Gradients) -> GradientPiece | None:
+        piece = super().reduce(block, parts, gradients)
+        assert piece is not None
         self.reduced.append(block.key)
         other = piece.flat.clone()
         for view in piece.views().values():
@@ -270,19 +276,45 @@ class TwoAlike:
                 view.add_(given)
         return piece
 
-    def gather(self, block: Block) -> None:
-        self.gathered.append(block.key)
+    def finish(self) -> None:
+        self.finished += 1
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_of_two_workers(name: str) -> None:
-    reducer: Reducer = TwoAlike()
+    reducer = TwoAlike()
 
     def prepare(relay: Relay) -> None:
-        relay.store.reducer = reducer
-        relay._parts = replace(relay._parts, place=InHostMemory(relay.device, relay.host, reducer))
+        checked: Reducer = reducer
+        relay.store.reducer = checked
 
     relay = train(BY_NAME[name], prepare, steps=1)
     trained = {block.key for unit in (relay.shell, *relay.stack) for block in unit.blocks}
-    assert Counter(reducer.reduced) == dict.fromkeys(trained, 1)
-    assert set(reducer.gathered) == trained
+    assert Counter(reducer.reduced) == dict.fromkeys(trained, 1) and reducer.finished == 1
+
+
+class Separately(Alone):
+    """Wants every micro-batch's gradient by itself, as workers do who add them up in the order of one worker."""
+
+    keeps_apart = True
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[int]] = {}
+
+    def reduce(self, block: Block, parts: Mapping[int, GradientPiece], gradients: Gradients) -> GradientPiece | None:
+        if parts:  # a frozen block has none
+            self.parts[block.key] = sorted(parts)
+        return super().reduce(block, parts, gradients)
+
+
+@pytest.mark.parametrize("update", ["eager", "deferred"])
+@pytest.mark.parametrize("name", [*KINDS, "frozen_layer", "t5", "albert"])
+def test_gradients_of_every_micro_batch_apart(name: str, update: Any) -> None:
+    reducer = Separately()
+
+    def prepare(relay: Relay) -> None:
+        relay.store.reducer = reducer
+
+    relay = train(BY_NAME[name], prepare, replace(CONFIG, update=update), steps=2)
+    trained = {b.key for unit in (relay.shell, *relay.stack) for b in unit.blocks if b.trained.indices}
+    assert reducer.parts == dict.fromkeys(trained, [0, 1, 2])

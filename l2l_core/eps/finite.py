@@ -1,0 +1,35 @@
+"""Whether a gradient is finite: what is asked of each before anything is made of it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from l2l_core.eps.blocks import Block, GradientPiece, Unit
+from l2l_core.eps.errors import NonFiniteError
+
+
+def checked(unit: Unit, block: Block, piece: GradientPiece) -> float:
+    """Compute the norm of a gradient, which may be infinite by overflow alone.
+
+    Raises:
+        NonFiniteError: an element of it is not finite.
+    """
+    views = piece.views()
+    norm = norm_of(list(views.values()))
+    if not math.isfinite(norm):
+        names = [block.names[i] for i, view in views.items() if not torch.isfinite(view).all()]
+        if not names:
+            return norm
+        raise NonFiniteError(
+            f"the gradient of {unit.name} (layer {unit.key}) is not finite, the first in backward order; its weights were "
+            f"not updated. Affected: {', '.join(names[:5])}. Lower the learning rate, clip with max_grad_norm and "
+            "update='deferred', or look at this layer's inputs"
+        )
+    return norm
+
+
+def norm_of(views: list[torch.Tensor]) -> float:
+    """Compute the norm of some tensors together; 0 of none."""
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(views)))) if views else 0.0

@@ -1,0 +1,119 @@
+"""What all channels between workers have in common: who they are, how long one waits for another, and the news that one is lost.
+
+A worker that dies is noticed at once by those who talk to it, and by nobody else: collectives go round in rings. So whoever
+notices it leaves word in the store through which the process group was made, and whoever waits looks there now and then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from l2l_core.workers.errors import WorkerLostError
+
+_LOOK_S = 0.5  # how often one who waits looks for word of a lost worker
+_ANSWER_S = 3.0  # how long the others have to say that they are there
+
+
+class Line:
+    """The connection of one worker with the others.
+
+    Invariant: once a worker is lost it stays lost; every wait ends with the same error from then on.
+
+    Args:
+        rank, count: of this worker, and how many there are.
+        timeout_s: how long to wait for another worker at most, in seconds.
+        store: where word is left.
+        name: of this connection; keys in the store begin with it.
+    """
+
+    def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store, name: str) -> None:
+        self.rank, self.count, self.timeout_s = rank, count, timeout_s
+        self._store, self._name = store, name
+        self._lost: WorkerLostError | None = None
+        self._losing = threading.Lock()
+
+    @property
+    def lost(self) -> WorkerLostError | None:
+        """The error that tells of a lost worker, if there is one."""
+        return self._lost
+
+    def check(self) -> None:
+        """Raise the error that tells of a lost worker, if there is one."""
+        if self._lost is not None:
+            raise self._lost
+
+    def wait(self, work: dist.Work, what: str, timeout_s: float | None = None) -> None:
+        """Wait for a collective.
+
+        Args:
+            work: the collective.
+            what: it is for, in words.
+            timeout_s: how long at most; default that of the line.
+
+        Raises:
+            WorkerLostError: a worker is gone, or did not come in time.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        until_s = time.monotonic() + limit_s
+        while True:
+            self.check()
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError as error:
+                if work.is_completed():  # it has failed, and no time is up
+                    raise self.lose(f"{what}: {_first_line(error)}") from error
+            if self._word():
+                raise self.lose(f"{what}: {self._word()}")
+            if time.monotonic() > until_s:
+                raise self.lose(f"{what}: nothing came for {limit_s:g} s")
+
+    def lose(self, cause: str) -> WorkerLostError:
+        """Leave word that a worker is lost, and find out which; the result is to be raised."""
+        with self._losing:
+            if self._lost is None:
+                silent = self._silent(cause)
+                who = f"worker {', '.join(map(str, silent))}" if silent else "a worker"
+                self._lost = WorkerLostError(
+                    f"{who} of {self.count} is lost, as worker {self.rank} found while it waited for the others to {cause}. "
+                    "Workers that have lost one cannot go on: start them again from the last save, with as many as there are now",
+                    silent,
+                )
+            return self._lost
+
+    def _silent(self, cause: str) -> list[int]:
+        """Find the workers that do not say within a few seconds that they are there; none where that cannot be found out."""
+        others = {rank for rank in range(self.count) if rank != self.rank}
+        if len(others) == 1:
+            return sorted(others)
+        try:
+            self._store.set(self._key(self.rank), "here")
+            if not self._word():
+                self._store.set(self._key("lost"), f"worker {self.rank} has lost one ({cause})")
+            until_s = time.monotonic() + _ANSWER_S
+            while others and time.monotonic() < until_s:
+                others -= {rank for rank in others if self._store.check([self._key(rank)])}
+                time.sleep(0.05)
+        except (RuntimeError, OSError):  # the store is gone with the worker that held it
+            return []
+        return sorted(others)
+
+    def _word(self) -> str:
+        """Return what others have left in the store; empty if nothing."""
+        try:
+            key = self._key("lost")
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        except (RuntimeError, OSError) as error:
+            return f"the store of the process group is gone ({_first_line(error)})"
+
+    def _key(self, what: object) -> str:
+        return f"l2l/{self._name}/{what}"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:300]

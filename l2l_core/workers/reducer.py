@@ -1,0 +1,108 @@
+"""Gradients of all workers become one: each worker gets everybody's gradients of its own part of a block, and adds them up.
+
+What is sent is the same bytes as in a reduce-scatter over a ring, but the owner adds by itself, in an order that is known:
+in ascending micro-batch of the whole batch, worker 0's first. ``"ordered"`` sends the gradient of every micro-batch, so the
+sum is to the bit that of one worker with all micro-batches; it costs as many times the bytes as there are micro-batches.
+``"sum"`` sends each worker's sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from l2l_core.config import RelayConfig
+from l2l_core.eps import Gradients, Masters, let_have
+from l2l_core.eps.blocks import Block, GradientPiece
+from l2l_core.workers.crew import Crew
+
+
+class Exchanged:
+    """Is the reducer of several workers.
+
+    Args:
+        crew: the workers.
+        keeps_apart: whether the gradient of every micro-batch is sent by itself.
+    """
+
+    def __init__(self, crew: Crew, keeps_apart: bool) -> None:
+        self.keeps_apart, self._crew = keeps_apart, crew
+        self._rounds = 1
+        self._covered: dict[Block, list[bool]] = {}  # of the blocks reduced in this step: what has a gradient anywhere
+
+    def begin(self, masters: Masters, config: RelayConfig) -> None:
+        self._rounds = config.micro_batches if self.keeps_apart else 1
+        self._covered = {}
+
+    def due(self, masters: Masters, waiting: Sequence[Block]) -> Sequence[Block]:
+        # Not those of which something waits here: others may have something of which nothing has come here
+        return [block for block in masters.blocks if block not in self._covered]
+
+    def reduce(self, block: Block, parts: Mapping[int, GradientPiece], gradients: Gradients) -> GradientPiece | None:
+        trained = block.trained
+        if not trained.indices:
+            return None
+        mine = dict(parts) if self.keeps_apart else self._summed(parts, gradients)
+        cut, me, count, what = self._crew.cut_of(block), self._crew.rank, self._crew.count, f"reduce {block.key}"
+        edges, own = cut.gradient_edges(trained), cut.gradient(trained, me)
+        sizes = [stop - start for start, stop in pairwise(edges)]
+        here = [piece.size != (0,) for piece in own.layout.pieces]
+        come = [gradients.buffer(sizes[me] * count) for _ in range(self._rounds)]  # all of them before workers meet
+        go = [mine[k].flat if k in mine else gradients.buffer(trained.numel) for k in range(self._rounds)]
+        self._crew.reduces.meet(what)
+        covers = self._covers(mine, len(trained.indices))
+        self._covered[block] = covers.flatten(0, 1).any(0).tolist()
+        came = [k for k in range(self._rounds) if bool(covers[:, k].any())]
+        for k in came:
+            self._crew.reduces.exchange(come[k], [sizes[me]] * count, go[k], sizes, what)
+        for buffer in go:
+            gradients.release(buffer)
+        total = GradientPiece(gradients.buffer(sizes[me]), own, (False,) * len(here))
+        for rank in range(count):  # so in ascending micro-batch of the whole batch
+            for k in came:
+                has = tuple(bool(there) and held for there, held in zip(covers[rank, k], here, strict=True))
+                total = total.plus(GradientPiece(come[k][rank * sizes[me] : (rank + 1) * sizes[me]], own, has))
+        for buffer in (*come, *([] if came else [total.flat])):
+            gradients.release(buffer)
+        return total if came else None
+
+    def clip(self, masters: Masters, whole: Mapping[Block, GradientPiece], max_norm: float) -> None:
+        """Scale gradients by the norm of all of them, which is found from whole ones, gathered block by block.
+
+        A norm of norms of parts would be rounded otherwise than that of one worker.
+        """
+        norms: dict[nn.Parameter, torch.Tensor] = {}
+        for block in [block for block, covered in self._covered.items() if any(covered)]:
+            piece, trained = whole[block], block.trained
+            edges = self._crew.cut_of(block).gradient_edges(trained)
+            flat = torch.empty(trained.numel)
+            self._crew.reduces.meet(f"clip {block.key}")
+            self._crew.gather_ranges(self._crew.reduces, flat, edges, piece.flat, f"clip {block.key}")
+            every = GradientPiece(flat, trained, tuple(self._covered[block])).views()
+            norms |= {masters.params_of(block)[i]: torch.linalg.vector_norm(view) for i, view in every.items()}
+            let_have(masters.params_of(block), piece)
+        order = [norms[param] for param in masters.in_order() if param in norms]
+        if order:
+            total = torch.linalg.vector_norm(torch.stack(order))
+            nn.utils.clip_grads_with_norm_(masters.in_order(), max_norm, total)
+
+    def give_up(self, error: BaseException) -> None:
+        self._crew.reduces_no_more(error)
+
+    def finish(self) -> None:
+        self._crew.control.meet("end the step")
+
+    def _summed(self, parts: Mapping[int, GradientPiece], gradients: Gradients) -> dict[int, GradientPiece]:
+        total = gradients.sum_of(parts)
+        return {} if total is None else {0: total}
+
+    def _covers(self, mine: Mapping[int, GradientPiece], params: int) -> torch.Tensor:
+        """Tell all workers what has a gradient: (workers, rounds, parameters)."""
+        none = (False,) * params
+        here = [mine[k].covers if k in mine else none for k in range(self._rounds)]
+        every = torch.empty(self._crew.count * self._rounds * params, dtype=torch.uint8)
+        self._crew.reduces.gather(every, torch.tensor(here, dtype=torch.uint8).flatten(), "reduce")
+        return every.view(self._crew.count, self._rounds, params)

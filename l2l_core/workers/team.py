@@ -1,0 +1,265 @@
+"""What a relay asks of its workers, be it one or several: the value that makes the difference, so that nobody else has to.
+
+A `Solo` does nothing and asks nobody. A `Team` puts its own place of weights and its own reducer at the seams of the EPS,
+numbers micro-batches through all workers, and sees to it that all do the same.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar, get_args
+
+import torch.distributed as dist
+from torch import nn
+
+from l2l_core.batches import Alone as AloneWithBatches
+from l2l_core.batches import Others
+from l2l_core.devices import Device, Ledger
+from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer
+from l2l_core.eps.blocks import Unit
+from l2l_core.workers.crew import Crew
+from l2l_core.workers.place import Gathered
+from l2l_core.workers.reducer import Exchanged
+from l2l_core.workers.refusals import Unchanged, refuse_batch_norm
+from l2l_core.workers.shares import Shares
+
+T = TypeVar("T")
+ReduceMode = Literal["sum", "ordered"]
+Facts = Callable[[], Mapping[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Says with whom a relay trains, and how their gradients are added up.
+
+    Args:
+        group: a process group; or "auto": the default one of `torch.distributed`, which under torchrun is made if there is
+            none yet, and ended by `Relay.close` in that case. Without either a relay is alone.
+        reduce: "sum" adds up each worker's gradients first and sends the sum. "ordered" sends the gradient of every
+            micro-batch, and adds in the order of one worker with all micro-batches: to the bit what that one would have, for as
+            many times the bytes as there are micro-batches.
+        timeout_s: how long to wait for another worker before it counts as lost, in seconds. It must be longer than the longest
+            visit of a layer, and than a worker may be late at a step.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    group: dist.ProcessGroup | Literal["auto"] = "auto"
+    reduce: ReduceMode = "sum"
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.reduce not in get_args(ReduceMode):
+            raise ValueError(f"reduce={self.reduce!r}: must be one of {', '.join(map(repr, get_args(ReduceMode)))}")
+        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+            raise ValueError(f"timeout_s={self.timeout_s!r}: must be a positive number of seconds")
+        if self.group != "auto" and not isinstance(self.group, dist.ProcessGroup):
+            raise ValueError(
+                f'group={self.group!r}: give a process group this process is a member of, or "auto" for the default one'
+            )
+
+
+class Company(Protocol):
+    """Is whoever trains along: nobody, or other workers.
+
+    Attributes:
+        rank, count: of this worker, and how many there are.
+        others: what the weighing of micro-batches asks.
+        can_rehearse: whether one worker may run passes that the others do not run.
+    """
+
+    rank: int
+    count: int
+    others: Others
+    can_rehearse: bool
+
+    def place(self, device: Device, host: Ledger) -> Place:
+        """Make what knows where weights are."""
+
+    def reducer(self) -> Reducer:
+        """Make what happens to gradients before updates."""
+
+    def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> None:
+        """Take what this worker keeps of the blocks of a new relay."""
+
+    def together(self, what: str, facts: Facts) -> AbstractContextManager[None]:
+        """Do something with all workers; see `Crew.together`."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Hold all of every block in a block of code that all workers run."""
+
+    def agree_on(self, units: Sequence[Unit]) -> None:
+        """Let all workers have the weights and buffers that worker 0 has; blocks are whole."""
+
+    def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
+        """Make the check that forwards leave alone what no worker could know of the others."""
+
+    def failing(self, error: BaseException) -> None: ...
+    def failed(self, error: BaseException, updated: Sequence[str]) -> list[str]: ...
+    def every(self, mine: Sequence[T]) -> list[T]: ...
+    def first(self, count: int) -> int: ...
+
+    def refuse(self, verb: str, instead: str = "") -> None:
+        """Refuse what several workers cannot do."""
+
+    def leave(self) -> None:
+        """Make an ordinary model again of what workers hold, if all are there."""
+
+    def close(self) -> None:
+        """Join threads, and give up connections."""
+
+
+class Solo:
+    """Is the company of one worker."""
+
+    rank, count = 0, 1
+    others: Others = AloneWithBatches()
+    can_rehearse = True
+
+    def place(self, device: Device, host: Ledger) -> Place:
+        return InHostMemory(device, host)
+
+    def reducer(self) -> Reducer:
+        return Alone()
+
+    def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> None:
+        pass
+
+    def together(self, what: str, facts: Facts) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def agree_on(self, units: Sequence[Unit]) -> None:
+        pass
+
+    def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
+        return lambda: None
+
+    def failing(self, error: BaseException) -> None:
+        pass
+
+    def failed(self, error: BaseException, updated: Sequence[str]) -> list[str]:
+        return list(updated)
+
+    def every(self, mine: Sequence[T]) -> list[T]:
+        return list(mine)
+
+    def first(self, count: int) -> int:
+        return 0
+
+    def refuse(self, verb: str, instead: str = "") -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Team:
+    """Is the company of several workers.
+
+    Args:
+        crew: the workers.
+        reduce: how gradients are added up; see `Workers`.
+    """
+
+    can_rehearse = False
+
+    def __init__(self, crew: Crew, reduce: ReduceMode) -> None:
+        self._crew, self._reduce = crew, reduce
+        self.rank, self.count, self.others = crew.rank, crew.count, crew
+        self.together, self.failing, self.failed = crew.together, crew.failing, crew.failed
+        self.every, self.first = crew.every, crew.first
+        self._shares: Shares | None = None
+
+    def place(self, device: Device, host: Ledger) -> Place:
+        return Gathered(device, host, self._crew)
+
+    def reducer(self) -> Reducer:
+        return Exchanged(self._crew, keeps_apart=self._reduce == "ordered")
+
+    def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> None:
+        self._crew.elementwise = store.masters.findings.elementwise
+        shares = Shares(self._crew, store.masters, host, device.host_empty)
+        with self.together("make a relay", lambda: {"reduce": self._reduce, **facts()}):
+            shares.take_first(units)
+        shares.cut()
+        self._shares = shares
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        assert self._shares is not None
+        try:
+            self._shares.join()
+            yield
+        finally:
+            self._shares.cut()  # of whatever is whole by now
+
+    def agree_on(self, units: Sequence[Unit]) -> None:
+        assert self._shares is not None
+        self._shares.take_first(units)
+
+    def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
+        return Unchanged(units)
+
+    def refuse(self, verb: str, instead: str = "") -> None:
+        """Refuse what several workers cannot do.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{verb} is not there for a relay of {self.count} workers yet{f': {instead}' if instead else ''}. Nothing was done"
+        )
+
+    def leave(self) -> None:
+        assert self._shares is not None
+        if self._crew.lost is None:
+            self._crew.part(self._shares.join)
+
+    def close(self) -> None:
+        self._crew.close()
+
+
+def company(workers: Workers | dist.ProcessGroup | str | None, model: nn.Module) -> Company:
+    """Make the company that a relay of this model is to have.
+
+    Raises:
+        ValueError, TypeError: no such thing, or a model that several workers cannot train.
+    """
+    if workers is None:
+        return Solo()
+    settings = workers if isinstance(workers, Workers) else _settings(workers)
+    if not dist.is_available():
+        raise ValueError("workers: this PyTorch was built without torch.distributed")
+    made = False
+    if settings.group == "auto" and not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            return Solo()
+        made = int(os.environ["WORLD_SIZE"]) > 1
+        if not made:
+            return Solo()
+    refuse_batch_norm(model)
+    if made:
+        dist.init_process_group("gloo")
+    group = dist.group.WORLD if settings.group == "auto" else settings.group
+    if dist.get_world_size(group) == 1:
+        return Solo()
+    return Team(Crew(group, settings.timeout_s, made), settings.reduce)
+
+
+def _settings(workers: Any) -> Workers:
+    if workers == "auto" or isinstance(workers, dist.ProcessGroup):
+        return Workers(group=workers)
+    raise TypeError(
+        f'workers={workers!r}: give "auto", a process group of torch.distributed, Workers(...), or None to train alone'
+    )
