@@ -18,7 +18,8 @@ from torch import nn
 
 PutBack = Callable[[], None]
 
-_MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, hooks: they have keepers of their own
+_MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}  # parameters and buffers have keepers of their own
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
 
 
 def keep(value: Any, memo: dict[int, Any] | None = None) -> PutBack:
@@ -41,11 +42,17 @@ def keep(value: Any, memo: dict[int, Any] | None = None) -> PutBack:
 
 
 def keep_attributes(modules: Iterable[nn.Module]) -> PutBack:
-    """Keep the plain attributes of modules, `training` among them: what a forward counts or notes there comes back."""
+    """Keep the plain attributes of modules, `training` among them, and their hooks.
+
+    What a forward counts or notes there comes back. So does the note that it has installed hooks, as models of transformers
+    do once: hooks that stayed would be installed a second time.
+    """
     memo: dict[int, Any] = {}
-    return _all_of(
-        [_keep_names(vars(module), vars(module).keys() - _MODULES_OWN, memo, _MODULES_OWN) for module in modules]
-    )
+    back = []
+    for module in modules:
+        back.append(_keep_names(vars(module), vars(module).keys() - _MODULES_OWN, memo, _MODULES_OWN))
+        back += [_keep_hooks(hooks) for name in _HOOKS if (hooks := vars(module).get(name)) is not None]
+    return _all_of(back)
 
 
 def keep_without(held: dict[str, Any], left_out: Collection[str]) -> PutBack:
@@ -66,6 +73,17 @@ def _keep_names(
             if held.get(name, _nothing) is not value:
                 held[name] = value
         _all_of(inner)()
+
+    return put_back
+
+
+def _keep_hooks(hooks: dict[int, Any]) -> PutBack:
+    kept = list(hooks.items())
+
+    def put_back() -> None:
+        if list(hooks.items()) != kept:
+            hooks.clear()
+            _fill(hooks, kept)
 
     return put_back
 

@@ -13,7 +13,7 @@ from by_hand import assert_refused, assert_trains, chain_of, kind_of, stashes, w
 from oracle import assert_equal, both
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from zoo import STEPS, WIDTH, Chain, ResidualMlp
+from zoo import BY_NAME, STEPS, WIDTH, Chain, ResidualMlp
 
 from l2l_core import Relay, RelayConfig
 
@@ -48,6 +48,35 @@ def test_hooks_that_the_model_installs(stash: str, micro_batches: int, recorded:
     Records = type("Records", (Recording,), {"recorded": recorded})  # noqa: N806
     kind = kind_of(lambda: Records([ResidualMlp() for _ in range(3)]), loss=with_charge)
     assert_trains(kind, stash, micro_batches)
+
+
+VERBS: dict[str, Callable[[Relay, Any], Any]] = {
+    "probe": lambda relay, batch: relay.probe([batch]),
+    "look": Relay.look,
+    "verify": Relay.verify,
+    "evaluate": Relay.evaluate,
+    "forward": Relay.forward,
+    "forecast": Relay.forecast,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_who_only_looks_leaves_neither_a_hook_nor_the_note_of_one(verb: str) -> None:
+    """Otherwise the model installs its hooks once more, and records everything twice."""
+    kind = kind_of(lambda: Recording([ResidualMlp() for _ in range(3)]), loss=with_charge)
+    with both(kind, RelayConfig(micro_batches=2)) as pair:
+        for seed in range(2):
+            VERBS[verb](pair.relay, kind.make_batch(6, seed))
+            assert_equal([pair.step(kind.make_batch(6, seed))])
+
+
+def test_uneven_targets_are_looked_at_without_a_second_hook() -> None:
+    """Mixtral's mean over router logits, of which there were twice as many, is rounded otherwise."""
+    kind = BY_NAME["mixtral"]
+    with both(kind, RelayConfig(micro_batches=2)) as pair:
+        assert_equal([pair.step(kind.make_batch(5, seed)) for seed in (24, 0)])
+        gates = [module for name, module in pair.relay.model.named_modules() if name.endswith("gate")]
+    assert gates and {len(gate._forward_hooks) for gate in gates} == {1}
 
 
 class SavesNorm(ResidualMlp):
