@@ -5,6 +5,8 @@ parameters of the model and of the optimizer hold masters and gradients while ho
 gradients counts. With ``"eager"`` updates there is no such moment. Pre-hooks run before the step then; one that touches
 a gradient or changes a weight there is refused, before anything is trained. That is seen, not guessed: a function mode
 sees every access to `grad`, and a dispatch mode every operation that writes.
+
+One idea, which is why the file is a little longer than others: what a hook may see, and how it is seen whether it did.
 """
 
 from __future__ import annotations
