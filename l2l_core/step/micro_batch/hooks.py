@@ -58,7 +58,9 @@ class SideOutputs:
         Raises:
             NewHabit: it can be differentiated, and the layer gave out nothing on the side before.
         """
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None and not self._is_watched(unit):
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None or self._is_watched(unit):
+            return
+        if not is_entry(value.grad_fn):  # what the layer was given is cut already
             raise NewHabit(f"layer {unit.name} keeps a tensor that has a gradient on an attribute")
 
     def _is_watched(self, unit: Unit) -> bool:

@@ -120,6 +120,25 @@ def charged(kind: Kind) -> Kind:
     return Kind(kind.name, kind.make_model, kind.make_batch, with_charge)
 
 
+class KeepsInput(ResidualMlp):
+    """Keeps what it is given: a tensor with a history, but nothing that the layer gives out."""
+
+    last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        return super().forward(x)
+
+
+@stashes
+def test_what_a_layer_keeps_of_its_input_is_no_new_habit(stash: Any) -> None:
+    kind = chain_of(KeepsInput)
+    with both(kind, RelayConfig(micro_batches=3, stash=stash)) as pair:
+        steps = [pair.step(kind.make_batch(7, seed)) for seed in range(3)]
+        assert_equal(steps)
+        assert [is_metered(step) for step in steps] == [True, False, False]
+
+
 KINDS: dict[str, Callable[[], Kind]] = {
     "python's random numbers": lambda: chain_of(DrawsPython),
     "torch's random numbers": lambda: chain_of(DrawsTorch),
