@@ -324,9 +324,9 @@ class Relay:
             if self._fits_itself:
                 self._fit(batch, None, None, (), _FIT_S)
             skip = tuple(skip) if isinstance(skip, Iterator) else skip  # it is gone through twice
-            if self._store.has_hooks:
-                self._only_alone("a hook around the optimizer's step", "hooks would see parts of parameters")
             with self._company.together("make a step", partial(self._facts, batch, skip)):
+                if self._store.has_hooks:  # in here: where one worker alone has any, the others are told at once
+                    self._only_alone("a hook around the optimizer's step", "hooks would see parts of parameters")
                 config = self._settled(self.config, batch)
                 with self._sitting_out(skip, trust):
                     return self._step(batch, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from dataclasses import replace
 
 from l2l_core.batches import Batch
@@ -26,10 +28,13 @@ def layers_within(rehearsal: Rehearsal, batch: Batch, config: RelayConfig, nbyte
     none = prices(replace(config, keep=0))
     if none is None:
         raise prices.errors[0]
-    kept = 0
-    for keep in range(2, 1 + min(prices.visits, weight_slots(config.ahead, config.resident))):  # the last one always is
+    without = none.device_bytes
+
+    def graph_bytes(keep: int) -> float:
         step = prices(replace(config, keep=keep))
-        if step is None or step.device_bytes - none.device_bytes > nbytes:
-            break
-        kept = keep
-    return kept
+        return math.inf if step is None else step.device_bytes - without
+
+    # Each graph more takes more. The last layer's is there whatever is kept, so keeping one is keeping none.
+    keeps = range(2, 1 + min(prices.visits, weight_slots(config.ahead, config.resident)))
+    within = bisect_right(keeps, nbytes, key=graph_bytes)
+    return keeps[within - 1] if within else 0

@@ -75,7 +75,7 @@ class Ambient:
         state = Ambient(
             random=RandomState.take(),
             grad_enabled=torch.is_grad_enabled(),
-            autocast=((on("cpu"), type_of("cpu")), (on("cuda"), type_of("cuda"))),
+            autocast=tuple([(on(kind), type_of(kind)) for kind in _AUTOCAST_TYPES]),
             autocast_cache=torch.is_autocast_cache_enabled(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),

@@ -127,10 +127,15 @@ def train_beside_alone(rank: int, count: int, case: Case) -> dict[str, Any]:
     with Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, config=settings) as alone:
         batches = [together([case.rows_of(worker, step) for worker in range(count)]) for step in range(case.steps)]
         expected = [alone.step(batch, skip=skip).loss for batch, skip in zip(batches, case.skips, strict=True)]
+    return _found(losses, expected, relay, alone, nan)
+
+
+def _found(losses: list[float], expected: list[float], relay: Relay, alone: Relay, nan: list[bool]) -> dict[str, Any]:
+    """What a test reads of workers and of one alone, both closed."""
     return {
         "losses": losses,
         "expected": expected,
-        "differences": differences(relay.model, model),
+        "differences": differences(relay.model, alone.model),
         "state differs in": unlike_state(relay.optimizer, alone.optimizer),
         "nan": all(nan),
         "left whole": True,
@@ -198,14 +203,7 @@ def edit_beside_alone(rank: int, count: int, edits: list[Edit | str | None]) -> 
             batch = together([case.rows_of(worker, step) for worker in range(count)])
             expected.append(alone.step(batch).loss)
         assert [unit.key for unit in alone.stack] == keys
-    return {
-        "losses": losses,
-        "expected": expected,
-        "differences": differences(relay.model, model),
-        "state differs in": unlike_state(relay.optimizer, alone.optimizer),
-        "nan": all(nan),
-        "left whole": True,
-    }
+    return _found(losses, expected, relay, alone, nan)
 
 
 def save_and_go_on(rank: int, count: int, folder: str) -> list[float]:
