@@ -27,8 +27,10 @@ def disagree(rank: int, count: int, how: str) -> dict[str, Any]:
     relay, batch = relay_of(case, rank), case.rows_of(rank, 0)
     odd = rank == 1
     with relay:
-        normal = relay.config
+        normal, hook = relay.config, None
         try:
+            if how == "hook" and odd:
+                hook = relay.optimizer.register_step_post_hook(lambda *_: None)
             if how == "settings" and odd:
                 relay.config = RelayConfig(micro_batches=2, ahead=2)
             if how == "seed" and odd:
@@ -52,6 +54,8 @@ def disagree(rank: int, count: int, how: str) -> dict[str, Any]:
             seen = {"type": None}
         except (WorkerError, ValueError) as error:
             seen = told(error)
+        if hook is not None:
+            hook.remove()
         relay.config = normal
         relay.optimizer.param_groups[0]["lr"] = 1e-3
         relay.model.layers[0].requires_grad_(True)

@@ -33,6 +33,15 @@ def test_a_batch_that_cannot_be_cut_on_one_worker(two: Crew) -> None:
     assert here["losses"] == there["losses"] == here["expected"]
 
 
+def test_a_hook_around_the_optimizers_step_on_one_worker(two: Crew) -> None:
+    here, there = two.run(disagree, "hook")[::-1]
+    assert here["type"] == "ValueError" and "hooks would see parts of parameters" in here["text"]
+    assert (
+        there["type"] == "WorkerError" and "worker 1: ValueError: a hook around the optimizer's step" in there["text"]
+    )
+    assert here["losses"] == there["losses"] == here["expected"]
+
+
 OLD_STEP = [
     ("forward", {}),
     ("forward", {"update": "deferred"}),
