@@ -45,7 +45,7 @@ class Crew:
         self._line, self._made_group = Line(self.rank, self.count, timeout_s, store, name), made_group
         self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))
         self.thread, self._ending = serial_thread("gather"), serial_thread("end")
-        self.elementwise = True
+        self.elementwise, self._closed = True, False
         self._ends: list[Future[None]] = []  # where a failure is being told
         self._told = [False, False]  # whether it is, on `gathers` and `reduces`
         self._updated: list[str] | None = None  # what all said that they had updated, once it was told
@@ -123,9 +123,9 @@ class Crew:
             end.exception()
         return self._updated
 
-    def every(self, mine: Sequence[T]) -> list[T]:
-        """Put everybody's items side by side, worker 0's first."""
-        return [item for items in self.control.share(list(mine), "put losses together") for item in items]
+    def every(self, mine: Sequence[T], what: str = "put losses together") -> list[T]:
+        """Put everybody's items side by side, worker 0's first; `what` it is for, in words."""
+        return [item for items in self.control.share(list(mine), what) for item in items]
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,10 @@ class Crew:
         return True
 
     def close(self) -> None:
-        """Join threads and give process groups up."""
+        """Join threads and give process groups up; calling it twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
         self.thread.shutdown(wait=True)
         self._ending.shutdown(wait=True)
         # Groups of some processes are named by their members alone, and the next one of a name that is free again would look for

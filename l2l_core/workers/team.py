@@ -22,6 +22,7 @@ from l2l_core.devices import Device, Ledger
 from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer
 from l2l_core.eps.blocks import Unit
 from l2l_core.workers.crew import Crew
+from l2l_core.workers.errors import WorkerError
 from l2l_core.workers.place import Gathered
 from l2l_core.workers.reducer import Exchanged
 from l2l_core.workers.refusals import Unchanged, refuse_batch_norm
@@ -71,12 +72,16 @@ class Company(Protocol):
         rank, count: of this worker, and how many there are.
         others: what the weighing of micro-batches asks.
         can_rehearse: whether one worker may run passes that the others do not run.
+        lost: the error that tells of a lost worker, if there is one.
     """
 
     rank: int
     count: int
     others: Others
     can_rehearse: bool
+
+    @property
+    def lost(self) -> WorkerError | None: ...
 
     def place(self, device: Device, host: Ledger) -> Place:
         """Make what knows where weights are."""
@@ -101,7 +106,7 @@ class Company(Protocol):
 
     def failing(self, error: BaseException) -> None: ...
     def failed(self, error: BaseException, updated: Sequence[str]) -> list[str]: ...
-    def every(self, mine: Sequence[T]) -> list[T]: ...
+    def every(self, mine: Sequence[T], what: str = "") -> list[T]: ...
     def first(self, count: int) -> int: ...
 
     def refuse(self, verb: str, instead: str = "") -> None:
@@ -120,6 +125,7 @@ class Solo:
     rank, count = 0, 1
     others: Others = AloneWithBatches()
     can_rehearse = True
+    lost = None
 
     def place(self, device: Device, host: Ledger) -> Place:
         return InHostMemory(device, host)
@@ -148,7 +154,7 @@ class Solo:
     def failed(self, error: BaseException, updated: Sequence[str]) -> list[str]:
         return list(updated)
 
-    def every(self, mine: Sequence[T]) -> list[T]:
+    def every(self, mine: Sequence[T], what: str = "") -> list[T]:
         return list(mine)
 
     def first(self, count: int) -> int:
@@ -180,6 +186,10 @@ class Team:
         self.together, self.failing, self.failed = crew.together, crew.failing, crew.failed
         self.every, self.first = crew.every, crew.first
         self._shares: Shares | None = None
+
+    @property
+    def lost(self) -> WorkerError | None:
+        return self._crew.lost
 
     def place(self, device: Device, host: Ledger) -> Place:
         return Gathered(device, host, self._crew)
@@ -230,14 +240,16 @@ class Team:
         self._crew.close()
 
 
-def company(workers: Workers | dist.ProcessGroup | str | None, model: nn.Module) -> Company:
-    """Make the company that a relay of this model is to have.
+def company(workers: Workers | dist.ProcessGroup | str | Solo | Team | None, model: nn.Module) -> Company:
+    """Make the company that a relay of this model is to have, or give the one that is there already.
 
     Raises:
         ValueError, TypeError: no such thing, or a model that several workers cannot train.
     """
     if workers is None:
         return Solo()
+    if isinstance(workers, Solo | Team):
+        return workers
     settings = workers if isinstance(workers, Workers) else _settings(workers)
     if not dist.is_available():
         raise ValueError("workers: this PyTorch was built without torch.distributed")
