@@ -44,6 +44,8 @@ class Crew:
         self._is_world = len(ranks) == dist.get_world_size()
         self._line, self._made_group = Line(self.rank, self.count, timeout_s, store, name), made_group
         self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))
+        holding = self.control.share(self._line.holds_store(), "find who holds the store")
+        self._line.holder = holding.index(True) if any(holding) else None
         self.thread, self._ending = serial_thread("gather"), serial_thread("end")
         self.elementwise, self._closed = True, False
         self._ends: list[Future[None]] = []  # where a failure is being told
