@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -22,7 +22,6 @@ from l2l_core.workers.line import Line
 T = TypeVar("T")
 
 _CLOSING_S = 30.0  # how long a worker that closes waits for the others
-_numbers = itertools.count()  # of crews in this process: made in one order everywhere, as process groups must be
 
 
 class Crew:
@@ -40,12 +39,12 @@ class Crew:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         ranks = dist.get_process_group_ranks(group)
         store = dist.distributed_c10d._get_default_store()  # there is no public way to it
-        name = f"{'-'.join(map(str, ranks))}/{next(_numbers)}"
         self._is_world = len(ranks) == dist.get_world_size()
-        self._line, self._made_group = Line(self.rank, self.count, timeout_s, store, name), made_group
+        self._line, self._made_group = Line(self.rank, self.count, timeout_s, store), made_group
         self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))
-        holding = self.control.share(self._line.holds_store(), "find who holds the store")
-        self._line.holder = holding.index(True) if any(holding) else None
+        # A name that no connection had before: the store may be of an earlier round, with word of a worker lost in that
+        said = self.control.share((secrets.token_hex(8), self._line.holds_store()), "agree on a name")
+        self._line.settle(said[0][0], next((rank for rank, (_, holds) in enumerate(said) if holds), None))
         self.thread, self._ending = serial_thread("gather"), serial_thread("end")
         self.elementwise, self._closed = True, False
         self._ends: list[Future[None]] = []  # where a failure is being told

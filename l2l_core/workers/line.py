@@ -29,18 +29,23 @@ class Line:
         rank, count: of this worker, and how many there are.
         timeout_s: how long to wait for another worker at most, in seconds.
         store: where word is left.
-        name: of this connection; keys in the store begin with it.
-
-    Attributes:
-        holder: number of the worker whose process holds the store, None if none of theirs does; known once it is found out.
     """
 
-    def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store, name: str) -> None:
+    def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store) -> None:
         self.rank, self.count, self.timeout_s = rank, count, timeout_s
-        self._store, self._name = store, name
-        self.holder: int | None = None
+        self._store, self._name = store, ""
+        self._holder: int | None = None
         self._lost: WorkerLostError | None = None
         self._losing = threading.Lock()
+
+    def settle(self, name: str, holder: int | None) -> None:
+        """Hear what all have agreed on.
+
+        Args:
+            name: of this connection; keys in the store begin with it.
+            holder: number of the worker whose process holds the store, None if none of theirs does.
+        """
+        self._name, self._holder = name, holder
 
     def holds_store(self) -> bool:
         """Tell whether this process holds the store: it is it that listens on the store's port."""
@@ -115,14 +120,16 @@ class Line:
                 others -= {rank for rank in others if self._store.check([self._key(rank)])}
                 time.sleep(0.05)
         except (RuntimeError, OSError):  # the store is gone with whoever held it
-            if self.holder is None:
+            if self._holder is None:
                 return []
-            if self.holder in others:
-                return [self.holder]
+            if self._holder in others:
+                return [self._holder]
         return sorted(others)  # a holder that was there has found the same, and ended
 
     def _word(self) -> str:
         """Return what others have left in the store; empty if nothing."""
+        if not self._name:
+            return ""
         try:
             key = self._key("lost")
             return self._store.get(key).decode() if self._store.check([key]) else ""

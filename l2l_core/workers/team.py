@@ -26,6 +26,7 @@ from l2l_core.workers.errors import WorkerError
 from l2l_core.workers.place import Gathered
 from l2l_core.workers.reducer import Exchanged
 from l2l_core.workers.refusals import Unchanged, refuse_batch_norm
+from l2l_core.workers.rounds import init_round
 from l2l_core.workers.shares import Shares
 
 T = TypeVar("T")
@@ -262,7 +263,7 @@ def company(workers: Workers | dist.ProcessGroup | str | Solo | Team | None, mod
             return Solo()
     refuse_batch_norm(model)
     if made:
-        dist.init_process_group("gloo")
+        init_round(settings.timeout_s)
     group = dist.group.WORLD if settings.group == "auto" else settings.group
     if dist.get_world_size(group) == 1:
         return Solo()
