@@ -111,6 +111,8 @@ class Line:
         others = {rank for rank in range(self.count) if rank != self.rank}
         if len(others) == 1:
             return sorted(others)
+        if not self._name:
+            return []
         try:
             self._store.set(self._key(self.rank), "here")
             if not self._word():

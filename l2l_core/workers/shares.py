@@ -33,11 +33,14 @@ class Shares:
     def __init__(self, crew: Crew, masters: Masters, host: Ledger, empty: Callable[[int], torch.Tensor]) -> None:
         self._crew, self._masters, self._host, self._empty = crew, masters, host, empty
 
-    def take_first(self, units: Sequence[Unit]) -> None:
-        """Let all workers have the weights and buffers that worker 0 has; blocks are whole."""
+    def take_weights(self) -> None:
+        """Let all workers have the weights that worker 0 has; blocks are whole."""
         for block in self._masters.blocks:
             self._crew.control.meet(f"take over {block.key}")
             self._crew.control.spread(block.values, 0, f"take over {block.key}")
+
+    def take_buffers(self, units: Sequence[Unit]) -> None:
+        """Let all workers have the buffers that worker 0 has."""
         held = [unit.buffers.copy() for unit in units]
         first = self._crew.control.share(held if self._crew.rank == 0 else None, "take over buffers")[0]
         for unit, values in zip(units, first, strict=True):

@@ -700,6 +700,19 @@ def test_no_such_folder_and_another_schema(relay: Relay, tmp_path: Path) -> None
         saves.load(tmp_path)
 
 
+def test_a_save_of_before_shapes_were_listed(relay: Relay, tmp_path: Path) -> None:
+    """And one of another model, whose shapes its tensors tell."""
+    relay.save(tmp_path)
+    [path] = tmp_path.glob("*/manifest.json")
+    content = json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "shapes"}).encode()
+    path.write_bytes(content)
+    folder.point(tmp_path, path.parent.name, hashlib.sha256(content).hexdigest())
+    with load(tmp_path, chain()) as again:
+        assert fingerprint(again) == fingerprint(relay)
+    with refused(r"layers.1.fc1.weight: \(64, 32\) float32 in the save, \(7, 32\) float32 here", other := wider()):
+        load(tmp_path, other)
+
+
 def wider() -> nn.Module:
     model = chain()
     model.layers[1].fc1 = nn.Linear(model.layers[1].fc1.in_features, 7)
