@@ -16,10 +16,7 @@ nothing::
 Crashes: a generation is written and synced under a name that nothing refers to; then one `os.replace` of latest.json
 switches to it; then older ones and leftovers of crashes are deleted. (Renaming a folder would not do: a rename cannot
 replace a folder that has files in it.) One process at a time, or the workers of one relay, may save to a folder; any number
-may load from it.
-
-Several workers write at once, and worker 0 switches when all have told it their checksums. Whoever dies before that leaves
-files that nothing refers to. It is worker 0 too that deletes them, and only where no worker can be writing any more.
+may load from it. How a generation is written is in `new_generation.py`.
 """
 
 from __future__ import annotations
