@@ -136,6 +136,8 @@ class _Adviser:
     def _advise(self, phase: Phase, lane: str) -> Advice:
         if lane == OTHERS:
             return _advise_others(phase.waited_s), {}
+        if lane == "reduce" and self.settings.get("reduce") == "ordered" and self.micro_batches > 1:
+            return f"Workers(reduce='sum') would send 1/{self.micro_batches} of it, and not give one worker's bits", {}
         if lane == IDLE and phase.name in OVERLAPPING:
             return "overhead between operations, not the link; larger micro-batches make it count for less", {}
         if lane == IDLE:
@@ -170,11 +172,6 @@ class _Adviser:
         load = self._load(phase, lane)
         if load.fixed_s + load.growing_s <= load.compute_s * (1 + 1e-9):
             return self._advise_bursts(phase, lane, load)
-        if lane == "reduce" and load.growing_s:
-            return (
-                f"reduce='sum' in Workers would send 1/{self.micro_batches} of it; the bits would not be one worker's",
-                {},
-            )
         needed = micro_batches_to_hide(load.compute_s, load.fixed_s, load.growing_s, self.micro_batches)
         if needed is None:
             return self._advise_growing(lane, load)
