@@ -49,15 +49,15 @@ def stragglers_table(traces: Traces) -> Table:
     return Table(f"Who waits for whom in step {traces[0].step + 1}", header, rows, straggler_words(traces.waits()))
 
 
-def straggler_words(waits: Sequence[Wait], who: str = "others") -> str:
-    """Say in a sentence for which worker the others wait most, counting what compute did not hide; or one that is named."""
+def straggler_words(waits: Sequence[Wait]) -> str:
+    """Say in a sentence for which worker the others wait most, counting what compute did not hide."""
     waited_s: dict[int, float] = defaultdict(float)
     for wait in waits:
         waited_s[wait.last] += wait.exposed_s
     if not any(waited_s.values()):
         return "Nobody waits for anybody."
     last = max(waited_s, key=lambda rank: waited_s[rank])
-    return f"Most is waited for worker {last}: {format_seconds(waited_s[last])} in which {who} could not compute."
+    return f"Most is waited for worker {last}: {format_seconds(waited_s[last])} in which others could not compute."
 
 
 def _each(traces: Traces) -> Iterator[tuple[float, Trace]]:
