@@ -11,7 +11,7 @@ from l2l_core import Traces
 from workbench.launch import Conductor
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
-from workbench.pictures import Picture, Table, show_stragglers, show_timeline
+from workbench.pictures import Picture, Table, show_lanes, show_stragglers
 from workbench.runs import Recording
 from workbench.session import Snapshot
 
@@ -42,11 +42,11 @@ class WaitsPanel(Panel):
             self._picture.value = shown.svg
             self._fold.show(lambda: shown.table)
             heads = [f'<div class="l2l-heading">Worker {trace.worker.rank}</div>' for trace in traces]
-            self._lanes.value = "".join(a + show_timeline(b).svg for a, b in zip(heads, traces, strict=True))
+            self._lanes.value = "".join(a + b.svg for a, b in zip(heads, show_lanes(traces), strict=True))
 
     def still(self, now: Snapshot) -> Sequence[Picture | Table]:
         traces = self.traces()
-        return [show_stragglers(traces), *map(show_timeline, traces)] if traces is not None else []
+        return [show_stragglers(traces), *show_lanes(traces)] if traces is not None else []
 
     def whose(self, now: Snapshot) -> str:
         return now.shown_words

@@ -10,7 +10,9 @@ from l2l_core.trace import BEGIN, NETWORK, Trace, Traces, Wait
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
+from workbench.pictures.span import common_span_s
 from workbench.pictures.theme import BLUE, GREEN, VERMILION, ink_on
+from workbench.pictures.timeline import show_timeline
 
 WIDTH, LEFT, RIGHT, TOP, ROW, PITCH = 960, 96, 944, 34, 26, 38  # px
 _WIDE = 26  # px: of a wait that its worker's number fits into
@@ -29,6 +31,11 @@ def show_stragglers(traces: Traces) -> Picture:
     for row, (begins_s, trace) in enumerate(_each(traces)):
         parts += _row(trace, begins_s, axis, TOP + row * PITCH)
     return Picture(svg.document(WIDTH, height, table.title, table.note, parts), table)
+
+
+def show_lanes(traces: Traces) -> list[Picture]:
+    """Draw every worker's timeline; all of them are as long, and each begins with its own step."""
+    return [show_timeline(trace, common_span_s(*traces)) for trace in traces]
 
 
 def stragglers_table(traces: Traces) -> Table:

@@ -13,9 +13,9 @@ from workbench.pictures import (
     format_seconds,
     inside_pages,
     row_words,
+    show_lanes,
     show_race,
     show_stragglers,
-    show_timeline,
 )
 from workbench.readings import number_layers
 from workbench.runs.recorded import RecordedRun
@@ -46,7 +46,7 @@ def workers_of(run: RecordedRun) -> Context | None:
     traces = run.traces()
     if traces is None:
         return None
-    lanes = [{"name": f"worker {trace.worker.rank}", "timeline": show_timeline(trace)} for trace in traces]
+    lanes = [{"name": f"worker {rank}", "timeline": shown} for rank, shown in enumerate(show_lanes(traces))]
     return {"count": len(traces), "waits": show_stragglers(traces), "lanes": lanes, "each": _each_worker(traces)}
 
 
