@@ -65,7 +65,7 @@ from l2l_core.step import (
     interrupts_wait,
 )
 from l2l_core.surgery import same_random_numbers
-from l2l_core.trace import StepResult, Trace
+from l2l_core.trace import StepResult, Trace, Traces
 from l2l_core.workers import Workers, company
 
 _FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
@@ -214,6 +214,17 @@ class Relay:
         Of a step that failed it holds what happened until then, and `Trace.failed` says so.
         """
         return self._runner.trace
+
+    def traces(self) -> Traces:
+        """Put the traces of the last step of all workers together, on every one of them; all workers do it together.
+
+        Raises:
+            ValueError: there was no step yet.
+        """
+        with self._exclusive(), self._company.together("put traces together", self._facts):
+            if self.trace is None:
+                raise ValueError("no step was made yet, so there is no trace: make one with `relay.step(batch)`")
+            return Traces(self._company.every([self.trace]))
 
     def __enter__(self) -> Relay:
         return self

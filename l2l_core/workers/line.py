@@ -1,4 +1,4 @@
-"""What all channels between workers have in common: who they are, how long one waits for another, and the news that one is lost.
+"""What all channels between workers have in common: who they are, the time, how long one waits, and the news that one is lost.
 
 A worker that dies is noticed at once by those who talk to it, and by nobody else: collectives go round in rings. So whoever
 notices it leaves word in the store through which the process group was made, and whoever waits looks there now and then.
@@ -15,6 +15,7 @@ import psutil
 import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerLostError
+from l2l_core.workers.shared_time import SharedTime
 
 _LOOK_S = 0.5  # how often one who waits looks for word of a lost worker
 _ANSWER_S = 3.0  # how long the others have to say that they are there
@@ -29,12 +30,16 @@ class Line:
         rank, count: of this worker, and how many there are.
         timeout_s: how long to wait for another worker at most, in seconds.
         store: where word is left.
+
+    Attributes:
+        time: the clock of all.
     """
 
     def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store) -> None:
         self.rank, self.count, self.timeout_s = rank, count, timeout_s
         self._store, self._name = store, ""
         self._holder: int | None = None
+        self.time = SharedTime(rank, count)
         self._lost: WorkerLostError | None = None
         self._losing = threading.Lock()
 

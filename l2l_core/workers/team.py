@@ -22,6 +22,7 @@ from l2l_core.batches import Others
 from l2l_core.devices import Device, Ledger
 from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer
 from l2l_core.eps.blocks import Unit
+from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
 from l2l_core.workers.errors import WorkerError
 from l2l_core.workers.place import Gathered
@@ -114,6 +115,9 @@ class Company(Protocol):
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         """Make the check that forwards leave alone what no worker could know of the others."""
 
+    def signed(self, trace: Trace) -> Trace:
+        """Say in the trace of what begins now whose it is; returns it."""
+
     def failing(self, error: BaseException) -> None: ...
     def failed(self, error: BaseException, updated: Sequence[str]) -> list[str]: ...
     def every(self, mine: Sequence[T], what: str = "") -> list[T]: ...
@@ -157,6 +161,9 @@ class Solo:
 
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         return lambda: None
+
+    def signed(self, trace: Trace) -> Trace:
+        return trace
 
     def failing(self, error: BaseException) -> None:
         pass
@@ -235,6 +242,10 @@ class Team:
 
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         return Unchanged(units) if self._settings.buffers == "same" else lambda: None
+
+    def signed(self, trace: Trace) -> Trace:
+        trace.settings |= {"workers": self.count, "reduce": self._settings.reduce, "wire": self._settings.wire}
+        return self._crew.signed(trace)
 
     def refuse(self, verb: str, instead: str = "") -> None:
         """Refuse what several workers cannot do.
