@@ -6,6 +6,7 @@ Begin reading at `channel.py` (why nothing hangs), `crew.py`, then `place.py` an
 
 from l2l_core.workers.errors import WorkerError as WorkerError
 from l2l_core.workers.errors import WorkerLostError as WorkerLostError
+from l2l_core.workers.network import Network as Network
 from l2l_core.workers.team import Company as Company
 from l2l_core.workers.team import Workers as Workers
 from l2l_core.workers.team import company as company

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerError
 from l2l_core.workers.line import Line
+from l2l_core.workers.network import exchange_traffic, gather_traffic, spread_traffic
 
 _HEADER = 16  # bytes: whether the worker has failed, and a digest of what it is about to do
 _all_gather: Any = (
@@ -103,21 +104,24 @@ class Channel:
         """Put everybody's `mine`, (n,), side by side into `every`, (count * n,); as bytes, whatever they are."""
         self.line.check()
         bytes_of = every.view(torch.uint8), mine.view(torch.uint8)
-        self.line.wait(_all_gather(*bytes_of, group=self._group, async_op=True), what, timeout_s)
+        with self.line.link.carrying(gather_traffic(mine.nbytes, self.line.count)):
+            self.line.wait(_all_gather(*bytes_of, group=self._group, async_op=True), what, timeout_s)
 
     def spread(self, values: torch.Tensor, source: int, what: str) -> None:
         """Give `values`, (n,), of the worker `source` to all."""
         self.line.check()
-        work = dist.broadcast(values.view(torch.uint8), group=self._group, group_src=source, async_op=True)
-        self.line.wait(work, what)
+        with self.line.link.carrying(spread_traffic(values.nbytes, self.line.count, source, self.line.rank)):
+            work = dist.broadcast(values.view(torch.uint8), group=self._group, group_src=source, async_op=True)
+            self.line.wait(work, what)
 
     def exchange(
         self, come: torch.Tensor, comes: Sequence[int], go: torch.Tensor, goes: Sequence[int], what: str
     ) -> None:
         """Send a range of `go` to every worker, `goes` elements each; theirs come side by side, `comes` elements each."""
         self.line.check()
-        work = dist.all_to_all_single(come, go, list(comes), list(goes), group=self._group, async_op=True)
-        self.line.wait(work, what)
+        with self.line.link.carrying(exchange_traffic([go.itemsize * each for each in goes], self.line.rank)):
+            work = dist.all_to_all_single(come, go, list(comes), list(goes), group=self._group, async_op=True)
+            self.line.wait(work, what)
 
     def close(self) -> None:
         """Give the group up."""

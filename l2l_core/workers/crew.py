@@ -18,6 +18,7 @@ from l2l_core.workers.channel import Channel
 from l2l_core.workers.cuts import Cut
 from l2l_core.workers.errors import WorkerError, WorkerLostError, cause_of
 from l2l_core.workers.line import Line
+from l2l_core.workers.network import Network
 
 T = TypeVar("T")
 
@@ -34,15 +35,17 @@ class Crew:
         group: the workers, in the order of their ranks.
         timeout_s: how long to wait for another one at most, in seconds.
         made_group: whether `close` ends the process group too.
+        network: that is emulated.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, made_group: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, made_group: bool, network: Network) -> None:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         ranks = dist.get_process_group_ranks(group)
         store = dist.distributed_c10d._get_default_store()  # there is no public way to it
         name = f"{'-'.join(map(str, ranks))}/{next(_numbers)}"
         self._is_world = len(ranks) == dist.get_world_size()
-        self._line, self._made_group = Line(self.rank, self.count, timeout_s, store, name), made_group
+        self._line = Line(self.rank, self.count, timeout_s, store, name, network)
+        self._made_group = made_group
         self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))
         self.thread, self._ending = serial_thread("gather"), serial_thread("end")
         self.elementwise = True

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerLostError
+from l2l_core.workers.network import EmulatedLink, Network
 
 _LOOK_S = 0.5  # how often one who waits looks for word of a lost worker
 _ANSWER_S = 3.0  # how long the others have to say that they are there
@@ -28,11 +29,16 @@ class Line:
         timeout_s: how long to wait for another worker at most, in seconds.
         store: where word is left.
         name: of this connection; keys in the store begin with it.
+        network: that is emulated.
+
+    Attributes:
+        link: what all channels share of the network.
     """
 
-    def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store, name: str) -> None:
+    def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store, name: str, network: Network) -> None:
         self.rank, self.count, self.timeout_s = rank, count, timeout_s
         self._store, self._name = store, name
+        self.link = EmulatedLink(network)
         self._lost: WorkerLostError | None = None
         self._losing = threading.Lock()
 

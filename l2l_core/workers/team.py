@@ -22,6 +22,7 @@ from l2l_core.devices import Device, Ledger
 from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer
 from l2l_core.eps.blocks import Unit
 from l2l_core.workers.crew import Crew
+from l2l_core.workers.network import Network
 from l2l_core.workers.place import Gathered
 from l2l_core.workers.reducer import Exchanged
 from l2l_core.workers.refusals import Unchanged, refuse_batch_norm
@@ -44,6 +45,8 @@ class Workers:
             many times the bytes as there are micro-batches.
         timeout_s: how long to wait for another worker before it counts as lost, in seconds. It must be longer than the longest
             visit of a layer, and than a worker may be late at a step.
+        network: an emulated one, the same for all: nothing that workers send comes sooner than it would there. Of one without
+            figures there is nothing to see.
 
     Raises:
         ValueError: a value out of range.
@@ -52,6 +55,7 @@ class Workers:
     group: dist.ProcessGroup | Literal["auto"] = "auto"
     reduce: ReduceMode = "sum"
     timeout_s: float = 300.0
+    network: Network = Network()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if self.reduce not in get_args(ReduceMode):
@@ -254,7 +258,7 @@ def company(workers: Workers | dist.ProcessGroup | str | None, model: nn.Module)
     group = dist.group.WORLD if settings.group == "auto" else settings.group
     if dist.get_world_size(group) == 1:
         return Solo()
-    return Team(Crew(group, settings.timeout_s, made), settings.reduce)
+    return Team(Crew(group, settings.timeout_s, made, settings.network), settings.reduce)
 
 
 def _settings(workers: Any) -> Workers:
