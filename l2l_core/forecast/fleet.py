@@ -1,0 +1,127 @@
+"""Workers that a step is planned with: how many, on which network, how slow some of them are, and what each holds of a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from l2l_core.eps.blocks import Layout, Trained, aligned
+from l2l_core.forecast.costs import LayerCost
+from l2l_core.workers import Cut, Network, Traffic, exchange_traffic, gather_traffic, spread_traffic
+
+HEAD_BYTES = 16  # that workers tell one another before every collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Several workers, one of which is looked at.
+
+    Args:
+        count: how many there are.
+        network: between them.
+        stragglers: by rank, how many times as long as usual compute and the EPS take there; links are as fast as elsewhere.
+        rank: of the worker whose step and bytes are told.
+
+    Raises:
+        ValueError, TypeError: a number out of range.
+    """
+
+    count: int
+    network: Network = field(default_factory=Network)
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or self.count < 1:
+            raise ValueError(f"workers={self.count!r}: must be an integer of at least 1")
+        if not isinstance(self.network, Network):
+            raise TypeError(f"network={self.network!r}: give a Network, such as Network(bytes_per_s=1.25e9, latency_s=5e-5)")
+        for rank in (self.rank, *self.stragglers):
+            if not (isinstance(rank, int) and 0 <= rank < self.count):
+                raise ValueError(f"worker {rank!r} is none of {self.count}: they are numbered from 0 to {self.count - 1}")
+        for rank, factor in self.stragglers.items():
+            if not (factor > 0 and math.isfinite(factor)):
+                raise ValueError(f"stragglers={{{rank}: {factor!r}}}: must be positive, 1.5 for half as long again")
+
+    def slowness(self, rank: int) -> float:
+        """Give how many times as long as usual a worker takes."""
+        return self.stragglers.get(rank, 1.0)
+
+    @property
+    def seen(self) -> list[int]:
+        """One worker of every kind, the one that is looked at first: what holds for it holds for all of its kind.
+
+        The last worker may hold less than the others, which is what is told of it if it is looked at.
+        """
+        kinds: dict[float, int] = {self.slowness(self.rank): self.rank}
+        for rank in (*self.stragglers, *range(min(self.count, len(self.stragglers) + 2))):
+            kinds.setdefault(self.slowness(rank), rank)
+        return list(kinds.values())
+
+
+class Share(NamedTuple):
+    """What the workers of a fleet hold of a block.
+
+    Attributes:
+        key: of the block.
+        cut: of its weights.
+        gradient: elements of a gradient for each worker, in the order of ranks.
+    """
+
+    key: str
+    cut: Cut
+    gradient: tuple[int, ...]
+
+    @staticmethod
+    def of(key: str, layout: Layout, trained: Trained, count: int, elementwise: bool) -> Share:
+        """Cut a block for so many workers, as `workers/cuts.py` does."""
+        cut = Cut.of(layout, count, elementwise)
+        edges = cut.gradient_edges(trained)
+        return Share(key, cut, tuple(stop - start for start, stop in zip(edges, edges[1:], strict=False)))
+
+    def gathering(self, itemsize: int, rank: int) -> list[Traffic]:
+        """Say what brings the whole block to all workers, in elements of so many bytes."""
+        count = len(self.cut.edges) - 1
+        if self.cut.even:
+            return [gather_traffic(itemsize * self.cut.even, count)]
+        return _spreading(self.cut.edges, itemsize, rank)
+
+    def exchange(self, rank: int) -> Traffic:
+        """Say what brings everybody's gradients of its part to each worker."""
+        return exchange_traffic([4 * numel for numel in self.gradient], rank)
+
+    def clipping(self, rank: int) -> list[Traffic]:
+        """Say what brings the whole gradient to all workers."""
+        edges = [0]
+        for numel in self.gradient:
+            edges.append(edges[-1] + numel)
+        return _spreading(edges, 4, rank)
+
+    def portion(self, rank: int) -> float:
+        """Give the share of the block's updates that a worker makes."""
+        return self.gradient[rank] / (sum(self.gradient) or 1)
+
+
+def shares_of_costs(layers: Mapping[str, LayerCost], itemsize: int, count: int) -> dict[str, list[Share]]:
+    """Cut layers of which nothing but bytes is known: each is one block, and what is trained lies evenly in it."""
+    return {key: [_share_of(key, cost, itemsize, count)] for key, cost in layers.items()}
+
+
+def _share_of(key: str, cost: LayerCost, itemsize: int, count: int) -> Share:
+    weights, gradient = _plain(cost.load_bytes // itemsize), (cost.push_bytes or cost.block_bytes) // 4
+    size = aligned(-(-gradient // count))
+    edges = [min(size * rank, gradient) for rank in range(count + 1)]
+    sizes = tuple(stop - start for start, stop in zip(edges, edges[1:], strict=False))
+    return Share(key, Cut.of(weights, count, elementwise=True), sizes)
+
+
+def _plain(numel: int) -> Layout:
+    return Layout.of([]) if not numel else Layout((), numel, numel)
+
+
+def _spreading(edges: Sequence[int], itemsize: int, rank: int) -> list[Traffic]:
+    """Let every worker in turn give its range to all."""
+    sizes = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+    return [spread_traffic(itemsize * size, len(sizes), source, rank) for source, size in enumerate(sizes) if size]
