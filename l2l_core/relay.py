@@ -82,7 +82,7 @@ from l2l_core.step import (
     run_step,
 )
 from l2l_core.surgery import same_random_numbers
-from l2l_core.trace import StepResult, Trace
+from l2l_core.trace import StepResult, Trace, Traces
 from l2l_core.workers import Workers, company
 
 _FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
@@ -239,6 +239,17 @@ class Relay:
         Of a step that failed it holds what happened until then, and `Trace.failed` says so.
         """
         return self._trace
+
+    def traces(self) -> Traces:
+        """Put the traces of the last step of all workers together, on every one of them; all workers do it together.
+
+        Raises:
+            ValueError: there was no step yet.
+        """
+        with self._exclusive(), self._company.together("put traces together", self._facts):
+            if self._trace is None:
+                raise ValueError("no step was made yet, so there is no trace: make one with `relay.step(batch)`")
+            return Traces(self._company.every([self._trace]))
 
     def __enter__(self) -> Relay:
         return self
@@ -753,7 +764,7 @@ class Relay:
         replay: Metered | None,
     ) -> tuple[list[torch.Tensor], Ran, Trace]:
         # Whoever follows the step reads it meanwhile.
-        self._trace = trace = self._parts.new_trace(config, self._steps)
+        self._trace = trace = self._company.signed(self._parts.new_trace(config, self._steps))
         put_buffers_back = self._parts.copy_buffers()  # forwards change them, and a step that fails leaves the old ones
         self.device.ledger.reset_peak()
         work = self._work(config, self._call.objective, micro_batches)
@@ -829,7 +840,8 @@ class Relay:
         modes = {module: module.training for module in self.model.modules()}
         config = replace(config, meter="on_change", keep=0)  # nothing is kept for a backward that does not come
         kind = self._kind_of(micro_batches, config)
-        work, trace = self._work(config, task, micro_batches), self._parts.new_trace(config, self._steps)
+        work = self._work(config, task, micro_batches)
+        trace = self._company.signed(self._parts.new_trace(config, self._steps))
         try:
             self.model.eval()
             with torch.no_grad(), self._caches.off():

@@ -222,7 +222,7 @@ MAY_IMPORT = {
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
         "forecast": "step step.traffic eps eps.blocks devices batches trace config rules",
         "inside": "step.micro_batch eps.blocks batches model",
-        "workers": "eps eps.blocks devices batches config",
+        "workers": "eps eps.blocks devices batches trace config",
         "relay": "workers inside forecast saves edits step eps eps.optimizers eps.blocks surgery devices batches model trace "
         "config",
     },

@@ -11,8 +11,6 @@ from l2l_core.eps.blocks import Layout, Trained, aligned
 from l2l_core.forecast.costs import LayerCost
 from l2l_core.workers import Cut, Network, Traffic, exchange_traffic, gather_traffic, spread_traffic
 
-HEAD_BYTES = 16  # that workers tell one another before every collective
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:

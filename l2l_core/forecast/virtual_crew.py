@@ -225,5 +225,6 @@ class Along:
             stop_s = self._link.take(stop_s, self._network.busy_s(traffic)) + self._network.delay_s(traffic)
             self.sent[channel] = self.sent[channel].plus(traffic)
         received = sum(traffic.received for traffic in parts)
-        self._add(Event(channel, kind, t, stop_s, block, nbytes=received, stalled_s=met_s - t))
+        last = max(came, key=lambda rank: came[rank])
+        self._add(Event(channel, kind, met_s, stop_s, block, nbytes=received, stalled_s=met_s - t, last=last))
         return stop_s

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from l2l_core.batches import RowsOf
 from l2l_core.devices import serial_thread
 from l2l_core.eps.blocks import Block
-from l2l_core.workers.channel import Channel
+from l2l_core.trace import Trace, Worker
+from l2l_core.workers.channel import Channel, Meeting
 from l2l_core.workers.cuts import Cut
 from l2l_core.workers.errors import WorkerError, WorkerLostError, cause_of
 from l2l_core.workers.line import Line
@@ -52,6 +54,7 @@ class Crew:
         self._ends: list[Future[None]] = []  # where a failure is being told
         self._told = [False, False]  # whether it is, on `gathers` and `reduces`
         self._updated: list[str] | None = None  # what all said that they had updated, once it was told
+        self._met: Meeting | None = None  # where what is done together began
 
     def _channel(self, ranks: list[int]) -> Channel:
         # With gloo whatever the group's own backend is: masters and gradients are on the host
@@ -84,7 +87,8 @@ class Crew:
             channel.open()
         self._ends, self._told, self._updated = [], [False, False], None
         try:
-            self.control.meet(what, facts(), timeout_s)
+            self._met = self.control.meet(what, facts(), timeout_s)
+            self._line.time.agree(partial(self.control.gather, what="compare clocks"))
             yield
         except BaseException as error:
             self.failed(error, ())
@@ -125,6 +129,13 @@ class Crew:
         for end in self._ends:
             end.exception()
         return self._updated
+
+    def signed(self, trace: Trace) -> Trace:
+        """Say in the trace of what is being done together whose it is, and who had to be waited for."""
+        assert self._met is not None, "a trace of something that has not begun"
+        began_s = self._line.time.of(trace.began_s)
+        trace.worker = Worker(self.rank, self.count, began_s, self._met.waited_s, self._met.last)
+        return trace
 
     def every(self, mine: Sequence[T]) -> list[T]:
         """Put everybody's items side by side, worker 0's first."""

@@ -1,4 +1,4 @@
-"""What all channels between workers have in common: who they are, how long one waits for another, and the news that one is lost.
+"""What all channels between workers have in common: who they are, the time, how long one waits, and the news that one is lost.
 
 A worker that dies is noticed at once by those who talk to it, and by nobody else: collectives go round in rings. So whoever
 notices it leaves word in the store through which the process group was made, and whoever waits looks there now and then.
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerLostError
 from l2l_core.workers.network import EmulatedLink, Network
+from l2l_core.workers.shared_time import SharedTime
 
 _LOOK_S = 0.5  # how often one who waits looks for word of a lost worker
 _ANSWER_S = 3.0  # how long the others have to say that they are there
@@ -32,6 +33,7 @@ class Line:
         network: that is emulated.
 
     Attributes:
+        time: the clock of all.
         link: what all channels share of the network.
     """
 
@@ -39,6 +41,7 @@ class Line:
         self.rank, self.count, self.timeout_s = rank, count, timeout_s
         self._store, self._name = store, name
         self.link = EmulatedLink(network)
+        self.time = SharedTime(rank, count)
         self._lost: WorkerLostError | None = None
         self._losing = threading.Lock()
 

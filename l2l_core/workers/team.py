@@ -21,6 +21,7 @@ from l2l_core.batches import Others
 from l2l_core.devices import Device, Ledger
 from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer
 from l2l_core.eps.blocks import Unit
+from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
 from l2l_core.workers.network import Network
 from l2l_core.workers.place import Gathered
@@ -103,6 +104,9 @@ class Company(Protocol):
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         """Make the check that forwards leave alone what no worker could know of the others."""
 
+    def signed(self, trace: Trace) -> Trace:
+        """Say in the trace of what begins now whose it is; returns it."""
+
     def failing(self, error: BaseException) -> None: ...
     def failed(self, error: BaseException, updated: Sequence[str]) -> list[str]: ...
     def every(self, mine: Sequence[T]) -> list[T]: ...
@@ -146,6 +150,9 @@ class Solo:
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         return lambda: None
 
+    def signed(self, trace: Trace) -> Trace:
+        return trace
+
     def failing(self, error: BaseException) -> None:
         pass
 
@@ -182,7 +189,7 @@ class Team:
         self._crew, self._reduce = crew, reduce
         self.rank, self.count, self.others = crew.rank, crew.count, crew
         self.together, self.failing, self.failed = crew.together, crew.failing, crew.failed
-        self.every, self.first = crew.every, crew.first
+        self.every, self.first, self.signed = crew.every, crew.first, crew.signed
         self._shares: Shares | None = None
 
     def place(self, device: Device, host: Ledger) -> Place:

@@ -1,5 +1,6 @@
 """What worker processes of `crew.py` do in tests. Every function gets the worker's rank and the number of workers first."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -246,3 +247,24 @@ def look_at_batches(rank: int, count: int, name: str) -> dict[str, Any]:
     with Relay(kind.make_model(), loss=kind.loss, layers=kind.layers, config=settings) as alone:
         seen |= {"expected": alone.evaluate(whole), "alone": alone.forward(whole)}
     return {name: value.logits if hasattr(value, "logits") else value for name, value in seen.items()}
+
+
+LATE_S, SLOW_S = 0.3, 0.3
+
+
+def traced(rank: int, count: int) -> dict[str, Any]:
+    """Make steps, the last of which worker 1 begins late, and in which it is slow; give all that was seen of it."""
+    case = Case("chain", reduce="sum")
+    with relay_of(case, rank) as relay:
+        relay.step(case.rows_of(rank, 0))
+        numel = {unit.key: sum(param.numel() for param in unit.params) for unit in relay.stack}
+        if rank == 1:
+            relay.stack[1].module.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S / case.micro_batches))
+        relay.step(case.rows_of(rank, 1))
+        if rank == 1:
+            time.sleep(LATE_S)
+        relay.step(case.rows_of(rank, 1))
+        traces = relay.traces()
+    with relay_of(case, rank, workers=None) as relay:
+        alone = relay.step(case.rows_of(rank, 0)).trace
+    return {"traces": traces, "numel": numel, "alone": alone}

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace import CATEGORIES, LANES, PLACES, Trace
+from l2l_core.trace import ALL_LANES, CATEGORIES, PLACES, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Columns:
 
     Attributes:
         start_s, stop_s, stalled_s: (events,), float64.
-        lane: (events,), index into `LANES`.
+        lane: (events,), index into `ALL_LANES`.
         kind, layer: (events,), indices into `kinds` and `layers`.
         k, visit: (events,), -1 if none.
         nbytes: (events,), int64.
@@ -74,7 +74,7 @@ class Columns:
 
     def on(self, lane: str) -> NDArray[np.intp]:
         """Return the indices of a lane's events, sorted by start."""
-        indices = np.flatnonzero(self.lane == LANES.index(lane))
+        indices = np.flatnonzero(self.lane == ALL_LANES.index(lane))
         start_s = self.start_s[indices]
         return indices[np.argsort(start_s, kind="stable")] if (start_s[1:] < start_s[:-1]).any() else indices
 
@@ -107,7 +107,7 @@ class _Reader:
             self._numbers.add(
                 [
                     (
-                        LANES.index(e.lane),
+                        ALL_LANES.index(e.lane),
                         kinds.setdefault(e.kind, len(kinds)),
                         layers.setdefault(e.layer, len(layers)),
                         e.k,
