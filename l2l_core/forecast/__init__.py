@@ -1,6 +1,6 @@
 """What a step costs, in numbers: recorded, stretched, replayed, put into words.
 
-May import `step`, `eps`, `devices`, `batches`, `trace`.
+May import `workers`, `step`, `eps`, `devices`, `batches`, `trace`.
 Begin reading at `costs.py` and `replay.py`, then at `from_costs.py`.
 """
 
@@ -34,7 +34,7 @@ from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
 from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
-from l2l_core.forecast.replay import simulate as simulate
+from l2l_core.forecast.simulate import simulate as simulate
 from l2l_core.forecast.smallest import Priced as Priced
 from l2l_core.forecast.smallest import Run as Run
 from l2l_core.forecast.smallest import WhatFits as WhatFits

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from l2l_core.eps.blocks import Layout, Trained, aligned
-from l2l_core.forecast.costs import LayerCost
+from l2l_core.forecast.profile import Profile
+from l2l_core.rules import weight_itemsize
 from l2l_core.workers import Cut, Network, Traffic, exchange_traffic, gather_traffic, spread_traffic
 
 
@@ -35,10 +37,14 @@ class Fleet:
         if not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"workers={self.count!r}: must be an integer of at least 1")
         if not isinstance(self.network, Network):
-            raise TypeError(f"network={self.network!r}: give a Network, such as Network(bytes_per_s=1.25e9, latency_s=5e-5)")
+            raise TypeError(
+                f"network={self.network!r}: give a Network, such as Network(bytes_per_s=1.25e9, latency_s=5e-5)"
+            )
         for rank in (self.rank, *self.stragglers):
             if not (isinstance(rank, int) and 0 <= rank < self.count):
-                raise ValueError(f"worker {rank!r} is none of {self.count}: they are numbered from 0 to {self.count - 1}")
+                raise ValueError(
+                    f"worker {rank!r} is none of {self.count}: they are numbered from 0 to {self.count - 1}"
+                )
         for rank, factor in self.stragglers.items():
             if not (factor > 0 and math.isfinite(factor)):
                 raise ValueError(f"stragglers={{{rank}: {factor!r}}}: must be positive, 1.5 for half as long again")
@@ -77,7 +83,7 @@ class Share(NamedTuple):
         """Cut a block for so many workers, as `workers/cuts.py` does."""
         cut = Cut.of(layout, count, elementwise)
         edges = cut.gradient_edges(trained)
-        return Share(key, cut, tuple(stop - start for start, stop in zip(edges, edges[1:], strict=False)))
+        return Share(key, cut, _sizes(edges))
 
     def gathering(self, itemsize: int, rank: int) -> list[Traffic]:
         """Say what brings the whole block to all workers, in elements of so many bytes."""
@@ -102,24 +108,29 @@ class Share(NamedTuple):
         return self.gradient[rank] / (sum(self.gradient) or 1)
 
 
-def shares_of_costs(layers: Mapping[str, LayerCost], itemsize: int, count: int) -> dict[str, list[Share]]:
-    """Cut layers of which nothing but bytes is known: each is one block, and what is trained lies evenly in it."""
-    return {key: [_share_of(key, cost, itemsize, count)] for key, cost in layers.items()}
+def shares_of_profile(profile: Profile, count: int) -> dict[str, list[Share]]:
+    """Cut layers of which nothing but bytes is known: each is one block, and what is trained lies evenly in it.
+
+    A block that several layers share travels with each of them, and its gradient by itself.
+    """
+    itemsize = weight_itemsize(profile.settings.get("precision", "fp32"))
+    loaded = {key: cost.load_bytes // itemsize for key, cost in profile.layers.items()}
+    pushed = {key: cost.push_bytes for key, cost in profile.layers.items()}
+    pushed |= {part.block: part.block_bytes for turn in profile.turns for op in turn.ops for part in op.parts}
+    return {key: [_share_of(key, loaded.get(key, 0), pushed[key] // 4, count)] for key in pushed}
 
 
-def _share_of(key: str, cost: LayerCost, itemsize: int, count: int) -> Share:
-    weights, gradient = _plain(cost.load_bytes // itemsize), (cost.push_bytes or cost.block_bytes) // 4
+def _share_of(key: str, weights: int, gradient: int, count: int) -> Share:
     size = aligned(-(-gradient // count))
     edges = [min(size * rank, gradient) for rank in range(count + 1)]
-    sizes = tuple(stop - start for start, stop in zip(edges, edges[1:], strict=False))
-    return Share(key, Cut.of(weights, count, elementwise=True), sizes)
-
-
-def _plain(numel: int) -> Layout:
-    return Layout.of([]) if not numel else Layout((), numel, numel)
+    return Share(key, Cut.of(Layout((), weights, weights), count, elementwise=True), _sizes(edges))
 
 
 def _spreading(edges: Sequence[int], itemsize: int, rank: int) -> list[Traffic]:
     """Let every worker in turn give its range to all."""
-    sizes = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+    sizes = _sizes(edges)
     return [spread_traffic(itemsize * size, len(sizes), source, rank) for source, size in enumerate(sizes) if size]
+
+
+def _sizes(edges: Sequence[int]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in pairwise(edges))

@@ -12,7 +12,7 @@ from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.gradient_buffers import gradient_buffer_bytes
 from l2l_core.forecast.limits import Budgets, hiding_micro_batches, largest_depth
 from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.replay import simulate
+from l2l_core.forecast.simulate import simulate
 from l2l_core.forecast.stretch import stretch
 from l2l_core.trace import MemorySample, Trace, format_bytes
 

@@ -15,14 +15,22 @@ from typing import NamedTuple, Protocol, TypeVar
 from greenlet import getcurrent, greenlet
 
 from l2l_core.forecast.fleet import Fleet, Share
-from l2l_core.trace import Event
+from l2l_core.trace import Event, Worker
 from l2l_core.workers import Network, Traffic, meeting_traffic
 
 T = TypeVar("T")
 
 
 class Company(Protocol):
-    """Is whoever trains along in a replay."""
+    """Is whoever trains along in a replay.
+
+    Attributes:
+        worker: that replays.
+        events: of what it does together with others.
+    """
+
+    worker: Worker
+    events: Sequence[Event]
 
     def expect(self, t: float, layers: Iterable[str]) -> None:
         """Hear at `t` which layers will be lent next."""
@@ -45,6 +53,9 @@ class Company(Protocol):
 
 class Alone:
     """Is the company of one worker, whose weights and gradients are there."""
+
+    worker = Worker()
+    events: Sequence[Event] = ()
 
     def expect(self, t: float, layers: Iterable[str]) -> None:
         pass
@@ -140,7 +151,6 @@ class Along:
         shares: what is held of each layer.
         itemsize: bytes of a weight on its way.
         meetings: with the others.
-        add: gets the events.
 
     Attributes:
         sent: by channel, "gather" and "reduce", what has moved so far; meetings included.
@@ -154,12 +164,12 @@ class Along:
         shares: Mapping[str, Sequence[Share]],
         itemsize: int,
         meetings: Meetings,
-        add: Callable[[Event], None],
     ) -> None:
-        self._rank, self._shares, self._itemsize, self._meetings, self._add = rank, shares, itemsize, meetings, add
+        self.worker, self.events = Worker(rank, fleet.count), list[Event]()
+        self._rank, self._shares, self._itemsize, self._meetings = rank, shares, itemsize, meetings
         self._network: Network = fleet.network
         self._head = meeting_traffic(fleet.count)
-        self._blocks = {share.key: share for each in shares.values() for share in each}
+        self._blocks = {share.key: share for each in shares.values() for share in each if any(share.gradient)}
         self._link = _Link()
         self._met = Counter[str]()  # by channel
         self._asked: list[tuple[Share, float]] = []  # gathers in order, and when each was begun
@@ -226,5 +236,5 @@ class Along:
             self.sent[channel] = self.sent[channel].plus(traffic)
         received = sum(traffic.received for traffic in parts)
         last = max(came, key=lambda rank: came[rank])
-        self._add(Event(channel, kind, met_s, stop_s, block, nbytes=received, stalled_s=met_s - t, last=last))
+        self.events.append(Event(channel, kind, met_s, stop_s, block, nbytes=received, stalled_s=met_s - t, last=last))
         return stop_s
