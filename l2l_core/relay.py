@@ -51,6 +51,7 @@ from l2l_core.eps.blocks import (
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, settings_of, silent
 from l2l_core.forecast import (
     Fit,
+    Fleet,
     Forecast,
     LastStep,
     Rehearsal,
@@ -83,7 +84,7 @@ from l2l_core.step import (
 )
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import StepResult, Trace, Traces
-from l2l_core.workers import Workers, company
+from l2l_core.workers import Network, Workers, company
 
 _FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -500,6 +501,10 @@ class Relay:
         *,
         device: Device | Mapping[str, Any] | None = None,
         host_bytes: int | None = None,
+        workers: int = 1,
+        network: Network | None = None,
+        stragglers: Mapping[int, float] | None = None,
+        rank: int = 0,
     ) -> Forecast:
         """Say what a step on this batch would need and how long it would take. Trains nothing and changes nothing; a
         relay that does not know yet in which order its layers are called knows it then.
@@ -515,6 +520,10 @@ class Relay:
             config: how the step would run; default the relay's own.
             device: whose link and budget to assume: a Device, or figures as in `Device.figures`; default the relay's own.
             host_bytes: what the host has, for `Forecast.largest_depth`.
+            workers: how many such steps are planned to be made together, each on a batch like this one, with ``reduce="sum"``.
+            network: between them; default one that costs no time.
+            stragglers: by rank, how many times as long as here compute and the EPS take there.
+            rank: of the worker that is told of.
 
         Where the step does not fit the device, other settings are rehearsed too; `Forecast.advice` says which fit.
 
@@ -523,13 +532,14 @@ class Relay:
             Whatever the model itself raises on the batch.
         """
         self._only_alone("forecast")
+        fleet = Fleet(count=workers, network=network or Network(), stragglers=stragglers or {}, rank=rank)
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
             check_model(self.model, self._parts.units)
             self._rows_of(batch)
             last = LastStep(self._trace, self._steps - 1, self._learned.last, self._kind_of((), self.config))
             asked = self._settled(self.config if config is None else config, batch)
             return forecast_step(
-                self._rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last
+                self._rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last, fleet
             )
 
     def fit(

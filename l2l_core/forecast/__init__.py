@@ -21,6 +21,7 @@ from l2l_core.forecast.fit import NothingFits as NothingFits
 from l2l_core.forecast.fit import Room as Room
 from l2l_core.forecast.fit_step import fit_step as fit_step
 from l2l_core.forecast.fit_step import room_of as room_of
+from l2l_core.forecast.fleet import Fleet as Fleet
 from l2l_core.forecast.forecast import Forecast as Forecast
 from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast.formula import Machine as Machine

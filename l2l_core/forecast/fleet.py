@@ -6,12 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from l2l_core.eps.blocks import Layout, Trained, aligned
 from l2l_core.forecast.profile import Profile
 from l2l_core.rules import weight_itemsize
-from l2l_core.workers import Cut, Network, Traffic, exchange_traffic, gather_traffic, spread_traffic
+from l2l_core.workers import Cut, Network, Traffic, exchange_traffic, gather_traffic, meeting_traffic, spread_traffic
+
+_AROUND = (
+    9  # messages to all: meeting, two of clocks; meeting, sizes and values of what batches count for, and of losses
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +53,24 @@ class Fleet:
             if not (factor > 0 and math.isfinite(factor)):
                 raise ValueError(f"stragglers={{{rank}: {factor!r}}}: must be positive, 1.5 for half as long again")
 
+    def figures(self) -> dict[str, Any]:
+        """Return what a trace says of them, as plain values."""
+        bytes_per_s = self.network.bytes_per_s if math.isfinite(self.network.bytes_per_s) else None
+        return {
+            "workers": self.count,
+            "network_bytes_per_s": bytes_per_s,
+            "network_latency_s": self.network.latency_s,
+            "stragglers": {str(rank): factor for rank, factor in self.stragglers.items()},
+        }
+
     def slowness(self, rank: int) -> float:
         """Give how many times as long as usual a worker takes."""
         return self.stragglers.get(rank, 1.0)
+
+    @property
+    def around_s(self) -> float:
+        """Seconds in which workers tell one another what they begin, count for and have lost, besides what a trace shows."""
+        return _AROUND * self.network.delay_s(meeting_traffic(self.count))
 
     @property
     def seen(self) -> list[int]:
@@ -72,18 +91,20 @@ class Share(NamedTuple):
         key: of the block.
         cut: of its weights.
         gradient: elements of a gradient for each worker, in the order of ranks.
+        trained: number of parameters that have one.
     """
 
     key: str
     cut: Cut
     gradient: tuple[int, ...]
+    trained: int = 1
 
     @staticmethod
     def of(key: str, layout: Layout, trained: Trained, count: int, elementwise: bool) -> Share:
         """Cut a block for so many workers, as `workers/cuts.py` does."""
         cut = Cut.of(layout, count, elementwise)
         edges = cut.gradient_edges(trained)
-        return Share(key, cut, _sizes(edges))
+        return Share(key, cut, _sizes(edges), len(trained.indices))
 
     def gathering(self, itemsize: int, rank: int) -> list[Traffic]:
         """Say what brings the whole block to all workers, in elements of so many bytes."""
@@ -91,6 +112,11 @@ class Share(NamedTuple):
         if self.cut.even:
             return [gather_traffic(itemsize * self.cut.even, count)]
         return _spreading(self.cut.edges, itemsize, rank)
+
+    @property
+    def covers(self) -> Traffic:
+        """Say what tells everybody which parameters have a gradient."""
+        return exchange_traffic([self.trained] * len(self.gradient), 0)
 
     def exchange(self, rank: int) -> Traffic:
         """Say what brings everybody's gradients of its part to each worker."""
@@ -117,7 +143,8 @@ def shares_of_profile(profile: Profile, count: int) -> dict[str, list[Share]]:
     loaded = {key: cost.load_bytes // itemsize for key, cost in profile.layers.items()}
     pushed = {key: cost.push_bytes for key, cost in profile.layers.items()}
     pushed |= {part.block: part.block_bytes for turn in profile.turns for op in turn.ops for part in op.parts}
-    return {key: [_share_of(key, loaded.get(key, 0), pushed[key] // 4, count)] for key in pushed}
+    sizes = {key: (loaded.get(key, 0), pushed[key] // 4) for key in pushed}
+    return {key: [_share_of(key, *each, count)] if any(each) else [] for key, each in sizes.items()}
 
 
 def _share_of(key: str, weights: int, gradient: int, count: int) -> Share:

@@ -95,7 +95,7 @@ def replayed(
     if fleet.count == 1:
         return Replayed(Replay(_slowed(profile, fleet.slowness(0)), config, figures).run(), {}, {})
     shares = shares_of_profile(profile, fleet.count) if shares is None else shares
-    meetings, itemsize = Meetings(), weight_itemsize(config.precision)
+    meetings, itemsize, figures = Meetings(), weight_itemsize(config.precision), {**figures, **fleet.figures()}
     along = {rank: Along(fleet, rank, shares, itemsize, meetings) for rank in fleet.seen}
     replays = {
         rank: Replay(_slowed(_parted(profile, shares, rank), fleet.slowness(rank)), config, figures, company).run

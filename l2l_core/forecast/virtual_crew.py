@@ -176,6 +176,7 @@ class Along:
         self._there_s: list[float] = []  # when they were over, of those that are
         self._coming: dict[str, int] = {}  # numbers of gathers that nobody has been lent, by block
         self._lent: set[str] = set()  # layers
+        self._exchanged: list[str] = []  # blocks
         self._free = Counter[int]()
         self.buffers = Counter[int]()
         self.sent = {"gather": Sent(), "reduce": Sent()}
@@ -199,10 +200,12 @@ class Along:
             self._free.update(share.cut.numel for share in self._shares[layer])
 
     def exchange(self, t: float, block: str) -> float:
-        return self._collective("reduce", "exchange", t, block, [self._blocks[block].exchange(self._rank)])
+        share = self._blocks[block]
+        self._exchanged.append(block)
+        return self._collective("reduce", "exchange", t, block, [share.covers, share.exchange(self._rank)])
 
     def clip(self, t: float) -> float:
-        for share in self._blocks.values():
+        for share in [self._blocks[block] for block in self._exchanged]:
             t = self._collective("reduce", "clip", t, share.key, share.clipping(self._rank))
         return t
 
@@ -220,7 +223,7 @@ class Along:
         """Say when a gather is over: one thread makes them, one after another."""
         while len(self._there_s) <= number:
             share, asked_s = self._asked[len(self._there_s)]
-            t = max(asked_s, *self._there_s[-1:])
+            t = max([asked_s, *self._there_s[-1:]])
             there_s = self._collective("gather", "gather", t, share.key, share.gathering(self._itemsize, self._rank))
             self._there_s.append(there_s)
         return self._there_s[number]
@@ -234,7 +237,7 @@ class Along:
         for traffic in (self._head, *parts):
             stop_s = self._link.take(stop_s, self._network.busy_s(traffic)) + self._network.delay_s(traffic)
             self.sent[channel] = self.sent[channel].plus(traffic)
-        received = sum(traffic.received for traffic in parts)
+        received = parts[-1].received if kind == "exchange" else sum(traffic.received for traffic in parts)
         last = max(came, key=lambda rank: came[rank])
         self.events.append(Event(channel, kind, met_s, stop_s, block, nbytes=received, stalled_s=met_s - t, last=last))
         return stop_s

@@ -88,7 +88,7 @@ class Crew:
         self._ends, self._told, self._updated = [], [False, False], None
         try:
             self._met = self.control.meet(what, facts(), timeout_s)
-            self._line.time.agree(partial(self.control.gather, what="compare clocks"))
+            self._line.time.agree(partial(self.control.tell, what="compare clocks"))
             yield
         except BaseException as error:
             self.failed(error, ())

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from l2l_core.devices import sleep_until
+from l2l_core.trace import format_bytes
 
 FRAME_BYTES = 48  # before every message of gloo
 
@@ -98,6 +99,10 @@ class Network:
             raise ValueError(f"bytes_per_s={self.bytes_per_s!r}: must be positive; leave it out for no limit")
         if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
             raise ValueError(f"latency_s={self.latency_s!r}: must be 0 or more seconds")
+
+    def __str__(self) -> str:
+        speed = f"{format_bytes(self.bytes_per_s)}/s each way" if math.isfinite(self.bytes_per_s) else "no limit"
+        return f"network: {speed}, latency {1e6 * self.latency_s:.3g} us"
 
     def busy_s(self, traffic: Traffic) -> float:
         """Seconds in which a collective fills the link of whoever moves most."""

@@ -146,7 +146,7 @@ def _let_die(relay: Relay, phase: str) -> None:
     elif phase == "gather":
         _when(crew.gathers, "gather", 5, die)
     elif phase == "reduce":
-        _when(crew.reduces, "exchange", 4, die)
+        _when(crew.reduces, "exchange", 6, die)
     elif phase == "update":
         _when(relay.store.update, "update", 2, die)
     elif phase == "end":
