@@ -30,7 +30,7 @@ class Replayed(NamedTuple):
     Attributes:
         trace: of the worker that is looked at.
         gathered: how many host buffers of so many elements it gathers layers into.
-        sent: bytes between it and the others, by channel.
+        sent: bytes between it and the others, by channel, "gather" for weights and "reduce" for gradients.
     """
 
     trace: Trace
@@ -102,7 +102,8 @@ def replayed(
         for rank, company in along.items()
     }
     mine = along[fleet.rank]
-    return Replayed(meetings.run(replays)[fleet.rank], mine.buffers, mine.sent)
+    trace = meetings.run(replays)[fleet.rank]
+    return Replayed(trace, mine.buffers, {channel: mine.sent[channel] for channel in ("gather", "reduce")})
 
 
 def _check(profile: Profile, config: RelayConfig) -> None:

@@ -153,7 +153,7 @@ class Along:
         meetings: with the others.
 
     Attributes:
-        sent: by channel, "gather" and "reduce", what has moved so far; meetings included.
+        sent: by channel, what has moved so far; meetings included.
         buffers: how many there are of so many elements, into which layers are gathered.
     """
 
@@ -179,7 +179,7 @@ class Along:
         self._exchanged: list[str] = []  # blocks
         self._free = Counter[int]()
         self.buffers = Counter[int]()
-        self.sent = {"gather": Sent(), "reduce": Sent()}
+        self.sent = {"gather": Sent(), "reduce": Sent(), "control": Sent()}
 
     def expect(self, t: float, layers: Iterable[str]) -> None:
         for share in (share for layer in layers for share in self._shares[layer]):
@@ -210,7 +210,7 @@ class Along:
         return t
 
     def end(self, t: float) -> float:
-        return self._collective("reduce", "end", t, "", [])
+        return self._collective("control", "end", t, "", [])
 
     def _begin(self, t: float, share: Share) -> None:
         self._coming[share.key] = len(self._asked)
@@ -239,5 +239,6 @@ class Along:
             self.sent[channel] = self.sent[channel].plus(traffic)
         received = parts[-1].received if kind == "exchange" else sum(traffic.received for traffic in parts)
         last = max(came, key=lambda rank: came[rank])
-        self.events.append(Event(channel, kind, met_s, stop_s, block, nbytes=received, stalled_s=met_s - t, last=last))
+        lane = "gather" if channel == "gather" else "reduce"
+        self.events.append(Event(lane, kind, met_s, stop_s, block, nbytes=received, stalled_s=met_s - t, last=last))
         return stop_s
