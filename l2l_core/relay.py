@@ -1,7 +1,7 @@
 """The facade: a model whose layers live in the EPS and relay through a device.
 
-What a person may ask of a relay, one verb after the other, under one lock; the work is done in the rooms. It is long because
-every verb says here what it takes, gives and raises.
+What a person may ask of a relay, one verb after the other, under one lock; the work is done in the rooms, and passes are run by
+`runner.py`. It is long because every verb says here what it takes, gives and raises.
 """
 
 from __future__ import annotations
@@ -25,26 +25,23 @@ from torch.optim import Optimizer
 from l2l_core import saves
 from l2l_core.batches import (
     Batch,
-    Mean,
     ModelCall,
     Objective,
     RowsOf,
     Weight,
-    form_of,
     join,
     structure_of,
 )
-from l2l_core.config import RelayConfig, bytes_in, checked_config
-from l2l_core.devices import Device, DeviceOutOfMemory, Ledger, Process, resolve_device
+from l2l_core.config import RelayConfig, checked_config
+from l2l_core.devices import Device, Ledger, Process, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
-from l2l_core.eps import LayerStore, TornStep
+from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import (
     Unit,
     build_units,
     check_keys,
     check_model,
-    check_step,
     refuse_checkpointing,
     refuse_scripted,
 )
@@ -54,33 +51,19 @@ from l2l_core.forecast import (
     Fleet,
     Forecast,
     LastStep,
-    Rehearsal,
-    advise,
-    fit_step,
     forecast_step,
-    layers_within,
-    room_of,
 )
 from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
-from l2l_core.model import Caches, RandomState, Where, full_precision, keep_attributes, refuse_whole, resolve_layers
+from l2l_core.model import Caches, RandomState, Where, keep_attributes, refuse_whole, resolve_layers
+from l2l_core.runner import Runner
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
 from l2l_core.step import (
-    Kind,
-    Learned,
-    Metered,
-    NewHabit,
     Parts,
-    Plan,
-    Ran,
     Stage,
     Task,
     VerifyReport,
-    Work,
     compare_step,
     interrupts_wait,
-    note_failure,
-    run_forward,
-    run_step,
 )
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import StepResult, Trace, Traces
@@ -88,10 +71,6 @@ from l2l_core.workers import Network, Workers, company
 
 _FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-
-
-def _as_it_is(stage: Stage) -> None:
-    """Leave the weights as they are."""
 
 
 class Relay:
@@ -141,14 +120,12 @@ class Relay:
         keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
         self._fits_itself = config == "auto"
-        self._config = RelayConfig() if config == "auto" else checked_config(config)
+        config = RelayConfig() if config == "auto" else checked_config(config)
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
         self._company = company(workers, model)
         if self._fits_itself:
-            self._only_alone('config="auto"', "find settings with `fit` on one worker, and give them to all")
-        self._mean = Mean(weight, self._losses_of, self._company.others)
-        self._mean_of_probes = Mean(weight, self._losses_of)  # a step must not learn from batches that it never saw
+            self._company.refuse('config="auto"', "find settings with `fit` on one worker, and give them to all")
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
         # Before parameters move into masters: an optimizer that is refused leaves the model as it was.
@@ -156,23 +133,21 @@ class Relay:
         modules = dict(zip(keys, found.values(), strict=True))
         shell, units = build_units(model, modules, self.device.host_empty)
         place = self._company.place(self.device, self.host)
-        self._parts = Parts(model, self.device, self.host, shell, units, place)
+        parts = Parts(model, self.device, self.host, shell, units, place)
         # Where layers compute on these cores too, updates behind them take one.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
         self._store = LayerStore.over(
-            self._parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings
+            parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings
         )
         self._store.reducer = self._company.reducer()
-        self._steps = 0
-        self._learned = Learned(units)
-        self._trace: Trace | None = None
-        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, self._config.seed)
+        self._runner = Runner(parts, self._store, self._call, weight, self._company, self._caches, config)
+        self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
         self._history = History(self._editor)
         self._branches = Branches(self._editor, self.host, self.device.host_empty)
         self._process, self._busy = Process(), threading.Lock()
         self._closed = False
         try:
-            self._company.take_over(self._parts.units, self._store, self.host, self.device, self._facts)
+            self._company.take_over(parts.units, self._store, self.host, self.device, self._facts)
         except BaseException:
             self._let_go()
             raise
@@ -182,7 +157,7 @@ class Relay:
     @property
     def stack(self) -> tuple[Unit, ...]:
         """The layers in order, with permanent key, name, sizes, version and statistics of the last step."""
-        return tuple(self._parts.layers)
+        return tuple(self._runner.parts.layers)
 
     @property
     def stacks(self) -> dict[str, tuple[Unit, ...]]:
@@ -192,7 +167,7 @@ class Relay:
     @property
     def shell(self) -> Unit:
         """What of the model is in no layer and stays on the device during a step."""
-        return self._parts.shell
+        return self._runner.parts.shell
 
     @property
     def store(self) -> LayerStore:
@@ -207,11 +182,11 @@ class Relay:
     @property
     def config(self) -> RelayConfig:
         """How it runs; may be exchanged between steps. With "auto", the defaults until the first step."""
-        return self._config
+        return self._runner.config
 
     @config.setter
     def config(self, config: RelayConfig) -> None:
-        self._config, self._fits_itself = checked_config(config), False
+        self._runner.config, self._fits_itself = checked_config(config), False
 
     @property
     def fits_itself(self) -> bool:
@@ -221,7 +196,7 @@ class Relay:
     @property
     def steps(self) -> int:
         """Number of completed steps."""
-        return self._steps
+        return self._runner.steps
 
     @property
     def workers(self) -> int:
@@ -239,7 +214,7 @@ class Relay:
 
         Of a step that failed it holds what happened until then, and `Trace.failed` says so.
         """
-        return self._trace
+        return self._runner.trace
 
     def traces(self) -> Traces:
         """Put the traces of the last step of all workers together, on every one of them; all workers do it together.
@@ -248,9 +223,9 @@ class Relay:
             ValueError: there was no step yet.
         """
         with self._exclusive(), self._company.together("put traces together", self._facts):
-            if self._trace is None:
+            if self.trace is None:
                 raise ValueError("no step was made yet, so there is no trace: make one with `relay.step(batch)`")
-            return Traces(self._company.every([self._trace]))
+            return Traces(self._company.every([self.trace]))
 
     def __enter__(self) -> Relay:
         return self
@@ -272,7 +247,7 @@ class Relay:
 
     def _let_go(self) -> None:
         self._closed = True
-        self._parts.place.close()
+        self._runner.parts.place.close()
         self._store.close()
         self._editor.parking.close()
         self.device.close()  # after the EPS, whose work may wait for copies
@@ -291,7 +266,7 @@ class Relay:
     @property
     def branches(self) -> tuple[Branch, ...]:
         """All branches, by name."""
-        return self._branches.rows(self._steps, self._history)
+        return self._branches.rows(self.steps, self._history)
 
     @property
     def can_undo(self) -> bool:
@@ -334,12 +309,12 @@ class Relay:
             self._caches.off(),
         ):
             if self._fits_itself:
-                self._fit(batch, None, None, (), _FIT_S)
+                self.config = self._runner.fit(batch, None, None, (), _FIT_S).config
             skip = tuple(skip) if isinstance(skip, Iterator) else skip  # it is gone through twice
             with self._company.together("make a step", partial(self._facts, batch, skip)):
                 if self._store.has_hooks:  # in here: where one worker alone has any, the others are told at once
-                    self._only_alone("a hook around the optimizer's step", "hooks would see parts of parameters")
-                config = self._settled(self.config, batch)
+                    self._company.refuse("a hook around the optimizer's step", "hooks would see parts of parameters")
+                config = self._runner.settled(self.config, batch)
                 with self._sitting_out(skip, trust):
                     return self._step(batch, config)
 
@@ -349,11 +324,11 @@ class Relay:
         Several workers do it together, each for its own rows.
         """
         with interrupts_wait(), self._exclusive(), self._company.together("run forward", partial(self._facts, batch)):
-            rows, micro_batches = self._split(batch)
-            outputs = self._infer(micro_batches, self._call.outputs, self.config)
+            rows, micro_batches = self._runner.split(batch)
+            outputs = self._runner.infer(micro_batches, self._call.outputs)
             # Divisors may cost looks at the loss: asked for once at most, and only if an output is a scalar.
             return join(
-                outputs, rows.sizes(len(micro_batches)), cache(partial(self._mean.divisors, rows, micro_batches))
+                outputs, rows.sizes(len(micro_batches)), cache(partial(self._runner.mean.divisors, rows, micro_batches))
             )
 
     def evaluate(self, batch: Batch) -> float:
@@ -362,7 +337,7 @@ class Relay:
         Several workers do it together, each with its own rows of the batch.
         """
         with interrupts_wait(), self._exclusive(), self._company.together("evaluate", partial(self._facts, batch)):
-            return self._evaluate(batch, self._mean)
+            return self._runner.evaluate(batch, self._runner.mean)
 
     def probe(self, batches: Iterable[Batch], *edits: Edit, trust: bool = False) -> list[float]:
         """Losses of batches as `evaluate` gives them, as if nobody had looked.
@@ -381,9 +356,9 @@ class Relay:
             ValueError, TypeError: an edit that cannot be carried out, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
-        self._only_alone("probe")
+        self._company.refuse("probe")
         with interrupts_wait(), self._exclusive(), self._unseen(), self._trying(edits, trust):
-            return [self._evaluate(batch, self._mean_of_probes) for batch in batches]
+            return [self._runner.evaluate(batch, self._runner.mean_of_probes) for batch in batches]
 
     def look(
         self,
@@ -424,18 +399,18 @@ class Relay:
             ValueError, TypeError: a layer or number that there is not, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
-        self._only_alone("look")
+        self._company.refuse("look")
         began_s = time.perf_counter()
         with interrupts_wait(), self._exclusive(), self._unseen(), self._sitting_out(leave_out, trust=False):
-            rows, parts = self._split(batch)
+            rows, parts = self._runner.split(batch)
             sizes = rows.sizes(len(parts))
             chosen, row, positions, generate, top = check_numbers(sizes, micro_batches, row, positions, generate, top)
             units = self._units_to_look_at(layers)
             of_each = tuple(Rows.of(parts[k], sizes[k]) for k in chosen)
             asked = Asked(frozenset(unit.key for unit in units), chosen, of_each, row, positions, attention)
-            passes = Passes(self._look_at_pass, self._left_out, tuple(self._parts.layers), self._call.objective)
+            passes = Passes(self._look_at_pass, self._left_out, tuple(self._runner.parts.layers), self._call.objective)
             seen = look(passes, units, [parts[k] for k in chosen], asked, lens=lens, generate=generate, top=top)
-        return replace(seen, step=self._steps, branch=self.branch, seconds=time.perf_counter() - began_s)
+        return replace(seen, step=self.steps, branch=self.branch, seconds=time.perf_counter() - began_s)
 
     def verify(self, batch: Batch) -> VerifyReport:
         """Train one step by relay and in core from the same state, compare, and put everything back as it was.
@@ -450,8 +425,8 @@ class Relay:
         bits are not to be expected, but losses and weights that agree to float32 rounding are. It is float32 in any case,
         so with ``precision="bf16"`` the report shows what the precision costs.
         """
-        self._only_alone("verify")
-        rows, micro_batches = self._split(batch)
+        self._company.refuse("verify")
+        rows, micro_batches = self._runner.split(batch)
         with (
             interrupts_wait(),
             self._exclusive(),
@@ -460,17 +435,17 @@ class Relay:
             torch.enable_grad(),
             self._caches.off(),  # in the copy as well
         ):
-            check_model(self.model, self._parts.units)  # the in-core side comes first
-            config = self._settled(self.config, batch)
+            check_model(self.model, self._runner.parts.units)  # the in-core side comes first
+            config = self._runner.settled(self.config, batch)
             return compare_step(
                 model=self.model,
                 store=self._store,
-                units=self._parts.units,
+                units=self._runner.parts.units,
                 relay_step=lambda: self._step(batch, config),
                 micro_batches=micro_batches,
                 objective=self._call.objective,
-                divisors=self._mean.divisors(rows, micro_batches),
-                seeds=[self.config.micro_batch_seed(self._steps, k) for k in range(len(micro_batches))],
+                divisors=self._runner.mean.divisors(rows, micro_batches),
+                seeds=[self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))],
                 max_grad_norm=self.config.max_grad_norm,
                 torch_device=self.device.torch_device,
             )
@@ -483,7 +458,7 @@ class Relay:
         """
         new_layers = self._editor.new_layers
         with self._exclusive():
-            before, expected = new_layers.call, self._first_call(self._split(batch)[0])
+            before, expected = new_layers.call, self._first_call(self._runner.split(batch)[0])
             new_layers.call = expected
 
         def put_back() -> None:
@@ -531,15 +506,17 @@ class Relay:
             TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
         """
-        self._only_alone("forecast")
+        self._company.refuse("forecast")
         fleet = Fleet(count=workers, network=network or Network(), stragglers=stragglers or {}, rank=rank)
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
-            check_model(self.model, self._parts.units)
-            self._rows_of(batch)
-            last = LastStep(self._trace, self._steps - 1, self._learned.last, self._kind_of((), self.config))
-            asked = self._settled(self.config if config is None else config, batch)
+            check_model(self.model, self._runner.parts.units)
+            self._runner.rows_of(batch)
+            last = LastStep(
+                self._runner.trace, self.steps - 1, self._runner.learned.last, self._runner.kind_of((), self.config)
+            )
+            asked = self._runner.settled(self.config if config is None else config, batch)
             return forecast_step(
-                self._rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last, fleet
+                self._runner.rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last, fleet
             )
 
     def fit(
@@ -575,9 +552,11 @@ class Relay:
             ValueError, TypeError: an unknown name, or a number of bytes that there cannot be.
             Whatever the model itself raises on the batch.
         """
-        self._only_alone("fit")
+        self._company.refuse("fit")
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
-            return self._fit(batch, device_bytes, host_bytes, fixed, most_s)
+            found = self._runner.fit(batch, device_bytes, host_bytes, fixed, most_s)
+            self.config = found.config
+            return found
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
@@ -598,7 +577,7 @@ class Relay:
         """
         with interrupts_wait(), self._exclusive(), self._all_changing("edit", edits), self._editing():
             self._editor.trust = trust
-            return self._history.apply(edits, self._steps)
+            return self._history.apply(edits, self.steps)
 
     def undo(self) -> Entry:
         """Undo the last edit: what it changed comes back to the bit, other layers keep what they have learned since.
@@ -607,7 +586,7 @@ class Relay:
             ValueError: there is none, or its layers were dropped for good.
         """
         with interrupts_wait(), self._exclusive(), self._all_changing("undo"), self._editing():
-            return self._history.undo(self._steps)
+            return self._history.undo(self.steps)
 
     def redo(self) -> Entry:
         """Do again what was undone last.
@@ -616,7 +595,7 @@ class Relay:
             ValueError: nothing was undone since the last edit.
         """
         with interrupts_wait(), self._exclusive(), self._all_changing("redo"), self._editing():
-            return self._history.redo(self._steps)
+            return self._history.redo(self.steps)
 
     def fork(self, name: str) -> Branch:
         """Make a branch of the present state, and go on there; the one that is left stays as it is.
@@ -626,7 +605,7 @@ class Relay:
         Raises:
             ValueError: no name, or one that there is.
         """
-        self._only_alone("fork")
+        self._company.refuse("fork")
         with interrupts_wait(), self._exclusive():
             self._branches.fork(name, self._branch_state())
             self._history = self._history.copy()
@@ -640,11 +619,11 @@ class Relay:
         Raises:
             ValueError: there is no such branch; lists those that there are.
         """
-        self._only_alone("switch")
+        self._company.refuse("switch")
         with interrupts_wait(), self._exclusive():
             with self._editing():
                 state = self._branches.switch(name, self._branch_state())
-                self.config, self._steps, self._history = state.config, state.steps, state.history
+                self.config, self._runner.steps, self._history = state.config, state.steps, state.history
             return self._present_branch()
 
     def discard(self, name: str) -> None:
@@ -653,7 +632,7 @@ class Relay:
         Raises:
             ValueError: there is no such branch, or it is the present one.
         """
-        self._only_alone("discard")
+        self._company.refuse("discard")
         with interrupts_wait(), self._exclusive():
             self._branches.discard(name)
             self._history.forget()
@@ -722,7 +701,7 @@ class Relay:
                 fill()
             back.pop_all()
         relay._history.forget()  # layers of the model that the save has no more
-        relay._steps = saved.steps
+        relay._runner.steps = saved.steps
         return relay
 
     @contextmanager
@@ -738,216 +717,52 @@ class Relay:
         with self._exclusive(), self._company.together("gather weights", self._facts), self._company.whole():
             yield self.model
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def _step(self, batch: Batch, config: RelayConfig) -> StepResult:
-        began_s = time.perf_counter()
-        check_model(self.model, self._parts.units)
-        check_step(self.model, self._parts.shell_modules(), self._parts.units)
-        rows, micro_batches = self._split(batch)
-        divisors, first_call = self._mean.divisors(rows, micro_batches), self._first_call(rows)
-        kind = self._kind_of(micro_batches, config)
-        replay = self._learned.of_step(kind) if config.meter == "on_change" else None
-        losses, ran, trace = self._run_step(batch, micro_batches, divisors, config, replay)
-        loss = float(sum(self._company.every(losses)))
-        self._steps += 1
-        self._store.updated.clear()  # it would keep layers that are dropped next
+        """Train on a batch, and let edits know of it."""
+        first_call = self._first_call(self._runner.rows_of(batch))
+        result = self._runner.step(batch, config)
         self._editor.new_layers.call = first_call
-        self._history.note_loss(loss)
-        self._learned.stepped(kind, ran.way, ran.metered)
-        return StepResult(
-            loss=loss,
-            seconds=time.perf_counter() - began_s,
-            samples=rows.count,
-            trace=trace,
-            peak_device_bytes=self.device.ledger.peak,
-            bytes_loaded=ran.bytes_loaded,
-            bytes_pushed=ran.bytes_pushed,
-        )
+        self._history.note_loss(result.loss)
+        return result
 
-    def _run_step(
-        self,
-        batch: Batch,
-        micro_batches: Sequence[Any],
-        divisors: Sequence[float],
-        config: RelayConfig,
-        replay: Metered | None,
-    ) -> tuple[list[torch.Tensor], Ran, Trace]:
-        # Whoever follows the step reads it meanwhile.
-        self._trace = trace = self._company.signed(self._parts.new_trace(config, self._steps))
-        put_buffers_back = self._parts.copy_buffers()  # forwards change them, and a step that fails leaves the old ones
-        self.device.ledger.reset_peak()
-        work = self._work(config, self._call.objective, micro_batches)
-        work = replace(work, check=self._company.unchanged(self._parts.units))
-        try:
-            return *run_step(self._parts, self._store, work, divisors, trace, replay), trace
-        except BaseException as error:
-            note_failure(trace, error)
-            self._company.failing(error)
-            updated = self._undo_step(put_buffers_back)  # a second interrupt comes here, too
-            updated = self._company.failed(error, updated)
-            if isinstance(error, NewHabit):
-                self._learned.distrust()
-            if isinstance(error, DeviceOutOfMemory) and self._company.can_rehearse:
-                advise(error, self._rehearsal(), batch, config)
-            if updated:
-                raise self._torn(error, updated) from error
-            raise
-
-    def _fit(
-        self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float
-    ) -> Fit:
-        check_model(self.model, self._parts.units)
-        self._rows_of(batch)
-        room = room_of(self.device, self.host, device_bytes, host_bytes)
-        found = fit_step(self._rehearsal(), batch, self._settled(self.config, batch), fixed, room, most_s)
-        self.config = found.config
-        return found
-
-    def _settled(self, config: RelayConfig, batch: Batch) -> RelayConfig:
-        """Return settings that say by number how many graphs are kept, where they say how many bytes these may take."""
-        if not isinstance(config, RelayConfig) or not isinstance(config.keep, str):
-            return config
-        self._only_alone(f"keep={config.keep!r}", "say of how many layers graphs are kept")
-        nbytes, kind = bytes_in(config.keep), self._kind_of(self._rows_of(batch).split(config.micro_batches), config)
-        kept = self._learned.kept(kind, lambda: layers_within(self._rehearsal(), batch, config, nbytes))
-        return replace(config, keep=kept)
-
-    def _work(self, config: RelayConfig, task: Task, micro_batches: Sequence[Any]) -> Work:
-        first = self._company.first(len(micro_batches))
-        seeds = [config.micro_batch_seed(self._steps, first + k) for k in range(len(micro_batches))]
-        return Work(config, Plan.of(config, self._learned.way), task, micro_batches, seeds)
-
-    def _undo_step(self, put_buffers_back: Callable[[], None]) -> list[str]:
-        """Leave the old step if nothing was updated or updates can be undone; returns what is updated all the same."""
-        for param in self.model.parameters():
-            param.grad = None  # where it began to train during the step, no hook took that
-        self._store.roll_back()
-        updated = [block.key for block in self._store.updated]  # asked now: what was rolled back is not among them
-        if not updated:
-            put_buffers_back()
-        return updated
-
-    def _torn(self, error: BaseException, updated: list[str]) -> TornStep:
-        names = [self._parts.names.get(key, key) for key in updated]
-        return TornStep(
-            f"step {self._steps} failed ({type(error).__name__}: {error}) after the update of {', '.join(names[:6])}"
-            f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}: these hold new weights, the others old ones. Training "
-            "can go on from here; RelayConfig(update='deferred') or rollback=True keeps steps whole",
-            updated,
-        )
-
-    def _infer(
-        self,
-        micro_batches: Sequence[Any],
-        task: Task,
-        config: RelayConfig,
-        prepare: Callable[[Stage], None] = _as_it_is,
-    ) -> list[Any]:
-        """Run a forward relay in evaluation mode, without gradients; results of the micro-batches on the host."""
-        check_model(self.model, self._parts.units)
-        # One by one: parts of a model may be in evaluation mode for good.
-        modes = {module: module.training for module in self.model.modules()}
-        config = replace(config, meter="on_change", keep=0)  # nothing is kept for a backward that does not come
-        kind = self._kind_of(micro_batches, config)
-        work = self._work(config, task, micro_batches)
-        trace = self._company.signed(self._parts.new_trace(config, self._steps))
-        try:
-            self.model.eval()
-            with torch.no_grad(), self._caches.off():
-                replay = self._learned.of_inference(kind, task)
-                results, ran = run_forward(self._parts, work, trace, replay, prepare)
-            self._learned.inferred(kind, task, ran.metered)
-            return results
-        finally:
-            for module, training in modes.items():
-                module.training = training
-
-    def _evaluate(self, batch: Batch, mean: Mean) -> float:
-        rows, micro_batches = self._split(batch)
-        divisors = mean.divisors(rows, micro_batches)
-        losses = self._infer(micro_batches, self._call.objective, self.config)
-        return float(sum(self._company.every([loss / n for loss, n in zip(losses, divisors, strict=True)])))
-
-    # -- a look inside -------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _units_to_look_at(self, layers: Iterable[Where] | None) -> list[Unit]:
         """Find the layers that are looked at, in order, each once."""
         if layers is None:
-            return [self._parts.layers[i] for i in spaced(len(self._parts.layers))]
+            return [self._runner.parts.layers[i] for i in spaced(len(self._runner.parts.layers))]
         if isinstance(layers, str | nn.Module) or not isinstance(layers, Iterable):
             raise TypeError(f"layers={layers!r} is one layer, or none: give a collection of layers, as [{layers!r}]")
         wanted = {self._editor.lineup.unit_at(where) for where in layers}
         if not wanted:
             raise ValueError("layers=[] names no layer: name one or more, or leave it out to look at up to 12")
-        return [unit for unit in self._parts.layers if unit in wanted]
+        return [unit for unit in self._runner.parts.layers if unit in wanted]
 
     def _look_at_pass(self, micro_batches: Sequence[Any], task: Task, observers: Sequence[Observer]) -> list[Any]:
         def prepare(stage: Stage) -> None:
             for observer in observers:
                 stage.show(observer)
 
-        return self._infer(micro_batches, task, replace(self.config, micro_batches=len(micro_batches)), prepare)
+        config = replace(self.config, micro_batches=len(micro_batches))
+        return self._runner.infer(micro_batches, task, config, prepare)
 
     def _left_out(self, keys: Sequence[str]) -> AbstractContextManager[None]:
         return self._sitting_out(keys, trust=False)
 
-    # -- helpers -------------------------------------------------------------------------------------------------------
-
-    def _rehearsal(self) -> Rehearsal:
-        learn = self._learned.take_way  # what the first step would find out the slow way
-        return Rehearsal(self._parts, self._store, self._learned.way, self._call.objective, learn)
-
-    def _split(self, batch: Batch) -> tuple[RowsOf, list[Any]]:
-        rows = self._rows_of(batch)
-        return rows, rows.split(self.config.micro_batches)
-
-    def _rows_of(self, batch: Batch) -> RowsOf:
-        rows = RowsOf(batch)
-        self._call.check(batch)
-        return rows
-
-    def _losses_of(self, small: Sequence[Any], shaken: bool) -> list[float]:
-        """Measure losses of a few rows each, in evaluation mode and float32; what a forward changes is put back.
-
-        Weights outside of layers may be `shaken`, on the device alone. Weights in float32 take twice the room of bfloat16 there,
-        so none is loaded ahead.
-        """
-        config = replace(self.config, micro_batches=len(small), precision="fp32", ahead=0)
-        back = [self._parts.copy_buffers(), keep_attributes(self.model.modules())]
-        try:
-            with same_random_numbers(), full_precision(self.device.torch_device):
-                prepare = Stage.shake if shaken else _as_it_is
-                return [float(loss) for loss in self._infer(small, self._call.objective, config, prepare)]
-        except Exception as error:
-            error.add_note(
-                "Micro-batches hold unequal shares of targets, so the relay looked at the losses of a few rows in evaluation "
-                "mode, to find out what the loss is a mean over. Nothing was trained. With weight=, it need not look"
-            )
-            raise
-        finally:
-            for put_back in back:
-                put_back()
-
     def _facts(self, batch: Batch | None = None, skip: Sequence[Where] = ()) -> dict[str, str]:
         """Say what must be the same for all workers, by name."""
-        units = self._parts.units
+        units = self._runner.parts.units
         layers = [f"{u.key} {u.numel} {''.join('-+'[flag] for flag in u.trained)}" for u in units]
         return {
-            "number of the step": str(self._steps),
-            "settings": repr(self._config),
+            "number of the step": str(self.steps),
+            "settings": repr(self.config),
             "layers, sizes, what is trained": ", ".join(layers),
             "edits": str(len(self._history.journal)),
             "skip": ", ".join(unit.key for unit in self._editor.lineup.units_at(skip)),
             "training mode": "".join("-+"[module.training] for module in self.model.modules()),
             "optimizer": f"{type(self.optimizer).__name__} {settings_of(self.optimizer)}",
-            "structure of the batch": "" if batch is None else str(structure_of(self._rows_of(batch).batch)),
+            "structure of the batch": "" if batch is None else str(structure_of(self._runner.rows_of(batch).batch)),
         }
-
-    def _only_alone(self, what: str, instead: str = "") -> None:
-        """Refuse what several workers cannot do yet."""
-        if self._company.count > 1:
-            self._company.refuse(what, instead)
 
     @contextmanager
     def _all_changing(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
@@ -959,7 +774,7 @@ class Relay:
 
         with self._company.together(what, facts), self._company.whole():
             yield
-            self._company.agree_on(self._parts.units)
+            self._company.agree_on(self._runner.parts.units)
 
     @contextmanager
     def _editing(self) -> Iterator[None]:
@@ -967,8 +782,7 @@ class Relay:
             yield
         finally:
             self._editor.trust = False
-            self._parts = replace(self._parts, layers=list(self._editor.lineup.layers))
-            self._learned.forget(self._parts.layers)
+            self._runner.restack(self._editor.lineup.layers)
 
     @contextmanager
     def _trying(self, edits: Sequence[Edit], trust: bool) -> Iterator[None]:
@@ -976,14 +790,13 @@ class Relay:
         if not edits:
             yield
             return
-        parts, self._editor.trust = self._parts, trust
+        self._editor.trust = trust
         try:
             with self._history.trying(edits):
-                self._parts = replace(parts, layers=list(self._editor.lineup.layers))
-                self._learned.forget(self._parts.layers)
+                self._runner.restack(self._editor.lineup.layers)
                 yield
         finally:
-            self._parts, self._editor.trust = parts, False
+            self._editor.trust = False
 
     @contextmanager
     def _sitting_out(self, skip: Iterable[Where], trust: bool) -> Iterator[None]:
@@ -991,13 +804,8 @@ class Relay:
         if not (units := self._editor.lineup.units_at(skip)):
             yield
             return
-        parts = self._parts
-        with self._editor.without(units, trust), self._learned.without(units):
-            self._parts = replace(parts, layers=list(self._editor.lineup.layers))
-            try:
-                yield
-            finally:
-                self._parts = parts
+        with self._editor.without(units, trust), self._runner.without(units, self._editor.lineup.layers):
+            yield
         for unit in units:
             unit.stats.clear()
 
@@ -1026,18 +834,13 @@ class Relay:
         finally:
             self._busy.release()
 
-    def _kind_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> Kind:
-        shapes = tuple(form_of(each) for each in micro_batches)
-        layers = frozenset((unit.key, unit.trained) for unit in self._parts.units)
-        return Kind(replace(config, seed=0), shapes, self.model.training, layers)  # no seed changes what a pass needs
-
     @contextmanager
     def _preserved(self) -> Iterator[None]:
         """Undo whatever the block trains; no step hook of the optimizer is fired."""
         back = [
             keep_attributes(self.model.modules()),
             self._store.masters.snapshot(),
-            self._parts.copy_buffers(),
+            self._runner.parts.copy_buffers(),
             self._keep_own(),
             self._history.snapshot(),
             self._branches.snapshot(),
@@ -1052,7 +855,7 @@ class Relay:
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """What a forward may change in a block is as it was after it; weights are not looked at."""
-        back = [keep_attributes(self.model.modules()), self._parts.copy_buffers(), self._keep_own()]
+        back = [keep_attributes(self.model.modules()), self._runner.parts.copy_buffers(), self._keep_own()]
         with same_random_numbers():
             try:
                 yield
@@ -1061,22 +864,17 @@ class Relay:
                     put_back()
 
     def _keep_own(self) -> Callable[[], None]:
-        """Keep count of steps, trace, statistics of layers, and what steps have taught; the result puts them back."""
-        steps, trace = self._steps, self._trace
-        stats = {unit: dict(unit.stats) for unit in self._parts.units}
-        put_knowledge_back, call = self._learned.snapshot(), self._editor.new_layers.call
+        """Keep what passes leave in this relay; the result puts it back."""
+        put_back, call = self._runner.snapshot(), self._editor.new_layers.call
 
-        def put_back() -> None:
-            self._steps, self._trace = steps, trace
-            for unit, old in stats.items():
-                unit.stats = old
-            put_knowledge_back()
+        def put_back_all() -> None:
+            put_back()
             self._editor.new_layers.call = call
 
-        return put_back
+        return put_back_all
 
     def _branch_state(self) -> BranchState:
-        return self._branches.take(self.config, self._steps, self._history)
+        return self._branches.take(self.config, self.steps, self._history)
 
     def _present_branch(self) -> Branch:
         return next(branch for branch in self.branches if branch.active)
@@ -1084,8 +882,8 @@ class Relay:
     def _saved_state(self) -> saves.State:
         return saves.State(
             self.config,
-            self._steps,
-            tuple(self._parts.units),
+            self.steps,
+            tuple(self._runner.parts.units),
             self._store,
             RandomState.take(),
             Edited.from_(self._editor, self._history),

@@ -223,8 +223,9 @@ MAY_IMPORT = {
         "workers": "eps eps.blocks devices batches trace config",
         "forecast": "workers step step.traffic eps eps.blocks devices batches trace config rules",
         "inside": "step.micro_batch eps.blocks batches model",
-        "relay": "workers inside forecast saves edits step eps eps.optimizers eps.blocks surgery devices batches model trace "
-        "config",
+        "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",
+        "relay": "runner workers inside saves forecast edits step eps eps.optimizers eps.blocks surgery devices batches model "
+        "trace config",
     },
     "workbench": {
         "readings": "",

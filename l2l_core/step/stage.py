@@ -24,6 +24,7 @@ from l2l_core.model import Ambient, RandomState, modules_of
 from l2l_core.rules import gradient_slots, pieces_of_copy
 from l2l_core.step.advice import advise
 from l2l_core.step.apart import Apart
+from l2l_core.step.cycles import only_young
 from l2l_core.step.graph import Asides, BufferOrder
 from l2l_core.step.micro_batch import (
     Attributes,
@@ -116,6 +117,7 @@ class Stage:
         ledger = parts.device.ledger
         slot_bytes = self._dtype.itemsize * parts.slot_numel
         ledger.advise = partial(advise, ledger, self.config, slot_bytes, slot_bytes + self._least_beside_a_slot())
+        self._collect = enter(only_young())
         enter(parts.device.current())
         later(parts.device.settle)  # last of all: then nothing is under way, and the trace has every event
         parts.place.begin(parts.units, self._dtype, self.trace)
@@ -224,6 +226,7 @@ class Stage:
         """Bring what a visit needs besides weights: the layer's buffers, which are part of no image."""
         with unit.buffers.on(self.parts.device, "buffers") as copies, self._images.exempting(copies):
             yield
+        self._collect()
 
     def show(self, observer: Observer) -> None:
         """Show every call of this pass to somebody; see `Pass.observers`."""

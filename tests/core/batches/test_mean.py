@@ -484,7 +484,7 @@ def test_bfloat16_does_not_hide_what_the_loss_is_a_mean_over() -> None:
     with Relay(gpt(), sgd, config=RelayConfig(micro_batches=3, precision="bf16")) as relay:
         expected = relay.model(**uneven()).loss.item()
         assert relay.evaluate(uneven()) == pytest.approx(expected, rel=1e-2)
-        assert list(relay._mean._alive._values.values()) == [{"targets in batch['labels'] after a shift by one"}]
+        assert list(relay._runner.mean._alive._values.values()) == [{"targets in batch['labels'] after a shift by one"}]
 
 
 PRECISIONS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul)

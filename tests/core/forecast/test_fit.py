@@ -51,7 +51,7 @@ def test_a_price_is_what_a_rehearsal_of_the_very_step_finds(kind: Kind, ahead: i
     """
     batch = kind.make_batch(6, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
-        prices = Prices(relay._rehearsal(), batch, relay.device.figures(), None)
+        prices = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), None)
         config = RelayConfig(micro_batches=6, ahead=ahead, stash=stash)
         assert prices(config) is not None
         visits = prices.visits
@@ -60,7 +60,7 @@ def test_a_price_is_what_a_rehearsal_of_the_very_step_finds(kind: Kind, ahead: i
                 asked = replace(config, keep=keep, resident=resident)
                 priced = prices(asked)
                 assert priced is not None, prices.errors
-                exact = costs_of_rehearsal(relay._rehearsal(), split(batch, 6), asked, 1)
+                exact = costs_of_rehearsal(relay._runner.rehearsal(), split(batch, 6), asked, 1)
                 found, need = priced.device_bytes, device_bytes(exact)
                 assert found == need if keep in (0, visits) else 0.88 * need < found < 1.01 * need, asked
 
@@ -68,7 +68,7 @@ def test_a_price_is_what_a_rehearsal_of_the_very_step_finds(kind: Kind, ahead: i
 def test_few_steps_are_rehearsed() -> None:
     kind = BY_NAME["gpt2"]
     with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
-        prices = Prices(relay._rehearsal(), kind.make_batch(4, 0), relay.device.figures(), None)
+        prices = Prices(relay._runner.rehearsal(), kind.make_batch(4, 0), relay.device.figures(), None)
         asked: list[RelayConfig] = []
         rehearse = prices.rehearse
         prices.rehearse = lambda config, passes: asked.append(config) or rehearse(config, passes)  # type: ignore[method-assign]
@@ -86,13 +86,13 @@ def test_a_rehearsal_keeps_no_more_than_there_is_memory_for() -> None:
     kind = BY_NAME["gpt2"]
     config, batch = RelayConfig(micro_batches=2, keep=2), kind.make_batch(4, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
-        free = Prices(relay._rehearsal(), batch, relay.device.figures(), None)
+        free = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), None)
         bare, two, depth = free(replace(config, keep=0)), free(config), len(relay.stack)
         assert bare is not None and two is not None
-        tight = Prices(relay._rehearsal(), batch, relay.device.figures(), round(1.2 * two.device_bytes))
+        tight = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), round(1.2 * two.device_bytes))
         assert tight(config) is not None
         assert tight(replace(config, keep=depth, resident=depth)) is None and not tight.errors
-        none = Prices(relay._rehearsal(), batch, relay.device.figures(), bare.device_bytes)
+        none = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), bare.device_bytes)
         assert none(replace(config, keep=0)) is not None and none(config) is None
 
 
@@ -347,7 +347,7 @@ def test_a_mixture_takes_its_times_operation_by_operation(count: int) -> None:
     kind = BY_NAME["gpt2"]
     batch = kind.make_batch(6, 0)
     with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
-        prices = Prices(relay._rehearsal(), batch, relay.device.figures(), None)
+        prices = Prices(relay._runner.rehearsal(), batch, relay.device.figures(), None)
         config = RelayConfig(micro_batches=count)
         assert prices(config) and prices(replace(config, keep=len(relay.stack), resident=len(relay.stack)))
         ((none, keeping),) = zip(prices._recomputing.values(), prices._keeping.values(), strict=True)

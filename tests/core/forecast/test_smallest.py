@@ -47,7 +47,7 @@ def error_of(name: str, config: RelayConfig, budget: int) -> DeviceOutOfMemory:
 
 def least_of(name: str, config: RelayConfig) -> WhatFits:
     with relay_of(name, config) as relay:
-        return search(relay._rehearsal(), MODELS[name][1](), config, relay.device.figures(), 1)
+        return search(relay._runner.rehearsal(), MODELS[name][1](), config, relay.device.figures(), 1)
 
 
 def runs(name: str, config: RelayConfig, budget: int) -> bool:

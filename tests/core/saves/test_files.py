@@ -416,7 +416,7 @@ def test_failures_of_every_call_keep_a_good_save(error: BaseException, relay: Re
         old, old_steps = weights_of(tmp_path), relay.steps
         for param in relay.model.parameters():
             param.data += 1
-        relay._steps += 1
+        relay._runner.steps += 1
         failing = Failing(at := at + 1, error)
         try:
             with failing.active():

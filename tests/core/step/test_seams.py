@@ -152,7 +152,7 @@ def test_weights_from_elsewhere(name: str, ahead: int) -> None:
     def prepare(relay: Relay) -> None:
         nonlocal place
         place = Elsewhere(InHostMemory(relay.device, relay.host))
-        relay._parts = replace(relay._parts, place=place)
+        relay._runner.parts = replace(relay._runner.parts, place=place)
 
     relay = train(BY_NAME[name], prepare, replace(CONFIG, ahead=ahead))
     blocks = max(len(unit.blocks) for unit in relay.stack)
@@ -164,7 +164,7 @@ def test_a_failed_step_gives_back_what_was_lent() -> None:
     kind = BY_NAME["chain"]
     with both(kind, CONFIG) as pair:
         place = Elsewhere(InHostMemory(pair.relay.device, pair.relay.host))
-        pair.relay._parts = replace(pair.relay._parts, place=place)
+        pair.relay._runner.parts = replace(pair.relay._runner.parts, place=place)
         batch = kind.make_batch(7, 0)
         pair.relay.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

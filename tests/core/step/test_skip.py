@@ -129,8 +129,8 @@ def test_a_step_that_fails_brings_them_back(relay: Relay) -> None:
 def test_steps_with_holes_are_not_metered_every_time(relay: Relay) -> None:
     """Metering takes time: a step needs none if each of its layers was in a metered one."""
     seen = []
-    find = relay._learned.of_step
-    relay._learned.of_step = lambda kind: seen.append(find(kind)) or seen[-1]
+    find = relay._runner.learned.of_step
+    relay._runner.learned.of_step = lambda kind: seen.append(find(kind)) or seen[-1]
     for step, skip in enumerate([(0,), (1,), (2,), (0, 3), (3, 4)]):
         relay.step(make_batch(step), skip=skip)
     assert [known is None for known in seen] == [True, True, False, False, False]

@@ -1,0 +1,309 @@
+"""The passes of one relay: how each is prepared from a batch, run, and put back if it fails.
+
+A step, a forward relay and a rehearsal begin here with the same questions: how the batch is cut, what the loss of each
+micro-batch is divided by, what an earlier pass of the kind has taught. The passes themselves are in `step/`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from l2l_core.batches import Batch, Mean, ModelCall, RowsOf, Weight, form_of
+from l2l_core.config import RelayConfig, bytes_in
+from l2l_core.devices import DeviceOutOfMemory
+from l2l_core.eps import LayerStore, TornStep
+from l2l_core.eps.blocks import Unit, check_model, check_step
+from l2l_core.forecast import Fit, Rehearsal, advise, fit_step, layers_within, room_of
+from l2l_core.model import Caches, full_precision, keep_attributes
+from l2l_core.step import (
+    Kind,
+    Learned,
+    Metered,
+    NewHabit,
+    Parts,
+    Plan,
+    Ran,
+    Stage,
+    Task,
+    Work,
+    note_failure,
+    run_forward,
+    run_step,
+)
+from l2l_core.surgery import same_random_numbers
+from l2l_core.trace import StepResult, Trace
+from l2l_core.workers import Company
+
+
+def _as_it_is(stage: Stage) -> None:
+    """Leave the weights as they are."""
+
+
+class Runner:
+    """Runs passes over a relay's parts, one at a time; whoever calls has the relay's lock.
+
+    Args:
+        parts: what there is to run.
+        store: the EPS.
+        call: how a micro-batch is given to the model.
+        weight: what a micro-batch counts for, if the user says so.
+        company: who trains along.
+        caches: what decoders do without meanwhile.
+        config: how to run.
+
+    Attributes:
+        config: how the next pass runs.
+        parts: with the layers as they stand now.
+        learned: what passes have taught.
+        mean: what losses of steps are divided by.
+        mean_of_probes: the same for batches that steps must not learn from.
+        steps: number of completed steps.
+        trace: of the step under way, or of the last one.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        store: LayerStore,
+        call: ModelCall,
+        weight: Weight | None,
+        company: Company,
+        caches: Caches,
+        config: RelayConfig,
+    ) -> None:
+        self.config, self.parts, self.learned = config, parts, Learned(parts.layers)
+        self.mean, self.mean_of_probes = Mean(weight, self._losses_of, company.others), Mean(weight, self._losses_of)
+        self.steps = 0
+        self.trace: Trace | None = None
+        self._model, self._device = parts.model, parts.device
+        self._store, self._call, self._company, self._caches = store, call, company, caches
+
+    # -- what a pass is made of ----------------------------------------------------------------------------------------
+
+    def rows_of(self, batch: Batch) -> RowsOf:
+        """Return a batch as rows.
+
+        Raises:
+            ValueError, TypeError: it has none, or the model cannot take it.
+        """
+        rows = RowsOf(batch)
+        self._call.check(batch)
+        return rows
+
+    def split(self, batch: Batch) -> tuple[RowsOf, list[Any]]:
+        """Cut a batch into as many micro-batches as the settings say."""
+        rows = self.rows_of(batch)
+        return rows, rows.split(self.config.micro_batches)
+
+    def kind_of(self, micro_batches: Sequence[Any], config: RelayConfig) -> Kind:
+        """Say of what kind a pass over these micro-batches is."""
+        shapes = tuple(form_of(each) for each in micro_batches)
+        layers = frozenset((unit.key, unit.trained) for unit in self.parts.units)
+        return Kind(replace(config, seed=0), shapes, self._model.training, layers)  # no seed changes what a pass needs
+
+    def settled(self, config: RelayConfig, batch: Batch) -> RelayConfig:
+        """Return settings that say by number how many graphs are kept, where they say how many bytes these may take."""
+        if not isinstance(config, RelayConfig) or not isinstance(config.keep, str):
+            return config
+        self._company.refuse(f"keep={config.keep!r}", "say of how many layers graphs are kept")
+        nbytes, kind = bytes_in(config.keep), self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
+        kept = self.learned.kept(kind, lambda: layers_within(self.rehearsal(), batch, config, nbytes))
+        return replace(config, keep=kept)
+
+    def _work(self, config: RelayConfig, task: Task, micro_batches: Sequence[Any]) -> Work:
+        first = self._company.first(len(micro_batches))
+        seeds = [config.micro_batch_seed(self.steps, first + k) for k in range(len(micro_batches))]
+        return Work(config, Plan.of(config, self.learned.way), task, micro_batches, seeds)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, config: RelayConfig) -> StepResult:
+        """Train on a batch; see `Relay.step`."""
+        began_s = time.perf_counter()
+        check_model(self._model, self.parts.units)
+        check_step(self._model, self.parts.shell_modules(), self.parts.units)
+        rows, micro_batches = self.split(batch)
+        divisors = self.mean.divisors(rows, micro_batches)
+        kind = self.kind_of(micro_batches, config)
+        replay = self.learned.of_step(kind) if config.meter == "on_change" else None
+        losses, ran, trace = self._train(batch, micro_batches, divisors, config, replay)
+        loss = float(sum(self._company.every(losses)))
+        self.steps += 1
+        self._store.updated.clear()  # it would keep layers that are dropped next
+        self.learned.stepped(kind, ran.way, ran.metered)
+        return StepResult(
+            loss=loss,
+            seconds=time.perf_counter() - began_s,
+            samples=rows.count,
+            trace=trace,
+            peak_device_bytes=self._device.ledger.peak,
+            bytes_loaded=ran.bytes_loaded,
+            bytes_pushed=ran.bytes_pushed,
+        )
+
+    def _train(
+        self,
+        batch: Batch,
+        micro_batches: Sequence[Any],
+        divisors: Sequence[float],
+        config: RelayConfig,
+        replay: Metered | None,
+    ) -> tuple[list[torch.Tensor], Ran, Trace]:
+        # Whoever follows the step reads it meanwhile.
+        self.trace = trace = self._company.signed(self.parts.new_trace(config, self.steps))
+        put_buffers_back = self.parts.copy_buffers()  # forwards change them, and a step that fails leaves the old ones
+        self._device.ledger.reset_peak()
+        work = self._work(config, self._call.objective, micro_batches)
+        work = replace(work, check=self._company.unchanged(self.parts.units))
+        try:
+            return *run_step(self.parts, self._store, work, divisors, trace, replay), trace
+        except BaseException as error:
+            note_failure(trace, error)
+            self._company.failing(error)
+            updated = self._undo(put_buffers_back)  # a second interrupt comes here, too
+            updated = self._company.failed(error, updated)
+            if isinstance(error, NewHabit):
+                self.learned.distrust()
+            if isinstance(error, DeviceOutOfMemory) and self._company.can_rehearse:
+                advise(error, self.rehearsal(), batch, config)
+            if updated:
+                raise self._torn(error, updated) from error
+            raise
+
+    def _undo(self, put_buffers_back: Callable[[], None]) -> list[str]:
+        """Leave the old step if nothing was updated or updates can be undone; returns what is updated all the same."""
+        for param in self._model.parameters():
+            param.grad = None  # where it began to train during the step, no hook took that
+        self._store.roll_back()
+        updated = [block.key for block in self._store.updated]  # asked now: what was rolled back is not among them
+        if not updated:
+            put_buffers_back()
+        return updated
+
+    def _torn(self, error: BaseException, updated: list[str]) -> TornStep:
+        names = [self.parts.names.get(key, key) for key in updated]
+        return TornStep(
+            f"step {self.steps} failed ({type(error).__name__}: {error}) after the update of {', '.join(names[:6])}"
+            f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}: these hold new weights, the others old ones. Training "
+            "can go on from here; RelayConfig(update='deferred') or rollback=True keeps steps whole",
+            updated,
+        )
+
+    # -- a forward relay -----------------------------------------------------------------------------------------------
+
+    def infer(
+        self,
+        micro_batches: Sequence[Any],
+        task: Task,
+        config: RelayConfig | None = None,
+        prepare: Callable[[Stage], None] = _as_it_is,
+    ) -> list[Any]:
+        """Run a forward relay in evaluation mode, without gradients; results of the micro-batches on the host.
+
+        Args:
+            micro_batches: as the model takes them.
+            task: gives the result of one.
+            config: how to run; default the relay's own settings.
+            prepare: is shown the stage before anything runs.
+        """
+        check_model(self._model, self.parts.units)
+        # One by one: parts of a model may be in evaluation mode for good.
+        modes = {module: module.training for module in self._model.modules()}
+        # Nothing is kept for a backward that does not come
+        config = replace(self.config if config is None else config, meter="on_change", keep=0)
+        kind = self.kind_of(micro_batches, config)
+        work = self._work(config, task, micro_batches)
+        trace = self._company.signed(self.parts.new_trace(config, self.steps))
+        try:
+            self._model.eval()
+            with torch.no_grad(), self._caches.off():
+                replay = self.learned.of_inference(kind, task)
+                results, ran = run_forward(self.parts, work, trace, replay, prepare)
+            self.learned.inferred(kind, task, ran.metered)
+            return results
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    def evaluate(self, batch: Batch, mean: Mean) -> float:
+        """Return the mean loss of a batch, of all workers' rows, in evaluation mode."""
+        rows, micro_batches = self.split(batch)
+        divisors = mean.divisors(rows, micro_batches)
+        losses = self.infer(micro_batches, self._call.objective)
+        return float(sum(self._company.every([loss / n for loss, n in zip(losses, divisors, strict=True)])))
+
+    def _losses_of(self, small: Sequence[Any], shaken: bool) -> list[float]:
+        """Measure losses of a few rows each, in evaluation mode and float32; what a forward changes is put back.
+
+        Weights outside of layers may be `shaken`, on the device alone. Weights in float32 take twice the room of bfloat16 there,
+        so none is loaded ahead.
+        """
+        config = replace(self.config, micro_batches=len(small), precision="fp32", ahead=0)
+        back = [self.parts.copy_buffers(), keep_attributes(self._model.modules())]
+        try:
+            with same_random_numbers(), full_precision(self._device.torch_device):
+                prepare = Stage.shake if shaken else _as_it_is
+                return [float(loss) for loss in self.infer(small, self._call.objective, config, prepare)]
+        except Exception as error:
+            error.add_note(
+                "Micro-batches hold unequal shares of targets, so the relay looked at the losses of a few rows in evaluation "
+                "mode, to find out what the loss is a mean over. Nothing was trained. With weight=, it need not look"
+            )
+            raise
+        finally:
+            for put_back in back:
+                put_back()
+
+    # -- a rehearsal ---------------------------------------------------------------------------------------------------
+
+    def rehearsal(self) -> Rehearsal:
+        """Make what runs passes that train nothing, beside the model's own weights."""
+        learn = self.learned.take_way  # what the first step would find out the slow way
+        return Rehearsal(self.parts, self._store, self.learned.way, self._call.objective, learn)
+
+    def fit(
+        self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float
+    ) -> Fit:
+        """Find settings for steps on this batch; see `Relay.fit`."""
+        check_model(self._model, self.parts.units)
+        self.rows_of(batch)
+        room = room_of(self._device, self.parts.host, device_bytes, host_bytes)
+        return fit_step(self.rehearsal(), batch, self.settled(self.config, batch), fixed, room, most_s)
+
+    # -- what changes between passes -----------------------------------------------------------------------------------
+
+    def restack(self, layers: Sequence[Unit]) -> None:
+        """Layers were edited: these are they now."""
+        self.parts = replace(self.parts, layers=list(layers))
+        self.learned.forget(layers)
+
+    @contextmanager
+    def without(self, units: Sequence[Unit], layers: Sequence[Unit]) -> Iterator[None]:
+        """Let `units` sit out in the block, so that `layers` are left; what is known of passes with all of them stays known."""
+        parts = self.parts
+        with self.learned.without(units):
+            self.parts = replace(parts, layers=list(layers))
+            try:
+                yield
+            finally:
+                self.parts = parts
+
+    def snapshot(self) -> Callable[[], None]:
+        """Keep count of steps, trace, parts, statistics of layers, and what steps have taught; the result puts them back."""
+        steps, trace, parts = self.steps, self.trace, self.parts
+        stats = {unit: dict(unit.stats) for unit in parts.units}
+        put_knowledge_back = self.learned.snapshot()
+
+        def put_back() -> None:
+            self.steps, self.trace, self.parts = steps, trace, parts
+            for unit, old in stats.items():
+                unit.stats = old
+            put_knowledge_back()
+
+        return put_back
