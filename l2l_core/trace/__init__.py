@@ -25,4 +25,6 @@ from l2l_core.trace.roofline import visits_of as visits_of
 from l2l_core.trace.together import Traces as Traces
 from l2l_core.trace.trace import Trace as Trace
 from l2l_core.trace.version_1 import with_all_said as with_all_said
+from l2l_core.trace.waits import BEGIN as BEGIN
+from l2l_core.trace.waits import Wait as Wait
 from l2l_core.trace.words import format_bytes as format_bytes

@@ -8,6 +8,7 @@ from typing import overload
 
 from l2l_core.trace.export import write_chrome
 from l2l_core.trace.trace import Trace
+from l2l_core.trace.waits import Wait
 
 _FILE = "rank{}.jsonl"
 
@@ -61,6 +62,10 @@ class Traces(Sequence[Trace]):
             (b + e.start_s, b + e.stop_s) for b, trace in zip(self.begins_s, self, strict=True) for e in trace.events
         ]
         return max(stop for _, stop in times) - min(start for start, _ in times) if times else 0.0
+
+    def waits(self) -> tuple[Wait, ...]:
+        """Say which worker has waited for which, where and how long; see `waits.py`."""
+        return tuple(wait for trace in self for wait in trace.waits())
 
     def to_chrome(self, path: str | Path, *, compress: bool | None = None) -> None:
         """Write one Chrome trace JSON with a process per worker, for Perfetto, as `Trace.to_chrome`.

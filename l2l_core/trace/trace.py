@@ -24,6 +24,7 @@ from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
 from l2l_core.trace.version_1 import with_all_said
+from l2l_core.trace.waits import Wait, waits_of
 from l2l_core.trace.words import format_bytes
 
 
@@ -168,6 +169,10 @@ class Trace:
         """
         return () if self.failed is not None else bounds(self)
 
+    def waits(self) -> tuple[Wait, ...]:
+        """Say for which other workers this one has waited, where and how long; see `waits.py`. Empty for one that is alone."""
+        return waits_of(self)
+
     def _busy(self, *lanes: str) -> list[Interval]:
         for lane in lanes:
             if lane not in self.worker.lanes:
@@ -222,6 +227,10 @@ class Trace:
             busy_s = self.busy_s(lane)
             share = busy_s / span_s if span_s else 0.0
             lines.append(f"  {lane:<8} busy {busy_s:9.4g} s ({share:6.1%}), exposed {self.exposed_s(lane):9.4g} s")
+        for wait in self.waits():
+            lines.append(
+                f"  {wait.where:<8} waited {wait.seconds:6.4g} s for worker {wait.last}, {wait.exposed_s:.4g} s of it exposed"
+            )
         for place in PLACES:
             if (peak := self.peak_sample(place)) is not None:
                 parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in peak.bytes_by_category.items() if n)

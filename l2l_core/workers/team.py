@@ -189,7 +189,7 @@ class Team:
         self._crew, self._reduce = crew, reduce
         self.rank, self.count, self.others = crew.rank, crew.count, crew
         self.together, self.failing, self.failed = crew.together, crew.failing, crew.failed
-        self.every, self.first, self.signed = crew.every, crew.first, crew.signed
+        self.every, self.first = crew.every, crew.first
         self._shares: Shares | None = None
 
     def place(self, device: Device, host: Ledger) -> Place:
@@ -221,6 +221,10 @@ class Team:
 
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         return Unchanged(units)
+
+    def signed(self, trace: Trace) -> Trace:
+        trace.settings |= {"workers": self.count, "reduce": self._reduce}
+        return self._crew.signed(trace)
 
     def refuse(self, verb: str, instead: str = "") -> None:
         """Refuse what several workers cannot do.

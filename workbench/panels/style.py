@@ -60,6 +60,8 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-fork{flex:0 0 auto;overflow:visible}
 .l2l-branches>.widget-html{flex:1 1 0;min-width:0;height:74px;overflow:auto}
 .l2l-list{flex:0 0 216px;overflow:visible}
+.l2l-workbench .l2l-ranks{display:flex;flex-flow:row wrap;gap:4px 18px;overflow:visible}
+.l2l-workbench .l2l-rank{flex:1 1 460px;min-width:0;overflow:visible}
 .l2l-list select{font-size:12px}
 .l2l-caption{font-size:12px;opacity:.75}
 .l2l-pending{min-height:20px;font-size:12px}

@@ -188,7 +188,7 @@ def _bound(trace: Trace) -> list[Card]:
     longest = max(trace.bound_by(), key=lambda bound: bound.span_s, default=None)
     if longest is None:
         return []
-    waits = {"h2d": "loads", "d2h": "pushes", "eps": "updates", "idle": "waiting"}
+    waits = {"h2d": "loads", "d2h": "pushes", "eps": "updates", "idle": "waiting", "others": "other workers"}
     seconds = longest.busy_s["compute"] if longest.lane == "compute" else longest.exposed_s
     shown = f"{format_seconds(seconds)} of {format_seconds(longest.span_s)} in {longest.phase}"
     return [Card("bound by", waits.get(longest.lane, longest.lane), shown)]
