@@ -516,7 +516,13 @@ class Relay:
             )
             asked = self._runner.settled(self.config if config is None else config, batch)
             return forecast_step(
-                self._runner.rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last, fleet
+                self._runner.rehearsal(),
+                batch,
+                asked,
+                self.device if device is None else device,
+                host_bytes,
+                last,
+                fleet,
             )
 
     def fit(
