@@ -5,9 +5,9 @@
 
 A GPT-2 with a byte vocabulary and fused AdamW. Every process has one core and one thread (with more processes than cores some
 share one, and processor time says what seconds cannot). The links of the emulated device, and of the emulated network, get the
-bandwidths at which copies and messages of two take `--share` of one worker's compute, so that one is compute-bound. Whoever waits
-for a link sleeps on the thread of that link. In every round rank 0 makes a step by itself while the others sleep, and then all make
-one together, each on as many rows: efficiency is the first over the second, round by round.
+bandwidths at which copies and messages of two take `--share` of one worker's compute, so that one is compute-bound. Whoever
+waits for a link sleeps on the thread of that link. In every round rank 0 makes a step by itself while the others sleep, and
+then all make one together, each on as many rows: efficiency is the first over the second, round by round.
 
 By processor time the same is said without the waiting, and without what other processes on the machine do to seconds: what
 workers do besides what one alone does, all of it on the core that computes. Forecasts are made by rank 0's own relay from its
