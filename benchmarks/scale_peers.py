@@ -11,7 +11,7 @@ The same GPT-2, micro-batches, fused AdamW and gloo for all, one core and one th
 On the CPU nothing has anywhere to offload to: `CPUOffloadPolicy` changes where FSDP2 would keep its shards beside a GPU. Every
 side runs in processes of its own, since memory that one has used is not always given back; sides take turns, round after round.
 Bytes of a process are what it holds more than before the model was made, at most, sampled every millisecond; `held` is what a
-side can say itself: parameters, gradients and optimizer state as tensors, for the relay its ledgers of host and device. A side
+side can say itself: parameters, gradients and optimizer state as tensors, for the relay the ledger of its host. A side
 that cannot run is a row with the reason.
 """
 
@@ -46,7 +46,7 @@ def relay(args: argparse.Namespace, batch: Any) -> tuple[Step, Callable[[], int]
     optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     one = Relay(model_of(args), optimizer, EmulatedDevice(), config=config, workers=Workers())
     _running["close"] = one.close
-    return lambda: one.step(batch).loss, lambda: one.host.peak + one.device.ledger.peak
+    return lambda: one.step(batch).loss, lambda: one.host.peak
 
 
 def ddp(args: argparse.Namespace, batch: Any) -> tuple[Step, Callable[[], int]]:

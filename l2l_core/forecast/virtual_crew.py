@@ -238,7 +238,7 @@ class Along:
             stop_s = self._link.take(stop_s, self._network.busy_s(traffic)) + self._network.delay_s(traffic)
             self.sent[channel] = self.sent[channel].plus(traffic)
         received = parts[-1].received if kind == "exchange" else sum(traffic.received for traffic in parts)
-        last = max(came, key=lambda rank: came[rank])
+        last = min(rank for rank, came_s in came.items() if came_s == met_s)
         lane = "gather" if channel == "gather" else "reduce"
         self.events.append(Event(lane, kind, met_s, stop_s, block, nbytes=received, stalled_s=met_s - t, last=last))
         return stop_s
