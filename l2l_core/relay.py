@@ -476,10 +476,10 @@ class Relay:
         *,
         device: Device | Mapping[str, Any] | None = None,
         host_bytes: int | None = None,
-        workers: int = 1,
+        workers: int | None = None,
         network: Network | None = None,
         stragglers: Mapping[int, float] | None = None,
-        rank: int = 0,
+        rank: int | None = None,
     ) -> Forecast:
         """Say what a step on this batch would need and how long it would take. Trains nothing and changes nothing; a
         relay that does not know yet in which order its layers are called knows it then.
@@ -495,10 +495,13 @@ class Relay:
             config: how the step would run; default the relay's own.
             device: whose link and budget to assume: a Device, or figures as in `Device.figures`; default the relay's own.
             host_bytes: what the host has, for `Forecast.largest_depth`.
-            workers: how many such steps are planned to be made together, each on a batch like this one, with ``reduce="sum"``.
+            workers: how many such steps are planned to be made together, each on a batch like this one, with ``reduce="sum"``;
+                default as many as there are.
             network: between them; default one that costs no time.
             stragglers: by rank, how many times as long as here compute and the EPS take there.
-            rank: of the worker that is told of.
+            rank: of the worker that is told of; default this one.
+
+        Several workers do it together. Each holds the whole model meanwhile, rehearses on its own, and is told of itself.
 
         Where the step does not fit the device, other settings are rehearsed too; `Forecast.advice` says which fit.
 
@@ -506,9 +509,20 @@ class Relay:
             TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
         """
-        self._company.refuse("forecast")
-        fleet = Fleet(count=workers, network=network or Network(), stragglers=stragglers or {}, rank=rank)
-        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
+        fleet = Fleet(
+            count=self.workers if workers is None else workers,
+            network=network or Network(),
+            stragglers=stragglers or {},
+            rank=self.rank if rank is None else rank,
+        )
+        with (
+            interrupts_wait(),
+            self._exclusive(),
+            torch.enable_grad(),
+            self._caches.off(),
+            self._company.together("forecast", partial(self._facts, batch)),
+            self._company.whole(),
+        ):
             check_model(self.model, self._runner.parts.units)
             self._runner.rows_of(batch)
             last = LastStep(

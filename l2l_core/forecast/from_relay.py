@@ -39,10 +39,13 @@ class LastStep:
     now: Kind
 
     def forms(self) -> list[Any] | None:
-        """Return the shapes of its micro-batches; None if it failed, or the model, its layers or settings are others now."""
+        """Return the shapes of its micro-batches.
+
+        None if it failed or was made with other workers, or the model, its layers or settings are others now.
+        """
         trace, kind = self.trace, self.kind
-        if trace is None or kind is None or trace.step != self.number:
-            return None
+        if trace is None or kind is None or trace.step != self.number or trace.worker.count > 1:
+            return None  # with others, costs are those of a part
         if (kind.training, kind.layers) != (self.now.training, self.now.layers):
             return None
         if any(trace.settings.get(name) != value for name, value in asdict(kind.config).items() if name != "seed"):

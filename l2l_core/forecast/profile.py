@@ -51,10 +51,7 @@ class Profile:
             ValueError: the trace holds no whole training step.
         """
         trace.check_finished()
-        profile = Profile(**Recording(trace).costs())
-        # Alone a step says nothing of workers, as before there were any
-        count = trace.worker.count
-        return replace(profile, settings={**profile.settings, "workers": count}) if count > 1 else profile
+        return Profile(**Recording(trace).costs())
 
     @staticmethod
     def of_shapes(shapes: Shapes, machine: Machine) -> Profile:

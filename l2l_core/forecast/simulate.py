@@ -43,7 +43,7 @@ def simulate(
     config: RelayConfig,
     device: Device | Mapping[str, Any] | None = None,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     network: Network | None = None,
     stragglers: Mapping[int, float] | None = None,
     rank: int = 0,
@@ -56,7 +56,7 @@ def simulate(
             left out, so the batch grows or shrinks.
         device: whose link to assume: an `EmulatedDevice`, or figures ("h2d_bytes_per_s", "d2h_bytes_per_s",
             "latency_s"). What is None or missing runs at the speed that the profile has.
-        workers: how many train together, each on a batch like the profile's, with ``reduce="sum"``.
+        workers: how many train together, each on a batch like the profile's, with ``reduce="sum"``; default those of the profile.
         network: between them; default one that costs no time.
         stragglers: by rank, how many times as long as the profile's its compute and its EPS take.
         rank: of the worker whose trace is returned.
@@ -65,10 +65,11 @@ def simulate(
         A trace on a virtual clock that starts at 0. With more than 20,000 events, a stay's micro-batches count as one.
 
     Raises:
-        ValueError, TypeError: the profile was made for another precision or stash place, so its bytes do not apply; or of several
-            workers; or a figure out of range.
+        ValueError, TypeError: the profile was made for another precision or stash place, so its bytes do not apply, or with
+            ``reduce="ordered"``; or a figure is out of range.
     """
-    fleet = Fleet(count=workers, network=network or Network(), stragglers=stragglers or {}, rank=rank)
+    count = profile.settings.get("workers", 1) if workers is None else workers
+    fleet = Fleet(count=count, network=network or Network(), stragglers=stragglers or {}, rank=rank)
     figures = device.figures() if isinstance(device, Device) else dict(device or {})
     return replayed(profile, config, figures, fleet).trace
 
@@ -89,7 +90,7 @@ def replayed(
         shares: what workers hold of each layer; None to cut as if a layer were one parameter.
     """
     _check(profile, config)
-    profile = profile.with_micro_batches(config.micro_batches)
+    profile = _of_one(profile).with_micro_batches(config.micro_batches)
     if _count_events(profile) > MOST_EVENTS:
         profile = profile.aggregated()
     if fleet.count == 1:
@@ -107,10 +108,10 @@ def replayed(
 
 
 def _check(profile: Profile, config: RelayConfig) -> None:
-    if (count := profile.settings.get("workers", 1)) != 1:
+    if profile.settings.get("reduce") == "ordered":
         raise ValueError(
-            f"the profile is of one of {count} workers, whose EPS updates a part of every layer: record a step of a relay that "
-            "trains alone"
+            'the profile is of a step with reduce="ordered", whose gradients move micro-batch by micro-batch, and this knows '
+            '"sum" alone: record a step with Workers(reduce="sum"), or of a relay that trains alone'
         )
     for name in ("precision", "stash"):
         known, asked = profile.settings.get(name), getattr(config, name)
@@ -127,6 +128,22 @@ def _check(profile: Profile, config: RelayConfig) -> None:
             f"that others are recomputed: record a step with RelayConfig(keep={config.keep}, resident={config.resident}, "
             f"ahead={config.ahead}), or rehearse one with relay.forecast(batch, config)"
         )
+
+
+def _of_one(profile: Profile) -> Profile:
+    """Let the EPS update all of every block, where the profile is of one of several workers."""
+    count = profile.settings.get("workers", 1)
+    if count == 1:
+        return profile
+    layers = {
+        key: cost._replace(update_s=count * cost.update_s, block_bytes=cost.push_bytes)
+        for key, cost in profile.layers.items()
+    }
+    closing = tuple(
+        job._replace(seconds=count * job.seconds, nbytes=count * job.nbytes) if job.kind == "update" else job
+        for job in profile.closing
+    )
+    return replace(profile, layers=layers, closing=closing, settings={**profile.settings, "workers": 1})
 
 
 def _parted(profile: Profile, shares: Mapping[str, Sequence[Share]], rank: int) -> Profile:

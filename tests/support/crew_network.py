@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from crew_cases import Case, relay_of
 
-from l2l_core import Network, Trace
+from l2l_core import Network, Profile, Relay, Trace, simulate
 from l2l_core.workers.network import Traffic, exchange_traffic, gather_traffic, spread_traffic
 
 Events = list[tuple[str, str, int]]
@@ -24,7 +24,7 @@ def together(trace: Trace) -> dict[str, Events]:
 
 
 def made_and_planned(rank: int, count: int, case: Case) -> dict[str, Any]:
-    """Make steps together; then plan one, alone, before any step and after some. Gives what was counted, and both plans."""
+    """Make steps together, and plan one; then alone, before any step and after some. Gives what was counted, and all plans."""
     with relay_of(case, rank) as relay:
         for step in range(2):
             relay.step(case.rows_of(rank, step))
@@ -43,18 +43,35 @@ def made_and_planned(rank: int, count: int, case: Case) -> dict[str, Any]:
             "events": together(trace),
             "sent": {name: (each["sent"], each["received"]) for name, each in counted.items()},
         }
-    plans = []
+        plans = [plan_of(relay, case, rank, count)]
     for steps in (0, 2):
         with relay_of(case, rank, workers=None) as alone:
             for step in range(steps):
                 alone.step(case.rows_of(rank, step))
-            plan = alone.forecast(case.rows_of(rank, 2), workers=count, rank=rank, network=Network(latency_s=1e-4))
-            assert plan.worker is not None
-            sent = {name: tuple(each) for name, each in plan.worker.sent.items()}
-            found = {"gathered": plan.worker.gathered_bytes, **plan.worker.held}
-            found |= {"gradients": plan.host_bytes["gradients"], "events": together(plan.trace), "sent": sent}
-            plans.append(found)
+            plans.append(plan_of(alone, case, rank, count))
     return {"made": made, "plans": plans}
+
+
+def made_and_replayed(rank: int, count: int, case: Case) -> dict[str, Any]:
+    """Make steps together; give what was done with others in the last one, and in its replay."""
+    with relay_of(case, rank) as relay:
+        trace = [relay.step(case.rows_of(rank, step)).trace for step in range(3)][-1]
+    replay = simulate(Profile.of(trace), case.settings, rank=rank)
+    update_s = [sum(e.stop_s - e.start_s for e in t.lanes["eps"] if e.kind == "update") for t in (trace, replay)]
+    return {"made": together(trace), "replayed": together(replay), "update_s": update_s}
+
+
+def plan_of(relay: Relay, case: Case, rank: int, count: int) -> dict[str, Any]:
+    """Plan a step, and give of it what is counted of one that was made."""
+    plan = relay.forecast(case.rows_of(rank, 2), workers=count, rank=rank, network=Network(latency_s=1e-4))
+    assert plan.worker is not None
+    return {
+        "gathered": plan.worker.gathered_bytes,
+        **plan.worker.held,
+        "gradients": plan.host_bytes["gradients"],
+        "events": together(plan.trace),
+        "sent": {name: tuple(each) for name, each in plan.worker.sent.items()},
+    }
 
 
 def count_at(channel: Any, counted: Counter[str]) -> None:

@@ -37,7 +37,9 @@ def test_two_layers_by_hand() -> None:
     there_s = 2 * (head_s + gather_s + latency_s)  # one after another, and compute waits for the layer ahead, too
     compute = trace.lanes["compute"]
     assert compute[1].start_s == pytest.approx(there_s)  # after the shell's code, which takes no time
-    done_s = there_s + COMPUTE_S + (COMPUTE_S + 8.0) + 12.0  # the second layer's load hides under the first one's forward
+    done_s = (
+        there_s + COMPUTE_S + (COMPUTE_S + 8.0) + 12.0
+    )  # the second layer's load hides under the first one's forward
     assert compute[-1].stop_s == pytest.approx(done_s)
     reduce_s = head_s + flag_s + exchange_s + latency_s
     assert end_s(trace) == pytest.approx(done_s + LINK_S + reduce_s + UPDATE_S / 2 + head_s)
@@ -136,10 +138,10 @@ def test_networks_that_cannot_be(figures: dict[str, float]) -> None:
         Network(**figures)
 
 
-def test_a_profile_of_one_of_several_workers_is_refused() -> None:
+def test_a_profile_of_ordered_gradients_is_refused() -> None:
     one = profile(2)
-    with pytest.raises(ValueError, match="one of 2 workers"):
-        simulate(replace(one, settings={**one.settings, "workers": 2}), CONFIG)
+    with pytest.raises(ValueError, match='this knows "sum" alone'):
+        simulate(replace(one, settings={**one.settings, "workers": 2, "reduce": "ordered"}), CONFIG)
 
 
 def test_a_worker_of_every_kind_is_replayed() -> None:

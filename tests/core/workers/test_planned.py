@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from crew import Crew
 from crew_cases import Case, adafactor
-from crew_network import made_and_planned, on_the_wire
+from crew_network import made_and_planned, made_and_replayed, on_the_wire
 
 SERIAL = {"ahead": 0}  # the EPS waits for each gradient: how many are under way at once is no matter of time
 CASES = [
@@ -33,6 +33,15 @@ def assert_as_planned(answers: list[dict[str, Any]], case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_workers_hold_gather_and_send_what_was_planned(case: Case, two: Crew) -> None:
     assert_as_planned(two.run(made_and_planned, case), case)
+
+
+@pytest.mark.parametrize("case", [CASES[2]], ids=str)
+def test_a_step_of_two_workers_is_replayed(case: Case, two: Crew) -> None:
+    """From the trace of one of them: it meets the other as often, over the same bytes, and updates its part as long."""
+    for seen in two.run(made_and_replayed, case):
+        assert seen["replayed"] == seen["made"]
+        made_s, replayed_s = seen["update_s"]
+        assert replayed_s == pytest.approx(made_s)
 
 
 @pytest.mark.slow
