@@ -479,6 +479,7 @@ class Relay:
         workers: int | None = None,
         network: Network | None = None,
         stragglers: Mapping[int, float] | None = None,
+        wire: str = "fp32",
         rank: int | None = None,
     ) -> Forecast:
         """Say what a step on this batch would need and how long it would take. Trains nothing and changes nothing; a
@@ -499,6 +500,7 @@ class Relay:
                 default as many as there are.
             network: between them; default one that costs no time.
             stragglers: by rank, how many times as long as here compute and the EPS take there.
+            wire: type in which they send gradients, as of `Workers`.
             rank: of the worker that is told of; default this one.
 
         Several workers do it together. Each holds the whole model meanwhile, rehearses on its own, and is told of itself.
@@ -513,6 +515,7 @@ class Relay:
             count=self.workers if workers is None else workers,
             network=network or Network(),
             stragglers=stragglers or {},
+            wire=wire,
             rank=self.rank if rank is None else rank,
         )
         with (

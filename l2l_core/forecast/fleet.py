@@ -26,6 +26,7 @@ class Fleet:
         count: how many there are.
         network: between them.
         stragglers: by rank, how many times as long as usual compute and the EPS take there; links are as fast as elsewhere.
+        wire: type in which gradients are sent, "fp32" or "bf16".
         rank: of the worker whose step and bytes are told.
 
     Raises:
@@ -35,6 +36,7 @@ class Fleet:
     count: int
     network: Network = field(default_factory=Network)
     stragglers: Mapping[int, float] = field(default_factory=dict)
+    wire: str = "fp32"
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -44,6 +46,8 @@ class Fleet:
             raise TypeError(
                 f"network={self.network!r}: give a Network, such as Network(bytes_per_s=1.25e9, latency_s=5e-5)"
             )
+        if self.wire not in ("fp32", "bf16"):
+            raise ValueError(f"wire={self.wire!r}: must be one of 'fp32', 'bf16'")
         for rank in (self.rank, *self.stragglers):
             if not (isinstance(rank, int) and 0 <= rank < self.count):
                 raise ValueError(
@@ -60,6 +64,7 @@ class Fleet:
             "workers": self.count,
             "network_bytes_per_s": bytes_per_s,
             "network_latency_s": self.network.latency_s,
+            "wire": self.wire,
             "stragglers": {str(rank): factor for rank, factor in self.stragglers.items()},
         }
 
@@ -118,9 +123,9 @@ class Share(NamedTuple):
         """Say what tells everybody which parameters have a gradient."""
         return exchange_traffic([self.trained] * len(self.gradient), 0)
 
-    def exchange(self, rank: int) -> Traffic:
-        """Say what brings everybody's gradients of its part to each worker."""
-        return exchange_traffic([4 * numel for numel in self.gradient], rank)
+    def exchange(self, itemsize: int, rank: int) -> Traffic:
+        """Say what brings everybody's gradients of its part to each worker, in elements of so many bytes."""
+        return exchange_traffic([itemsize * numel for numel in self.gradient], rank)
 
     def clipping(self, rank: int) -> list[Traffic]:
         """Say what brings the whole gradient to all workers."""

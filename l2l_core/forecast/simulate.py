@@ -46,6 +46,7 @@ def simulate(
     workers: int | None = None,
     network: Network | None = None,
     stragglers: Mapping[int, float] | None = None,
+    wire: str = "fp32",
     rank: int = 0,
 ) -> Trace:
     """Replay a step with these costs on a virtual clock.
@@ -59,6 +60,7 @@ def simulate(
         workers: how many train together, each on a batch like the profile's, with ``reduce="sum"``; default those of the profile.
         network: between them; default one that costs no time.
         stragglers: by rank, how many times as long as the profile's its compute and its EPS take.
+        wire: type in which they send gradients, as of `Workers`.
         rank: of the worker whose trace is returned.
 
     Returns:
@@ -69,7 +71,7 @@ def simulate(
             ``reduce="ordered"``; or a figure is out of range.
     """
     count = profile.settings.get("workers", 1) if workers is None else workers
-    fleet = Fleet(count=count, network=network or Network(), stragglers=stragglers or {}, rank=rank)
+    fleet = Fleet(count=count, network=network or Network(), stragglers=stragglers or {}, wire=wire, rank=rank)
     figures = device.figures() if isinstance(device, Device) else dict(device or {})
     return replayed(profile, config, figures, fleet).trace
 

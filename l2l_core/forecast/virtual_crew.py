@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol, TypeVar
 from greenlet import getcurrent, greenlet
 
 from l2l_core.forecast.fleet import Fleet, Share
+from l2l_core.rules import weight_itemsize
 from l2l_core.trace import Event, Worker
-from l2l_core.workers import Network, Traffic, meeting_traffic
+from l2l_core.workers import Traffic, meeting_traffic
 
 T = TypeVar("T")
 
@@ -167,7 +168,7 @@ class Along:
     ) -> None:
         self.worker, self.events = Worker(rank, fleet.count), list[Event]()
         self._rank, self._shares, self._itemsize, self._meetings = rank, shares, itemsize, meetings
-        self._network: Network = fleet.network
+        self._network, self._wire = fleet.network, weight_itemsize(fleet.wire)
         self._head = meeting_traffic(fleet.count)
         self._blocks = {share.key: share for each in shares.values() for share in each if any(share.gradient)}
         self._link = _Link()
@@ -202,7 +203,7 @@ class Along:
     def exchange(self, t: float, block: str) -> float:
         share = self._blocks[block]
         self._exchanged.append(block)
-        return self._collective("reduce", "exchange", t, block, [share.covers, share.exchange(self._rank)])
+        return self._collective("reduce", "exchange", t, block, [share.covers, share.exchange(self._wire, self._rank)])
 
     def clip(self, t: float) -> float:
         for share in [self._blocks[block] for block in self._exchanged]:

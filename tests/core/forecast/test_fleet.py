@@ -108,6 +108,13 @@ def test_what_some_send_others_receive(count: int) -> None:
     assert gather_traffic(100, count).received == 100 * (count - 1)
 
 
+def test_gradients_in_bfloat16_are_half_the_bytes() -> None:
+    whole, half = (simulate(profile(3), CONFIG, workers=4, wire=wire) for wire in ("fp32", "bf16"))
+    sizes = [[event.nbytes for event in trace.lanes["reduce"]] for trace in (whole, half)]
+    assert sizes[0] == [2 * nbytes for nbytes in sizes[1]] and sum(sizes[1])
+    assert half.lanes["gather"] == whole.lanes["gather"]
+
+
 def test_five_hundred_workers_and_a_deep_model() -> None:
     """As many as anybody asks for; each worker's share is padded, so all together hold a little more than there is."""
     trace = simulate(profile(48), CONFIG, workers=512, network=Network(bytes_per_s=1e9, latency_s=1e-5))
@@ -124,6 +131,7 @@ def test_five_hundred_workers_and_a_deep_model() -> None:
         ({"workers": 2, "rank": 2}, ValueError, "worker 2 is none of 2"),
         ({"workers": 2, "stragglers": {5: 2.0}}, ValueError, "worker 5 is none of 2"),
         ({"workers": 2, "stragglers": {1: 0.0}}, ValueError, "must be positive"),
+        ({"workers": 2, "wire": "fp16"}, ValueError, "wire='fp16': must be one of"),
         ({"workers": 2, "network": 1e9}, TypeError, "give a Network"),
     ],
 )
