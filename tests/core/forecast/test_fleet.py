@@ -53,6 +53,8 @@ def test_a_slow_network_is_what_binds() -> None:
     assert trace.lanes["gather"] and moved_s <= end_s(trace) <= moved_s * 1.2
     busy_s = trace.busy_s("gather") + trace.busy_s("reduce")
     assert busy_s >= moved_s  # both share the link
+    binding = {bound.phase: bound.lane for bound in trace.bound_by()}
+    assert binding["forward"] == "gather" and binding["backward"] in ("gather", "reduce"), binding
 
 
 def test_without_limits_nothing_but_updates_changes() -> None:
