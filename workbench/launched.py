@@ -11,12 +11,13 @@ from workbench.panels.header import HeaderPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
 from workbench.panels.rank_edits import RankEditsPanel
-from workbench.panels.ranks import RanksPanel, StragglersPanel
+from workbench.panels.ranks import RanksPanel
+from workbench.panels.waits import LaunchedWaitsPanel
 from workbench.session import Session, Snapshot
 
 VIEWS: Mapping[str, Sequence[Kind]] = {
     "relays": (RanksPanel, LossPanel),
-    "waits": (StragglersPanel,),
+    "waits": (LaunchedWaitsPanel,),
     "memory": (MemoryPanel,),
     "edits": (RankEditsPanel,),
 }

@@ -125,13 +125,20 @@ class _Adviser:
             exposed_s=phase.exposed_s[lane],
             idle_s=phase.idle_s,
             floor_s=phase.floor_s,
-            advice=advice,
+            advice=advice + self._half(lane),
             settings=settings,
         )
 
     def _binding(self, phase: Phase) -> str:
         lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
         return lane if phase.exposed_s[lane] > _SMALL * phase.span_s else "compute"
+
+    def _half(self, lane: str) -> str:
+        """Say what would send half the bytes over the network, where that is not set yet."""
+        name, said = {"gather": ("precision", "precision='bf16'"), "reduce": ("wire", "Workers(wire='bf16')")}.get(
+            lane, ("", "")
+        )
+        return f"; {said} would send half of it" if self.settings.get(name) == "fp32" else ""
 
     def _advise(self, phase: Phase, lane: str) -> Advice:
         if lane == OTHERS:
@@ -178,9 +185,7 @@ class _Adviser:
         faster = f", or {self._faster(lane, load)}," if needed > _FAR * self.micro_batches else ""
         more = f"{_count(needed)} of this size instead of {self.micro_batches}"
         times = f"{needed / self.micro_batches:.3g} times the batch"
-        halves = lane == "gather" and self.settings.get("precision") == "fp32"
-        bf16 = "; precision='bf16' would send half of it" if halves else ""
-        return f"{more}{faster} would hide it ({times}){bf16}", {"micro_batches": needed}
+        return f"{more}{faster} would hide it ({times})", {"micro_batches": needed}
 
     def _load(self, phase: Phase, lane: str) -> _Load:
         """Add up the lane's work of a phase, and the compute under which it can hide."""

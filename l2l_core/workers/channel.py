@@ -168,8 +168,10 @@ class Channel:
     ) -> None:
         """Send a range of `go` to every worker, `goes` elements each; theirs come side by side, `comes` elements each."""
         self.line.check()
-        with self.line.link.carrying(exchange_traffic([go.itemsize * each for each in goes], self.line.rank)):
-            work = dist.all_to_all_single(come, go, list(comes), list(goes), group=self._group, async_op=True)
+        bytes_of, size = (come.view(torch.uint8), go.view(torch.uint8)), go.element_size()
+        counts = [size * count for count in comes], [size * count for count in goes]
+        with self.line.link.carrying(exchange_traffic(counts[1], self.line.rank)):
+            work = dist.all_to_all_single(*bytes_of, *counts, group=self._group, async_op=True)
             self.line.wait(work, what, timeout_s)
 
     def close(self) -> None:

@@ -207,35 +207,6 @@ def edit_beside_alone(rank: int, count: int, edits: list[Edit | str | None]) -> 
     return _found(losses, expected, relay, alone, nan)
 
 
-def save_and_go_on(rank: int, count: int, folder: str) -> list[float]:
-    """Train a step, save, and train two more."""
-    case = Case("gpt2", rows=(4, 4))
-    with relay_of(case, rank) as relay:
-        relay.step(case.rows_of(rank, 0))
-        relay.apply(Duplicate(0))
-        relay.save(folder)
-        return [relay.step(case.rows_of(rank, step)).loss for step in (1, 2)]
-
-
-def load_and_go_on(rank: int, count: int, folder: str) -> list[float]:
-    """Load what was saved, and train the same two steps."""
-    case = Case("gpt2", rows=(4, 4))
-    model = BY_NAME["gpt2"].make_model()
-    workers = Workers(reduce="ordered", timeout_s=60.0)
-    with Relay.load(folder, model, case.optimizer(model), workers=workers) as relay:
-        assert relay.steps == 1 and len(relay.stack) == 5, (relay.steps, len(relay.stack))
-        return [relay.step(case.rows_of(rank, step)).loss for step in (1, 2)]
-
-
-def load_alone(rank: int, count: int, folder: str) -> list[float]:
-    """Load it in one process, and train the same two steps on the whole batches."""
-    case = Case("gpt2", rows=(4, 4))
-    model, config = BY_NAME["gpt2"].make_model(), replace(case.settings, micro_batches=count * case.micro_batches)
-    with Relay.load(folder, model, case.optimizer(model), config=config) as relay:
-        batches = [together([case.rows_of(worker, step) for worker in range(count)]) for step in (1, 2)]
-        return [relay.step(batch).loss for batch in batches]
-
-
 def look_at_batches(rank: int, count: int, name: str) -> dict[str, Any]:
     """Evaluate and run forward together, and alone on the whole batch; nothing is trained."""
     case, kind = Case(name, rows=(4, 4)), BY_NAME[name]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Workers
-from workbench import Session
+from workbench import Recorder, Session
 
 SECONDS = 0.02  # that a layer takes
 
@@ -42,8 +42,10 @@ def batches_of(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train() -> Session:
-    relay = relay_of()
-    return Session(relay, batches_of(relay.rank), probe=False)
+    """A folder named in the environment gets a recording of each rank."""
+    relay, folder = relay_of(), os.environ.get("RANKS_RECORDED_IN")
+    loggers = [Recorder(f"{folder}/rank{relay.rank}.jsonl", title="two ranks")] if folder else []
+    return Session(relay, batches_of(relay.rank), probe=False, loggers=loggers)
 
 
 def train_but_one() -> Session:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -69,15 +70,23 @@ class Conductor:
             self._changed.wait_for(lambda: self._worker.number != number, timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> Snapshot:
-        """Wait until nothing runs and nothing is queued.
+        """Wait until nothing runs and nothing is queued; an interrupt pauses the run.
 
         Raises:
             TimeoutError: it takes longer.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._run.state != "running" and not self._worker.is_busy, timeout_s):
-                raise TimeoutError(f"the workers are still {self._run.state}: wait longer, or pause()")
+        try:
+            with self._changed:
+                if not self._changed.wait_for(self._rests, timeout_s):
+                    raise TimeoutError(f"the workers are still {self._run.state}: wait longer, or pause()")
+        except KeyboardInterrupt:
+            with suppress(RuntimeError):  # closed meanwhile
+                self.pause()
+            raise
         return self.snapshot()
+
+    def _rests(self) -> bool:
+        return self._run.state != "running" and not self._worker.is_busy
 
     # -- commands ------------------------------------------------------------------------------------------------------
 

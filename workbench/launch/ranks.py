@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import wait
 from typing import Any
@@ -24,7 +25,7 @@ class LaunchError(RuntimeError):
     """Says that ranks could not begin; none is left."""
 
 
-class Ranks(Sequence[Remote]):
+class Ranks:
     """The ranks of one training, each in a process of its own on this machine.
 
     Invariant: questions reach all ranks in one order. When the other side of its pipe is gone a rank ends by itself, so none
@@ -75,7 +76,7 @@ class Ranks(Sequence[Remote]):
             why = failed.broken.traceback if failed.broken is not None else failed.ended
             raise LaunchError(f"rank {failed.rank} of {len(self)} could not begin, and all were ended: {why}")
 
-    def __getitem__(self, rank: Any) -> Any:
+    def __getitem__(self, rank: int) -> Remote:
         return self._remotes[rank]
 
     def __len__(self) -> int:
@@ -106,10 +107,8 @@ class Ranks(Sequence[Remote]):
     def close(self, timeout_s: float = END_S) -> None:
         """Ask all to end, and end those that do not within so many seconds. Closing twice is fine."""
         for one in self:
-            try:
+            with suppress(OSError):  # it has ended
                 one.pipe.send_bytes(b"")
-            except OSError:
-                pass  # it has ended
         until_s = time.monotonic() + timeout_s
         for one in self:
             one.process.join(max(0.0, until_s - time.monotonic()))

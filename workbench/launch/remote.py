@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -55,10 +56,9 @@ class Remote:
 
     def ask(self, ask: Ask) -> None:
         """Send a question; one that has ended does not get it."""
-        try:
-            self.pipe.send_bytes(pickle.dumps(ask))
-        except OSError:
-            pass  # it has just ended, which the thread that reads finds out by itself
+        data = pickle.dumps(ask)
+        with suppress(OSError):  # it has just ended, which the thread that reads finds out by itself
+            self.pipe.send_bytes(data)
 
     def answer(self, number: int) -> Answer | None:
         """Take the answer to a question, if there is one."""

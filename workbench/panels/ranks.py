@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
 import ipywidgets
 
-from l2l_core import Traces
 from workbench.launch import Conductor, Remote
-from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel, failure_html
 from workbench.panels.relay import RelayPanel
-from workbench.pictures import Picture, Table, show_stragglers, show_timeline, straggler_words
+from workbench.pictures import Picture, Table, format_seconds
 from workbench.session import Snapshot
 
 
@@ -69,47 +68,10 @@ class _Column:
 
 
 def _waits(now: Snapshot) -> str:
-    """For whom the rank has waited in its last step."""
+    """For whom the rank has waited most in its last step, while it could not compute."""
     assert now.last is not None, "no step yet"
-    waits = now.last.waits()
-    return straggler_words(waits, "it") if waits else "has waited for nobody"
-
-
-class StragglersPanel(Panel):
-    """Shows who waited for whom in the last step that all ranks have finished, and below it every rank's lanes."""
-
-    looks_at = Conductor
-
-    def build(self) -> ipywidgets.DOMWidget:
-        self._drawn: object = None
-        self._picture, self._fold, self._lanes = (
-            ipywidgets.HTML(),
-            Fold("Who waits for whom, as a table"),
-            ipywidgets.HTML(),
-        )
-        return ipywidgets.VBox([self._picture, self._fold.widget, self._lanes])
-
-    def draw(self, now: Snapshot) -> None:
-        traces = traces_of(self.session)
-        if traces is None:
-            self._picture.value = '<p class="l2l-empty">What workers waited for appears with the first step.</p>'
-        elif traces[0] is not self._drawn:
-            self._drawn, shown = traces[0], show_stragglers(traces)
-            self._picture.value = shown.svg
-            self._fold.show(lambda: shown.table)
-            heads = [f'<div class="l2l-heading">Worker {trace.worker.rank}</div>' for trace in traces]
-            self._lanes.value = "".join(a + show_timeline(b).svg for a, b in zip(heads, traces, strict=True))
-
-    def still(self, now: Snapshot) -> Sequence[Picture | Table]:
-        traces = traces_of(self.session)
-        return [show_stragglers(traces), *map(show_timeline, traces)] if traces is not None else []
-
-    def whose(self, now: Snapshot) -> str:
-        return now.shown_words
-
-
-def traces_of(conductor: Conductor) -> Traces | None:
-    """Put the traces of the last step together; None before the first, and while some rank is a step ahead."""
-    found = [now.last for now in (one.snapshot() for one in conductor.ranks)]
-    traces = [trace for trace in found if trace is not None]
-    return Traces(traces) if len(traces) == len(found) and len({trace.step for trace in traces}) == 1 else None
+    lost_s: dict[int, float] = defaultdict(float)
+    for wait in now.last.waits():
+        lost_s[wait.last] += wait.exposed_s
+    most = max(lost_s, key=lambda rank: lost_s[rank], default=None)
+    return "waited for nobody" if most is None else f"waited {format_seconds(lost_s[most])} for worker {most}"

@@ -10,7 +10,9 @@ from l2l_core.trace import BEGIN, NETWORK, Trace, Traces, Wait
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
+from workbench.pictures.span import common_span_s
 from workbench.pictures.theme import BLUE, GREEN, VERMILION, ink_on
+from workbench.pictures.timeline import show_timeline
 
 WIDTH, LEFT, RIGHT, TOP, ROW, PITCH = 960, 96, 944, 34, 26, 38  # px
 _WIDE = 26  # px: of a wait that its worker's number fits into
@@ -31,6 +33,11 @@ def show_stragglers(traces: Traces) -> Picture:
     return Picture(svg.document(WIDTH, height, table.title, table.note, parts), table)
 
 
+def show_lanes(traces: Traces) -> list[Picture]:
+    """Draw every worker's timeline; all of them are as long, and each begins with its own step."""
+    return [show_timeline(trace, common_span_s(*traces)) for trace in traces]
+
+
 def stragglers_table(traces: Traces) -> Table:
     """List who waited for whom, where and how long; the note says who was waited for most."""
     whole_s = traces.span_s + max(trace.worker.waited_s for trace in traces)
@@ -49,15 +56,15 @@ def stragglers_table(traces: Traces) -> Table:
     return Table(f"Who waits for whom in step {traces[0].step + 1}", header, rows, straggler_words(traces.waits()))
 
 
-def straggler_words(waits: Sequence[Wait], who: str = "others") -> str:
-    """Say in a sentence for which worker the others wait most, counting what compute did not hide; or one that is named."""
+def straggler_words(waits: Sequence[Wait]) -> str:
+    """Say in a sentence for which worker the others wait most, counting what compute did not hide."""
     waited_s: dict[int, float] = defaultdict(float)
     for wait in waits:
         waited_s[wait.last] += wait.exposed_s
     if not any(waited_s.values()):
         return "Nobody waits for anybody."
     last = max(waited_s, key=lambda rank: waited_s[rank])
-    return f"Most is waited for worker {last}: {format_seconds(waited_s[last])} in which {who} could not compute."
+    return f"Most is waited for worker {last}: {format_seconds(waited_s[last])} in which others could not compute."
 
 
 def _each(traces: Traces) -> Iterator[tuple[float, Trace]]:

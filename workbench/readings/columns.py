@@ -28,6 +28,7 @@ class Columns:
         k, visit: (events,), -1 if none.
         nbytes: (events,), int64.
         stay, slot, piece, pieces: (events,), as events say it.
+        lanes: those that the worker has.
         kinds, layers: names, in order of first appearance; layers are keys.
         sample_s: (samples,), float64.
         sample_place: (samples,), index into `PLACES`.
@@ -47,6 +48,7 @@ class Columns:
     slot: NDArray[np.int64]
     piece: NDArray[np.int64]
     pieces: NDArray[np.int64]
+    lanes: Sequence[str]
     kinds: Sequence[str]
     layers: Sequence[str]
     sample_s: NDArray[np.float64]
@@ -132,6 +134,7 @@ class _Reader:
         return Columns(
             *(times[:, i] for i in range(3)),
             *(numbers[:, i] for i in range(10)),
+            lanes=trace.worker.lanes,
             kinds=tuple(kinds),
             layers=tuple(layers),
             sample_s=self._sample_times.first(samples)[:, 0],

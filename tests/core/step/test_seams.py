@@ -54,7 +54,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         def make(config: RelayConfig, way: Sequence[Unit]) -> Plan:
             return replace(Plan.of(config, way), **{name: of(way) for name, of in attributes.items()})
 
-        monkeypatch.setattr("l2l_core.relay.Plan", SimpleNamespace(of=make))
+        monkeypatch.setattr("l2l_core.runner.Plan", SimpleNamespace(of=make))
 
     yield let
 

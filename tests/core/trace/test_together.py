@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,24 @@ def test_a_process_per_worker(tmp_path: Path) -> None:
     assert len({row["id"] for row in arrows}) == 2  # one in each process
 
 
+def test_waiting_for_the_step_to_begin_is_there_too(tmp_path: Path) -> None:
+    late = of_worker(0, 0.0, 0.0)
+    late.worker = Worker(0, 2, 100.0, waited_s=0.5, last=1)
+    Traces([late, of_worker(1, 0.25, 0.0)]).to_chrome(tmp_path / "late.json")
+    rows = [row for row in json.loads((tmp_path / "late.json").read_text())["traceEvents"] if row["ph"] == "X"]
+    (wait,) = [row for row in rows if row["name"] == "wait for worker 1"]
+    assert (wait["pid"], wait["ts"], wait["dur"]) == (1, 0.0, 0.5e6)
+    assert {row["ts"] for row in rows if row["name"] == "ncclKernel G layers.0"} == {
+        1.25e6
+    }  # of both, half a second later
+
+
 def test_a_file_per_worker_for_holistic_trace_analysis(tmp_path: Path) -> None:
     both().to_chrome(tmp_path, compress=False)
     for rank in (0, 1):
-        chrome = json.loads((tmp_path / f"rank{rank}.json.gz").read_bytes())
+        data = (tmp_path / f"rank{rank}.json.gz").read_bytes()
+        chrome = json.loads(data)
+        assert re.search(rb'"rank":\s+(\d+)', data)[1] == str(rank).encode()  # as that program looks for it
         assert chrome["distributedInfo"] == {"rank": rank, "world_size": 2}
         assert {row["pid"] for row in chrome["traceEvents"]} == {rank + 1}
 

@@ -87,6 +87,8 @@ def test_gradients_of_every_micro_batch_could_be_sent_as_a_sum() -> None:
     found = bound(of_worker(reduce_s=3.0, reduce="ordered"), "tail")
     assert found.lane == "reduce" and found.advice.startswith("Workers(reduce='sum') would send 1/2 of it")
     assert "left over from backward" in bound(of_worker(reduce_s=3.0), "tail").advice
+    assert "Workers(wire='bf16') would send half of it" in bound(of_worker(reduce_s=3.0, wire="fp32"), "tail").advice
+    assert "wire" not in bound(of_worker(reduce_s=3.0, wire="bf16"), "tail").advice
 
 
 def test_a_step_alone_knows_no_network() -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import rank_training
@@ -10,6 +11,9 @@ from patience import HANG_S
 
 from l2l_core import Drop, Duplicate, Relay
 from workbench.launch import Conductor, LaunchError, Ranks
+from workbench.replayed import Replay
+from workbench.runs import RecordedRun, load_run
+from workbench.runs.report import render_report
 
 
 def alone(relay: Relay, steps: int) -> list[float]:
@@ -22,8 +26,15 @@ def alone(relay: Relay, steps: int) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def conductor() -> Iterator[Conductor]:
-    made = Conductor(Ranks(rank_training.train, 2))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def conductor(folder: Path) -> Iterator[Conductor]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RANKS_RECORDED_IN", str(folder))
+        made = Conductor(Ranks(rank_training.train, 2))
     yield made
     made.close()
     assert not any(one.process.is_alive() for one in made.ranks)
@@ -86,6 +97,38 @@ def test_a_rank_that_is_killed_is_named_and_all_end(conductor: Conductor) -> Non
     conductor.close()
     assert not any(one.process.is_alive() for one in conductor.ranks)
     assert conductor.snapshot().state == "closed" and "were ended" in conductor.snapshot().ended
+
+
+@pytest.fixture(scope="module")
+def recorded(conductor: Conductor, folder: Path) -> RecordedRun:
+    if not conductor.snapshot().step:
+        conductor.run(2)
+        conductor.wait(HANG_S)
+    conductor.close()
+    return load_run(folder)
+
+
+def test_a_recorded_run_shows_every_rank(recorded: RecordedRun) -> None:
+    """Rank 1 may have been killed: what it had written by then is there."""
+    number = max({*recorded.traced} & {*recorded.others[0].traced})
+    traces = recorded.traces(number)
+    assert traces is not None and [trace.worker.rank for trace in traces] == [0, 1]
+    assert all({*trace.lanes} >= {"gather", "reduce"} and trace.lanes["gather"] for trace in traces)
+    text = render_report([recorded.until(number)])
+    assert "<h2>2 workers</h2>" in text and "Who waits for whom in step" in text and "Lanes of worker 1" in text
+
+
+def test_a_replay_shows_every_ranks_lanes(recorded: RecordedRun) -> None:
+    replay = Replay(recorded)
+    number = max({*recorded.traced} & {*recorded.others[0].traced})
+    replay.session.select(number)
+    replay.views.turn_to("waits")
+    (panel,) = replay.views.seen
+    panel.show(replay.snapshot())
+    shown = panel.still(replay.snapshot())
+    assert len(shown) == 3 and shown[0].table.title.startswith("Who waits for whom")
+    assert panel.widget.children[2].value.count("<svg") == 2, "the lanes of both"
+    replay.close()
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 from l2l_core import Event, Trace, Traces
 from l2l_core.trace import Worker
-from workbench.pictures import VERMILION, show_stragglers
+from workbench.pictures import VERMILION, show_stragglers, show_timeline, timeline_figure
 
 
 def traces(late_s: float) -> Traces:
@@ -47,3 +47,23 @@ def test_the_picture_has_a_row_per_worker_and_a_box_per_wait() -> None:
     assert abs(boxes[0][1] - boxes[1][1]) < 0.2  # a second each, on one axis
     assert boxes[0][0] + boxes[0][1] < boxes[1][0]  # one before the step, one in it
     assert VERMILION not in re.sub(r"<g.*?</g>|<rect[^>]*>", "", show_stragglers(traces(late_s=0.0)).svg)
+
+
+def test_a_timeline_has_the_lanes_of_the_network_with_what_was_waited_for() -> None:
+    trace = traces(late_s=1.0)[0]
+    svg = show_timeline(trace).svg
+    ElementTree.fromstring(svg)
+    lanes = re.findall(r">(compute|EPS|gather|reduce)</text>", svg)
+    assert [name for name in lanes if name != "gather"] == ["compute", "EPS", "reduce"] and "gather" in lanes
+    assert "gather, exposed" in svg and "reduce, exposed" in svg
+    (wait,) = re.findall(rf'class="ghost" fill="{VERMILION}"', svg)
+    alone = Trace.of([event for event in trace.events if event.lane == "compute"], [])
+    assert "gather" not in show_timeline(alone).svg and wait not in show_timeline(alone).svg
+    rows = {row[0]: row[1:3] for row in show_timeline(trace).table.rows}
+    assert rows["gather"] == ("1", "10 B") and rows["reduce"] == ("0", "0 B")
+
+
+def test_the_figure_to_explore_has_them_too() -> None:
+    figure = timeline_figure(traces(late_s=1.0)[0])
+    assert {"gather", "reduce"} <= {*figure.layout.yaxis.categoryarray}
+    assert {y for trace in figure.data for y in trace.y} == {"compute", "gather"}
