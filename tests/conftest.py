@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from fast import beyond_a_dozen, is_left_out, sample
+from hypothesis import settings
+
+settings.register_profile(
+    "untimed", deadline=None
+)  # how long an example takes says more of the machine than of the code
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

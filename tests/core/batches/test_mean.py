@@ -80,7 +80,7 @@ def given_count(batch: Batch) -> float:
 PAPER = {"targets": by_targets(0), "shifted targets": by_targets(1), "rows": by_rows, "a given count": given_count}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.data(),
     st.sampled_from(sorted(PAPER)),

@@ -281,7 +281,7 @@ ACT = st.one_of(
 )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(acts=st.lists(ACT, min_size=4, max_size=24))
 def test_whatever_happens_a_branch_is_found_as_it_was_left(acts: list[Any]) -> None:
     with make_relay(make_gpt(3)) as relay:

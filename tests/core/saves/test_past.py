@@ -72,7 +72,7 @@ EDIT = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(edits=st.lists(EDIT, min_size=2, max_size=7), undone=st.integers(0, 2))
 def test_a_saved_relay_undoes_and_redoes_like_the_one_that_was_saved(
     edits: list[Any], undone: int, tmp_path_factory: pytest.TempPathFactory

@@ -110,7 +110,7 @@ def test_elements_carry_what_they_are_given_and_nothing_else() -> None:
     }  # fmt: skip
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.floats(0, 900), st.floats(0, 300), st.floats(1, 200), st.floats(1, 40), st.floats(2, 12))
 def test_a_hatch_stays_in_its_box(x: float, y: float, width: float, height: float, pitch: float) -> None:
     commands = svg.hatch(x, y, width, height, pitch)
@@ -133,7 +133,7 @@ def test_a_scale_maps_ends_to_ends() -> None:
     assert Scale(0, 10, 100, 0)(1) == 90, "upwards too"
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.floats(-1e6, 1e6), st.floats(1e-9, 1e9), st.integers(2, 12))
 def test_marks_are_round_within_the_axis_and_not_too_many(low: float, length: float, at_most: int) -> None:
     high = low + length
@@ -160,7 +160,7 @@ def test_marks(low: float, high: float, at_most: int, marks: list[float]) -> Non
     assert ticks(low, high, at_most) == pytest.approx(marks)
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.floats(1e-12, 1e12))
 def test_an_axis_ends_at_a_round_number_not_far_above(value: float) -> None:
     end = round_up(value)
@@ -193,7 +193,7 @@ def test_seconds_for_people(seconds: float, words: str) -> None:
     assert format_seconds(seconds) == words
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.floats(1e-7, 1e5))
 def test_seconds_are_read_back_to_three_digits(seconds: float) -> None:
     number, unit = format_seconds(seconds).split()
