@@ -16,7 +16,16 @@ from torch.optim import Optimizer
 
 from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, Unit, shared_key
-from l2l_core.eps.optimizers import Findings, clone_state, copy_over, over, replace_params, slice_of, state_bytes
+from l2l_core.eps.optimizers import (
+    Findings,
+    clone_state,
+    copy_over,
+    memory_of,
+    over,
+    replace_params,
+    slice_of,
+    state_bytes,
+)
 from l2l_core.model import keep
 
 
@@ -31,7 +40,7 @@ class Side:
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        return sum(map(state_bytes, self.state.values()))
+        return state_bytes(*self.state.values())
 
 
 @dataclass(slots=True)
@@ -82,7 +91,7 @@ class Masters:
         }
         self.before_write: Callable[[Block], None] = lambda block: None
         self._order: dict[nn.Parameter, int] = {}  # made when it is needed
-        self._state_bytes = 0
+        self._state: dict[int, int] = {}  # bytes of the optimizer's state by address
         for block in self.blocks:
             host.book("weights", block.key, block.nbytes)
         self.book_state()
@@ -145,7 +154,7 @@ class Masters:
             self.optimizer.state.update(side.state)
             self._mine[block] = _Mine(side.masters, over(self.optimizer, part, self.optimizer.state))
             self._host.book("weights", block.key, block.nbytes)
-            self._book_state(side.nbytes)
+            self._book_state(self._state | memory_of(*side.state.values()))
 
     def dismiss(self, units: Collection[Unit]) -> dict[Unit, dict[Block, Side]]:
         """Let layers go, between two steps; the result is what `admit` needs to take them in again.
@@ -161,12 +170,12 @@ class Masters:
         for master in masters:
             del self._model_params[master]
             self.optimizer.state.pop(master, None)
-        for block, side in sides.items():
+        for block in sides:
             del self._mine[block], self.owner[block]
             self._host.release("weights", block.key, block.nbytes)
-            self._book_state(-side.nbytes)
         self.blocks = [block for block in self.blocks if block not in sides]
         self.units = [unit for unit in self.units if unit not in kept]
+        self.book_state()
         return kept
 
     def rename(self, block: Block, names: list[str]) -> None:
@@ -243,19 +252,20 @@ class Masters:
     @property
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state, as of the last step or edit."""
-        return self._state_bytes
+        return sum(self._state.values())
 
     def book_state(self) -> None:
         """Count the bytes of the optimizer's state anew."""
-        self._book_state(sum(map(state_bytes, self.optimizer.state.values())) - self._state_bytes)
+        self._book_state(memory_of(*self.optimizer.state.values()))
 
-    def _book_state(self, nbytes: int) -> None:
-        """Book so many bytes of the optimizer's state more, or release them where there are fewer."""
+    def _book_state(self, memory: dict[int, int]) -> None:
+        """Book what is more than before, or release what is less."""
+        nbytes = sum(memory.values()) - self.state_bytes
         if nbytes > 0:
             self._host.book("optimizer", "state", nbytes)
         elif nbytes < 0:
             self._host.release("optimizer", "state", -nbytes)
-        self._state_bytes += nbytes
+        self._state = memory
 
 
 def warmth_of(block: Block) -> float:

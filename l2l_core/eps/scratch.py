@@ -6,7 +6,7 @@ What it is not: a way to train. Masters, versions, optimizer state and hooks of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, GradientPiece
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import clone_state, over, state_bytes, step_alone
+from l2l_core.eps.optimizers import clone_state, memory_of, over, step_alone, tensors_of
 from l2l_core.eps.store import LayerStore
 from l2l_core.eps.updates import Whole, check_rates
 
@@ -46,7 +46,12 @@ class ToScratch:
         self._scratch: dict[Any, _Scratch] = {}
         self._is_logged = False
         self.updated: list[Block] = []
-        self._state_bytes: dict[Block, int] = {}  # of every block that was updated so far, in whatever step
+        # What all blocks have in common, tables of quantised codes, say
+        self._common = memory_of(
+            {n: value for n, value in vars(optimizer).items() if n not in ("state", "param_groups")}
+        )
+        # Bytes of the state by place, of every block that was updated so far, in whatever step
+        self._memory: dict[Block, dict[Hashable, int]] = {}
 
     def begin(self, logged: bool, deferred: bool) -> None:
         self._is_logged, self.updated = logged, []
@@ -63,7 +68,9 @@ class ToScratch:
         scratch.step(piece)
         del undo  # it was made for what it costs
         self.updated.append(block)
-        self._state_bytes[block] = scratch.state_bytes + self._idle_bytes(block, piece)
+        # Blocks of one form share the scratch, and will have a state each
+        places = {at if at in self._common else (block, at): nbytes for at, nbytes in scratch.memory.items()}
+        self._memory[block] = {**places, **self._idle(block, piece)}
         return {}
 
     def finish(self, whole: Whole) -> None:
@@ -72,14 +79,17 @@ class ToScratch:
     def undo(self) -> None:
         self.updated = []
 
-    def state_bytes_of(self, block: Block) -> int:
-        known = self._state_bytes.get(block)
-        return self._masters.side_of(block).nbytes if known is None else known
+    def state_bytes_of(self, blocks: Iterable[Block]) -> int:
+        memory: dict[Hashable, int] = {}
+        for block in blocks:
+            known = self._memory.get(block)
+            memory.update(memory_of(*self._masters.side_of(block).state.values()) if known is None else known)
+        return sum(memory.values())
 
-    def _idle_bytes(self, block: Block, piece: GradientPiece) -> int:
-        """Count the bytes of state that parameters without an update have from earlier steps."""
+    def _idle(self, block: Block, piece: GradientPiece) -> dict[int, int]:
+        """Give the bytes of state that parameters without an update have from earlier steps, by address."""
         side, moving = self._masters.side_of(block), piece.views()
-        return sum(state_bytes(side.state.get(p, {})) for i, p in enumerate(side.masters) if i not in moving)
+        return memory_of(*(side.state.get(p, {}) for i, p in enumerate(side.masters) if i not in moving))
 
     def _scratch_of(self, block: Block, piece: GradientPiece) -> _Scratch:
         """Find scratch memory of the gradient's form; those of one form share it."""
@@ -116,7 +126,12 @@ class _Scratch:
             defaultdict(dict),
         )
         states = zip(self._params, known, strict=True)
-        self._part.state.update({param: clone_state(state) for param, state in states if state})
+        self._copy_of: dict[int, int] = {}  # address of what it is a copy of, by its own
+        for param, state in states:
+            if state:
+                self._part.state[param] = clone_state(state)
+                pairs = zip(tensors_of(self._part.state[param]), tensors_of(state), strict=True)
+                self._copy_of.update((copied.data_ptr(), tensor.data_ptr()) for copied, tensor in pairs)
         self.step(replace(piece, flat=torch.full((layout.numel,), 0.01)))  # the first one makes the state
 
     def step(self, piece: GradientPiece) -> None:
@@ -135,7 +150,6 @@ class _Scratch:
         return {"flat": self.flat, **kept}
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
-        known = self.everything()
-        return sum(v.nbytes for name, v in known.items() if name != "flat" and isinstance(v, torch.Tensor))
+    def memory(self) -> dict[int, int]:
+        """Bytes of the optimizer's state by address; what began as a copy has that of the original."""
+        return {self._copy_of.get(at, at): nbytes for at, nbytes in memory_of(*self._part.state.values()).items()}

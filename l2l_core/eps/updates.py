@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from l2l_core.eps.optimizers import (
     settle,
     slice_of,
     spares_others,
+    state_bytes,
     update_part,
 )
 from l2l_core.model import keep_without
@@ -62,8 +63,8 @@ class Update(Protocol):
     def undo(self) -> None:
         """Undo the step's updates if they were logged; else `updated` says what they were."""
 
-    def state_bytes_of(self, block: Block) -> int:
-        """Count the bytes that the optimizer keeps of a block."""
+    def state_bytes_of(self, blocks: Iterable[Block]) -> int:
+        """Count the bytes that the optimizer keeps of some blocks."""
 
 
 class ByOptimizer:
@@ -160,8 +161,8 @@ class ByOptimizer:
         self.updated = updated
         self._masters.book_state()
 
-    def state_bytes_of(self, block: Block) -> int:
-        return self._masters.side_of(block).nbytes
+    def state_bytes_of(self, blocks: Iterable[Block]) -> int:
+        return state_bytes(*(state for block in blocks for state in self._masters.side_of(block).state.values()))
 
     def _before_hook_writes(self, block: Block) -> None:
         """Keep weights that a step hook is about to change: branches and the way back need them."""

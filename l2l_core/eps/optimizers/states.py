@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from l2l_core.eps.optimizers.settings import is_same
 
@@ -22,9 +23,29 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
-def state_bytes(state: Mapping[str, Any]) -> int:
-    """Count the bytes of tensors in what the optimizer knows of a parameter."""
-    return sum(leaf.nbytes for value in state.values() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+def state_bytes(*states: Mapping[str, Any]) -> int:
+    """Count the bytes of tensors in what the optimizer knows of some parameters."""
+    return sum(memory_of(*states).values())
+
+
+def memory_of(*states: Mapping[str, Any]) -> dict[int, int]:
+    """Give the bytes of tensors by address: what several have in common is there once, as the table of quantised codes is."""
+    return {tensor.data_ptr(): tensor.nbytes for state in states for tensor in tensors_of(state)}
+
+
+def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """List the tensors in what the optimizer knows of a parameter; of one that is put together from others, those."""
+    leaves = (leaf for value in state.values() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+    return [plain for leaf in leaves for plain in _plain(leaf)]
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Take apart what says of itself only what it stands for: a quantised tensor has the shape and type of a plain one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
 
 
 def _leaves(value: Any) -> Sequence[Any]:
