@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have and large batches or small hosts want; each is a plain torch optimizer, with a relay or without.
+"""Optimizers for large batches and small hosts; each is a plain torch optimizer, in a relay or without one.
 
 Imports nothing of the engine, so that what trains in a relay trains anywhere.
 Begin reading at `in_bf16.py`.

@@ -55,7 +55,9 @@ def in_bf16(kind: type[Optimizer]) -> type[Optimizer]:
     class InBf16(kind):  # type: ignore[valid-type, misc]
         @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            if closure is not None:  # whoever has no gradient is not updated, and draws nothing: so now, not in the plain step
+            if (
+                closure is not None
+            ):  # whoever has no gradient is not updated, and draws nothing: so now, not in the plain step
                 with torch.enable_grad():
                     loss = closure()
             moving = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
@@ -70,7 +72,9 @@ def in_bf16(kind: type[Optimizer]) -> type[Optimizer]:
         def load_state_dict(self, state_dict: Any) -> None:
             super().load_state_dict(state_dict)  # gives moments the type of their parameter
             for param, state in self.state.items():
+                known = {NOISE: state[NOISE]} if NOISE in state else {}
                 _pack(param, state, {})
+                state.update(known)  # what was packed before fits as it is, and has drawn nothing
 
     InBf16.__name__ = InBf16.__qualname__ = f"{kind.__name__}InBf16"
     InBf16.__doc__ = f"{kind.__name__} with its state in bfloat16, see `in_bf16`."
@@ -110,7 +114,9 @@ def _pack(param: nn.Parameter, state: dict[str, Any], into: dict[str, torch.Tens
         if name not in _TO_NEAREST:
             if NOISE not in state:
                 state[NOISE] = _checksum(value) << 24  # above what counts steps; 56 bits, so that it fits any integer
-            round_at_random(value, zlib.crc32(f"{state[NOISE]}/{name}".encode()))  # 32 bits are all that a generator takes
+            round_at_random(
+                value, zlib.crc32(f"{state[NOISE]}/{name}".encode())
+            )  # 32 bits are all that a generator takes
         packed = into.get(name)
         state[name] = torch.empty_like(value, dtype=torch.bfloat16) if packed is None else packed
         state[name].copy_(value)

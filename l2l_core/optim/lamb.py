@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 class LAMB(Optimizer):
     """Layer-wise adaptive moments.
 
-    Give biases and norms a group with ``weight_decay=0``, as with AdamW; what begins with zeros takes AdamW's steps until it has a
-    norm. Large batches want a warm-up: ``LinearLR`` over the first steps.
+    Give biases and norms a group with ``weight_decay=0``, as with AdamW; what begins with zeros takes AdamW's steps until it
+    has a norm. Large batches want a warm-up: ``LinearLR`` over the first steps.
 
     Args:
         params: or groups of them.

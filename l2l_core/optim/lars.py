@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 class LARS(Optimizer):
     """Layer-wise adaptive rate scaling.
 
-    Give biases and norms a group with ``weight_decay=0``; what begins with zeros takes SGD's steps until it has a norm. Large batches
-    want a warm-up: ``LinearLR`` over the first steps.
+    Give biases and norms a group with ``weight_decay=0``; what begins with zeros takes SGD's steps until it has a norm. Large
+    batches want a warm-up: ``LinearLR`` over the first steps.
 
     Args:
         params: or groups of them.

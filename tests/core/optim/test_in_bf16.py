@@ -53,7 +53,9 @@ def test_rounding_is_right_on_average_and_to_nearest_is_not(part: float) -> None
     assert set(rounded.tolist()) == {low, high}
     ups = (rounded == high).float().mean().item()
     assert abs(ups - part) < 5 * (part * (1 - part) / count) ** 0.5
-    assert abs(value.bfloat16().float().mean().item() - value[0].item()) > 20 * abs(rounded.mean().item() - value[0].item())
+    assert abs(value.bfloat16().float().mean().item() - value[0].item()) > 20 * abs(
+        rounded.mean().item() - value[0].item()
+    )
 
 
 def test_what_fits_stays_and_draws_follow_from_seed_and_element() -> None:
@@ -120,7 +122,9 @@ class Oracle:
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 def test_a_relay_is_plain_training_whose_moments_are_rounded_by_others(update: Any) -> None:
     oracle, config = Oracle(), RelayConfig(micro_batches=2, update=update)
-    with Relay(net := model(), partial(in_bf16(torch.optim.AdamW), lr=1e-2), loss=squared_error, config=config) as relay:
+    with Relay(
+        net := model(), partial(in_bf16(torch.optim.AdamW), lr=1e-2), loss=squared_error, config=config
+    ) as relay:
         for number in range(STEPS):
             oracle.step(number)
             relay.step(batch(number))

@@ -95,7 +95,9 @@ def test_they_warm_up_in_a_relay_as_in_plain_training(kind: type) -> None:
         assert all(torch.equal(a, b) for a, b in zip(core.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind, setting", [(LAMB, {"betas": (0.9, 1.0)}), (LAMB, {"max_norm": 0.0}), (LARS, {"trust": 0.0})])
+@pytest.mark.parametrize(
+    "kind, setting", [(LAMB, {"betas": (0.9, 1.0)}), (LAMB, {"max_norm": 0.0}), (LARS, {"trust": 0.0})]
+)
 def test_settings_out_of_range_are_refused(kind: type, setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__}: lr="):
         kind([nn.Parameter(torch.ones(2))], **setting)
