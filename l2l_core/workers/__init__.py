@@ -1,6 +1,6 @@
 """Several processes that train one model: each with its own rows, its own device, and a part of the weights and their state.
 
-May import `eps`, `eps.blocks`, `devices`, `batches`, `config`.
+May import `eps`, `eps.blocks`, `devices`, `batches`, `trace`, `config`.
 Begin reading at `channel.py` (why nothing hangs), `crew.py`, then `place.py` and `reducer.py`, which stand at the EPS's seams.
 """
 
