@@ -18,9 +18,9 @@ from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, Unit, shared_key
 from l2l_core.eps.optimizers import (
     Findings,
+    Tally,
     clone_state,
     copy_over,
-    memory_of,
     over,
     replace_params,
     slice_of,
@@ -91,7 +91,7 @@ class Masters:
         }
         self.before_write: Callable[[Block], None] = lambda block: None
         self._order: dict[nn.Parameter, int] = {}  # made when it is needed
-        self._state: dict[int, int] = {}  # bytes of the optimizer's state by address
+        self._tally, self._state_bytes = Tally(), 0  # of the optimizer's state; what of it is in the ledger
         for block in self.blocks:
             host.book("weights", block.key, block.nbytes)
         self.book_state()
@@ -154,7 +154,8 @@ class Masters:
             self.optimizer.state.update(side.state)
             self._mine[block] = _Mine(side.masters, over(self.optimizer, part, self.optimizer.state))
             self._host.book("weights", block.key, block.nbytes)
-            self._book_state(self._state | memory_of(*side.state.values()))
+            self._tally.add(side.state.values())
+            self._book_tally()
 
     def dismiss(self, units: Collection[Unit]) -> dict[Unit, dict[Block, Side]]:
         """Let layers go, between two steps; the result is what `admit` needs to take them in again.
@@ -170,12 +171,13 @@ class Masters:
         for master in masters:
             del self._model_params[master]
             self.optimizer.state.pop(master, None)
-        for block in sides:
+        for block, side in sides.items():
             del self._mine[block], self.owner[block]
             self._host.release("weights", block.key, block.nbytes)
+            self._tally.remove(side.state.values())
         self.blocks = [block for block in self.blocks if block not in sides]
         self.units = [unit for unit in self.units if unit not in kept]
-        self.book_state()
+        self._book_tally()
         return kept
 
     def rename(self, block: Block, names: list[str]) -> None:
@@ -252,20 +254,20 @@ class Masters:
     @property
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state, as of the last step or edit."""
-        return sum(self._state.values())
+        return self._state_bytes
 
     def book_state(self) -> None:
         """Count the bytes of the optimizer's state anew."""
-        self._book_state(memory_of(*self.optimizer.state.values()))
+        self._tally = Tally(self.optimizer.state.values())
+        self._book_tally()
 
-    def _book_state(self, memory: dict[int, int]) -> None:
-        """Book what is more than before, or release what is less."""
-        nbytes = sum(memory.values()) - self.state_bytes
+    def _book_tally(self) -> None:
+        nbytes = self._tally.nbytes - self._state_bytes
         if nbytes > 0:
             self._host.book("optimizer", "state", nbytes)
         elif nbytes < 0:
             self._host.release("optimizer", "state", -nbytes)
-        self._state = memory
+        self._state_bytes += nbytes
 
 
 def warmth_of(block: Block) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,27 @@ def state_bytes(*states: Mapping[str, Any]) -> int:
 def memory_of(*states: Mapping[str, Any]) -> dict[int, int]:
     """Give the bytes of tensors by address: what several have in common is there once, as the table of quantised codes is."""
     return {tensor.data_ptr(): tensor.nbytes for state in states for tensor in tensors_of(state)}
+
+
+class Tally:
+    """Counts the bytes of tensors in states that come and go; what several have in common, as long as one of them is there."""
+
+    def __init__(self, states: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.nbytes = 0
+        self._uses: Counter[int] = Counter()  # of the memory at an address
+        self.add(states)
+
+    def add(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Count these as well."""
+        for tensor in (tensor for state in states for tensor in tensors_of(state)):
+            self.nbytes += 0 if self._uses[tensor.data_ptr()] else tensor.nbytes
+            self._uses[tensor.data_ptr()] += 1
+
+    def remove(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Count these no longer, as far as they were counted."""
+        for tensor in (tensor for state in states for tensor in tensors_of(state) if self._uses[tensor.data_ptr()]):
+            self._uses[tensor.data_ptr()] -= 1
+            self.nbytes -= 0 if self._uses[tensor.data_ptr()] else tensor.nbytes
 
 
 def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
