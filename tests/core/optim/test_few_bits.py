@@ -16,8 +16,11 @@ import pytest
 import torch
 from small import assert_same, whole
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from l2l_core import Duplicate, EmulatedDevice, Interpolate, NonFiniteError, Relay, RelayConfig
+from l2l_core.eps.optimizers import Tally, state_bytes
+from l2l_core.eps.optimizers.optimizers import make_optimizer
 from l2l_core.eps.optimizers.toys import Form
 from l2l_core.optim import in_bf16
 
@@ -183,3 +186,22 @@ def test_codes_cannot_be_scaled_and_nothing_has_changed() -> None:
         with pytest.raises(ValueError, match="quantised.*Use optimizer='copy' or 'fresh'"):
             relay.apply(Duplicate(1, optimizer=0.5))
         assert_same(state(relay), before)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RAdam])
+def test_noise_by_place_is_not_elementwise(kind: type) -> None:
+    """Also where weights do not show it yet, as in RAdam's first steps; workers would cut parameters otherwise."""
+    assert make_optimizer(partial(kind, lr=1e-3), Model())[1].elementwise
+    assert not make_optimizer(partial(in_bf16(kind), lr=1e-3), Model())[1].elementwise
+
+
+def test_bytes_in_common_count_once_and_quantised_tensors_by_what_they_hold() -> None:
+    table, one, two = torch.zeros(256), torch.zeros(10), torch.zeros(20)
+    states = [{"codes": one, "table": table}, {"codes": two, "table": table, "step": 3}]
+    assert state_bytes(*states) == 4 * (256 + 10 + 20)
+    tally = Tally(states)
+    tally.remove(states[:1])
+    assert tally.nbytes == 4 * (256 + 20)
+    tally.remove(states)  # the first one is not counted any more
+    assert tally.nbytes == 0
+    assert state_bytes({"m": TwoTensor(torch.zeros(6), torch.zeros(6))}) == 2 * 4 * 6
