@@ -48,6 +48,7 @@ from l2l_core.eps.blocks import (
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, settings_of, silent
 from l2l_core.forecast import (
     Fit,
+    Fleet,
     Forecast,
     LastStep,
     forecast_step,
@@ -66,7 +67,7 @@ from l2l_core.step import (
 )
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import StepResult, Trace, Traces
-from l2l_core.workers import Workers, company
+from l2l_core.workers import Network, Workers, company
 
 _FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -475,6 +476,11 @@ class Relay:
         *,
         device: Device | Mapping[str, Any] | None = None,
         host_bytes: int | None = None,
+        workers: int | None = None,
+        network: Network | None = None,
+        stragglers: Mapping[int, float] | None = None,
+        wire: str = "fp32",
+        rank: int | None = None,
     ) -> Forecast:
         """Say what a step on this batch would need and how long it would take. Trains nothing and changes nothing; a
         relay that does not know yet in which order its layers are called knows it then.
@@ -490,6 +496,14 @@ class Relay:
             config: how the step would run; default the relay's own.
             device: whose link and budget to assume: a Device, or figures as in `Device.figures`; default the relay's own.
             host_bytes: what the host has, for `Forecast.largest_depth`.
+            workers: how many such steps are planned to be made together, each on a batch like this one, with ``reduce="sum"``;
+                default as many as there are.
+            network: between them; default one that costs no time.
+            stragglers: by rank, how many times as long as here compute and the EPS take there.
+            wire: type in which they send gradients, as of `Workers`.
+            rank: of the worker that is told of; default this one.
+
+        Several workers do it together. Each holds the whole model meanwhile, rehearses on its own, and is told of itself.
 
         Where the step does not fit the device, other settings are rehearsed too; `Forecast.advice` says which fit.
 
@@ -497,8 +511,21 @@ class Relay:
             TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
         """
-        self._company.refuse("forecast")
-        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
+        fleet = Fleet(
+            count=self.workers if workers is None else workers,
+            network=network or Network(),
+            stragglers=stragglers or {},
+            wire=wire,
+            rank=self.rank if rank is None else rank,
+        )
+        with (
+            interrupts_wait(),
+            self._exclusive(),
+            torch.enable_grad(),
+            self._caches.off(),
+            self._company.together("forecast", partial(self._facts, batch)),
+            self._company.whole(),
+        ):
             check_model(self.model, self._runner.parts.units)
             self._runner.rows_of(batch)
             last = LastStep(
@@ -506,7 +533,13 @@ class Relay:
             )
             asked = self._runner.settled(self.config if config is None else config, batch)
             return forecast_step(
-                self._runner.rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last
+                self._runner.rehearsal(),
+                batch,
+                asked,
+                self.device if device is None else device,
+                host_bytes,
+                last,
+                fleet,
             )
 
     def fit(

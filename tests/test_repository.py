@@ -221,9 +221,9 @@ MAY_IMPORT = {
         "config rules",
         "edits": "eps eps.optimizers eps.blocks surgery.identity surgery devices batches model trace config",
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
-        "forecast": "step step.traffic eps eps.blocks devices batches trace config rules",
-        "inside": "step.micro_batch eps.blocks batches model",
         "workers": "eps eps.blocks devices batches trace config",
+        "forecast": "workers step step.traffic eps eps.optimizers eps.blocks devices batches trace config rules",
+        "inside": "step.micro_batch eps.blocks batches model",
         "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",
         "relay": "runner workers inside saves forecast edits step eps eps.optimizers eps.blocks surgery devices batches model "
         "trace config",

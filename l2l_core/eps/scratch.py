@@ -6,7 +6,7 @@ What it is not: a way to train. Masters, versions, optimizer state and hooks of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, GradientPiece
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import clone_state, memory_of, over, step_alone, tensors_of
+from l2l_core.eps.optimizers import clone_state, over, step_alone
 from l2l_core.eps.store import LayerStore
 from l2l_core.eps.updates import Whole, check_rates
 
@@ -46,12 +46,9 @@ class ToScratch:
         self._scratch: dict[Any, _Scratch] = {}
         self._is_logged = False
         self.updated: list[Block] = []
-        # What all blocks have in common, tables of quantised codes, say
-        self._common = memory_of(
-            {n: value for n, value in vars(optimizer).items() if n not in ("state", "param_groups")}
-        )
-        # Bytes of the state by place, of every block that was updated so far, in whatever step
-        self._memory: dict[Block, dict[Hashable, int]] = {}
+        self._states: dict[
+            Block, Sequence[Mapping[str, Any]]
+        ] = {}  # of every block that was updated so far, in whatever step
 
     def begin(self, logged: bool, deferred: bool) -> None:
         self._is_logged, self.updated = logged, []
@@ -68,9 +65,8 @@ class ToScratch:
         scratch.step(piece)
         del undo  # it was made for what it costs
         self.updated.append(block)
-        # Blocks of one form share the scratch, and will have a state each
-        places = {at if at in self._common else (block, at): nbytes for at, nbytes in scratch.memory.items()}
-        self._memory[block] = {**places, **self._idle(block, piece)}
+        idle = self._of_masters(block)  # parameters without an update have what they have from earlier steps
+        self._states[block] = [scratch.states.get(i, known) for i, known in enumerate(idle)]
         return {}
 
     def finish(self, whole: Whole) -> None:
@@ -79,17 +75,13 @@ class ToScratch:
     def undo(self) -> None:
         self.updated = []
 
-    def state_bytes_of(self, blocks: Iterable[Block]) -> int:
-        memory: dict[Hashable, int] = {}
-        for block in blocks:
-            known = self._memory.get(block)
-            memory.update(memory_of(*self._masters.side_of(block).state.values()) if known is None else known)
-        return sum(memory.values())
+    def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
+        known = self._states.get(block)
+        return self._of_masters(block) if known is None else known
 
-    def _idle(self, block: Block, piece: GradientPiece) -> dict[int, int]:
-        """Give the bytes of state that parameters without an update have from earlier steps, by address."""
-        side, moving = self._masters.side_of(block), piece.views()
-        return memory_of(*(side.state.get(p, {}) for i, p in enumerate(side.masters) if i not in moving))
+    def _of_masters(self, block: Block) -> Sequence[Mapping[str, Any]]:
+        state = self._masters.optimizer.state
+        return [state.get(param, {}) for param in self._masters.params_of(block)]
 
     def _scratch_of(self, block: Block, piece: GradientPiece) -> _Scratch:
         """Find scratch memory of the gradient's form; those of one form share it."""
@@ -118,6 +110,7 @@ class _Scratch:
         layout = piece.trained.layout
         self.flat = torch.full((layout.numel,), 0.01)
         self._params = [nn.Parameter(view) for view in layout.views(self.flat)]
+        self._by_index = dict(zip(piece.trained.indices, self._params, strict=True))
         numbers = range(len(optimizer.param_groups))
         members = [[p for p, i in zip(self._params, groups, strict=True) if i == number] for number in numbers]
         self._part = over(
@@ -126,12 +119,7 @@ class _Scratch:
             defaultdict(dict),
         )
         states = zip(self._params, known, strict=True)
-        self._copy_of: dict[int, int] = {}  # address of what it is a copy of, by its own
-        for param, state in states:
-            if state:
-                self._part.state[param] = clone_state(state)
-                pairs = zip(tensors_of(self._part.state[param]), tensors_of(state), strict=True)
-                self._copy_of.update((copied.data_ptr(), tensor.data_ptr()) for copied, tensor in pairs)
+        self._part.state.update({param: clone_state(state) for param, state in states if state})
         self.step(replace(piece, flat=torch.full((layout.numel,), 0.01)))  # the first one makes the state
 
     def step(self, piece: GradientPiece) -> None:
@@ -150,6 +138,6 @@ class _Scratch:
         return {"flat": self.flat, **kept}
 
     @property
-    def memory(self) -> dict[int, int]:
-        """Bytes of the optimizer's state by address; what began as a copy has that of the original."""
-        return {self._copy_of.get(at, at): nbytes for at, nbytes in memory_of(*self._part.state.values()).items()}
+    def states(self) -> dict[int, Mapping[str, Any]]:
+        """What the optimizer keeps of each parameter that was updated, by index in its block."""
+        return {i: self._part.state[p] for i, p in self._by_index.items() if p in self._part.state}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from l2l_core.eps.optimizers import (
     settle,
     slice_of,
     spares_others,
-    state_bytes,
     update_part,
 )
 from l2l_core.model import keep_without
@@ -63,8 +62,8 @@ class Update(Protocol):
     def undo(self) -> None:
         """Undo the step's updates if they were logged; else `updated` says what they were."""
 
-    def state_bytes_of(self, blocks: Iterable[Block]) -> int:
-        """Count the bytes that the optimizer keeps of some blocks."""
+    def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
+        """Give what the optimizer keeps of each of a block's parameters, to be read."""
 
 
 class ByOptimizer:
@@ -161,8 +160,9 @@ class ByOptimizer:
         self.updated = updated
         self._masters.book_state()
 
-    def state_bytes_of(self, blocks: Iterable[Block]) -> int:
-        return state_bytes(*(state for block in blocks for state in self._masters.side_of(block).state.values()))
+    def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
+        state = self._masters.optimizer.state
+        return [state.get(param, {}) for param in self._masters.params_of(block)]
 
     def _before_hook_writes(self, block: Block) -> None:
         """Keep weights that a step hook is about to change: branches and the way back need them."""

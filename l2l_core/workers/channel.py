@@ -28,12 +28,18 @@ import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerError
 from l2l_core.workers.line import Line
+from l2l_core.workers.network import Traffic, exchange_traffic, gather_traffic, spread_traffic
 
 _DIGEST = 16  # bytes: whether the worker has failed, and a digest of what it is about to do
 _HEADER = _DIGEST + 8  # and when it came
 _all_gather: Any = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )  # the second before torch 2.12
+
+
+def meeting_traffic(count: int) -> Traffic:
+    """Say what a meeting of so many workers is to one of them."""
+    return exchange_traffic([_HEADER] * count, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,36 +128,51 @@ class Channel:
     def objects(self, mine: Any, what: str) -> list[Any]:
         """Give everybody's `mine` where all have just met."""
         data = pickle.dumps(mine)
-        sizes = torch.empty(self.line.count, dtype=torch.int64)
-        self.gather(sizes, torch.tensor([len(data)]), what)
+        sizes = self.tell(torch.tensor([len(data)]), what).flatten()
         most = int(sizes.max())
-        padded = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-        every = torch.empty(self.line.count * most, dtype=torch.uint8)
-        self.gather(every, padded, what)
-        rows = every.view(self.line.count, most)
+        rows = self.tell(torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8), what)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def tell(self, mine: torch.Tensor, what: str, timeout_s: float | None = None) -> torch.Tensor:
+        """Give everybody's `mine`, (n,), a row each: (count, n). For a few bytes, which are copied for every worker.
+
+        They go to everybody directly and not round the ring: one message's latency instead of N - 1, half the work for two.
+        """
+        count = self.line.count
+        every, sizes = mine.new_empty(count, mine.numel()), [mine.numel()] * count
+        self.exchange(every.flatten(), sizes, mine.repeat(count), sizes, what, timeout_s)
+        return every
 
     def gather(self, every: torch.Tensor, mine: torch.Tensor, what: str, timeout_s: float | None = None) -> None:
         """Put everybody's `mine`, (n,), side by side into `every`, (count * n,); as bytes, whatever they are."""
         self.line.check()
         bytes_of = every.view(torch.uint8), mine.view(torch.uint8)
-        self.line.wait(_all_gather(*bytes_of, group=self._group, async_op=True), what, timeout_s)
+        with self.line.link.carrying(gather_traffic(mine.nbytes, self.line.count)):
+            self.line.wait(_all_gather(*bytes_of, group=self._group, async_op=True), what, timeout_s)
 
     def spread(self, values: torch.Tensor, source: int, what: str) -> None:
         """Give `values`, (n,), of the worker `source` to all."""
         self.line.check()
-        work = dist.broadcast(values.view(torch.uint8), group=self._group, group_src=source, async_op=True)
-        self.line.wait(work, what)
+        with self.line.link.carrying(spread_traffic(values.nbytes, self.line.count, source, self.line.rank)):
+            work = dist.broadcast(values.view(torch.uint8), group=self._group, group_src=source, async_op=True)
+            self.line.wait(work, what)
 
     def exchange(
-        self, come: torch.Tensor, comes: Sequence[int], go: torch.Tensor, goes: Sequence[int], what: str
+        self,
+        come: torch.Tensor,
+        comes: Sequence[int],
+        go: torch.Tensor,
+        goes: Sequence[int],
+        what: str,
+        timeout_s: float | None = None,
     ) -> None:
         """Send a range of `go` to every worker, `goes` elements each; theirs come side by side, `comes` elements each."""
         self.line.check()
         bytes_of, size = (come.view(torch.uint8), go.view(torch.uint8)), go.element_size()
         counts = [size * count for count in comes], [size * count for count in goes]
-        work = dist.all_to_all_single(*bytes_of, *counts, group=self._group, async_op=True)
-        self.line.wait(work, what)
+        with self.line.link.carrying(exchange_traffic(counts[1], self.line.rank)):
+            work = dist.all_to_all_single(*bytes_of, *counts, group=self._group, async_op=True)
+            self.line.wait(work, what, timeout_s)
 
     def close(self) -> None:
         """Give the group up."""
@@ -163,10 +184,8 @@ class Channel:
             raise WorkerError(str(self._ended), self._ended.ranks)  # a new one: it may be raised on several threads
 
     def _all_heads(self, head: bytes, what: str, timeout_s: float | None) -> tuple[list[bytes], tuple[float, ...]]:
-        every = torch.empty(self.line.count * _HEADER, dtype=torch.uint8)
-        mine = head + struct.pack("<d", self.line.time.now())
-        self.gather(every, torch.frombuffer(bytearray(mine), dtype=torch.uint8), what, timeout_s)
-        rows = [row.numpy().tobytes() for row in every.view(self.line.count, _HEADER)]
+        mine = bytearray(head + struct.pack("<d", self.line.time.now()))
+        rows = [row.numpy().tobytes() for row in self.tell(torch.frombuffer(mine, dtype=torch.uint8), what, timeout_s)]
         return [row[:_DIGEST] for row in rows], tuple(struct.unpack("<d", row[_DIGEST:])[0] for row in rows)
 
 

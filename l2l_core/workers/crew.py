@@ -20,6 +20,7 @@ from l2l_core.workers.channel import Channel, Meeting
 from l2l_core.workers.cuts import Cut
 from l2l_core.workers.errors import WorkerError, WorkerLostError, cause_of
 from l2l_core.workers.line import Line
+from l2l_core.workers.network import Network
 
 T = TypeVar("T")
 
@@ -35,14 +36,15 @@ class Crew:
         group: the workers, in the order of their ranks.
         timeout_s: how long to wait for another one at most, in seconds.
         made_group: whether `close` ends the process group too.
+        network: that is emulated.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, made_group: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, made_group: bool, network: Network) -> None:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         ranks = dist.get_process_group_ranks(group)
         store = dist.distributed_c10d._get_default_store()  # there is no public way to it
         self._is_world = len(ranks) == dist.get_world_size()
-        self._line, self._made_group = Line(self.rank, self.count, timeout_s, store), made_group
+        self._line, self._made_group = Line(self.rank, self.count, timeout_s, store, network), made_group
         self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))
         # A name that no connection had before: the store may be of an earlier round, with word of a worker lost in that
         said = self.control.share((secrets.token_hex(8), self._line.holds_store()), "agree on a name")
@@ -86,7 +88,7 @@ class Crew:
         self._ends, self._told, self._updated = [], [False, False], None
         try:
             self._met = self.control.meet(what, facts(), timeout_s)
-            self._line.time.agree(partial(self.control.gather, what="compare clocks"))
+            self._line.time.agree(partial(self.control.tell, what="compare clocks"))
             yield
         except BaseException as error:
             self.failed(error, ())

@@ -15,6 +15,7 @@ import psutil
 import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerLostError
+from l2l_core.workers.network import EmulatedLink, Network
 from l2l_core.workers.shared_time import SharedTime
 
 _LOOK_S = 0.5  # how often one who waits looks for word of a lost worker
@@ -30,15 +31,18 @@ class Line:
         rank, count: of this worker, and how many there are.
         timeout_s: how long to wait for another worker at most, in seconds.
         store: where word is left.
+        network: that is emulated.
 
     Attributes:
         time: the clock of all.
+        link: what all channels share of the network.
     """
 
-    def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store) -> None:
+    def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store, network: Network) -> None:
         self.rank, self.count, self.timeout_s = rank, count, timeout_s
         self._store, self._name = store, ""
         self._holder: int | None = None
+        self.link = EmulatedLink(network)
         self.time = SharedTime(rank, count)
         self._lost: WorkerLostError | None = None
         self._losing = threading.Lock()

@@ -135,6 +135,5 @@ class Exchanged:
         """Tell all workers what has a gradient: (workers, rounds, parameters)."""
         none = (False,) * params
         here = [mine[k].covers if k in mine else none for k in range(self._rounds)]
-        every = torch.empty(self._crew.count * self._rounds * params, dtype=torch.uint8)
-        self._crew.reduces.gather(every, torch.tensor(here, dtype=torch.uint8).flatten(), "reduce")
+        every = self._crew.reduces.tell(torch.tensor(here, dtype=torch.uint8).flatten(), "reduce")
         return every.view(self._crew.count, self._rounds, params)

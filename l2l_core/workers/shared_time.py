@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-_Gather = Callable[[torch.Tensor, torch.Tensor], None]  # into the first everybody's second
+_Tell = Callable[[torch.Tensor], torch.Tensor]  # gives everybody's, a row each
 
 
 class SharedTime:
@@ -37,15 +37,10 @@ class SharedTime:
         """Turn a reading of this process's `time.perf_counter` into one of the clock."""
         return own_s + self.offsets_s[self._rank]
 
-    def agree(self, gather: _Gather) -> None:
+    def agree(self, tell: _Tell) -> None:
         """Compare clocks; all workers have just met."""
-        count = len(self.offsets_s)
-        told = torch.empty(count, dtype=torch.float64)
-        gather(told, torch.tensor([time.perf_counter()], dtype=torch.float64))
-        ahead = time.perf_counter() - told  # (count,): my clock is ahead of theirs by so much at most
-        every = torch.empty(count * count, dtype=torch.float64)
-        gather(every, ahead)
-        most = every.view(count, count)
-        for rank in range(1, count):
+        told = tell(torch.tensor([time.perf_counter()], dtype=torch.float64)).flatten()
+        most = tell(time.perf_counter() - told)  # [i, j]: i's clock is ahead of j's by so much at most
+        for rank in range(1, len(self.offsets_s)):
             least_s, most_s = -float(most[rank, 0]), float(most[0, rank])
             self.offsets_s[rank] = min(max(self.offsets_s[rank], least_s), most_s)

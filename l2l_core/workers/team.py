@@ -25,6 +25,7 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
 from l2l_core.workers.errors import WorkerError
+from l2l_core.workers.network import Network
 from l2l_core.workers.place import Gathered
 from l2l_core.workers.reducer import Exchanged
 from l2l_core.workers.refusals import Unchanged, refuse_batch_norm
@@ -53,6 +54,8 @@ class Workers:
             rows, as DDP does with ``broadcast_buffers=False``; a save has worker 0's.
         timeout_s: how long to wait for another worker before it counts as lost, in seconds. It must be longer than the longest
             visit of a layer, and than a worker may be late at a step or in writing its part of a save.
+        network: an emulated one, the same for all: nothing that workers send comes sooner than it would there. Of one without
+            figures there is nothing to see.
 
     Raises:
         ValueError: a value out of range.
@@ -63,6 +66,7 @@ class Workers:
     wire: WireType = "fp32"
     buffers: BufferMode = "same"
     timeout_s: float = 300.0
+    network: Network = Network()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         for name, kind in {"reduce": ReduceMode, "wire": WireType, "buffers": BufferMode}.items():
@@ -293,7 +297,7 @@ def company(workers: Workers | dist.ProcessGroup | str | Solo | Team | None, mod
     group = dist.group.WORLD if settings.group == "auto" else settings.group
     if dist.get_world_size(group) == 1:
         return Solo()
-    return Team(Crew(group, settings.timeout_s, made), settings)
+    return Team(Crew(group, settings.timeout_s, made, settings.network), settings)
 
 
 def _settings(workers: Any) -> Workers:

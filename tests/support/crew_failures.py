@@ -144,9 +144,9 @@ def _let_die(relay: Relay, phase: str) -> None:
     if phase == "compute":
         relay.model.layers[2].register_forward_hook(die)
     elif phase == "gather":
-        _when(crew.gathers, "gather", 9, die)
+        _when(crew.gathers, "gather", 5, die)
     elif phase == "reduce":
-        _when(crew.reduces, "exchange", 3, die)
+        _when(crew.reduces, "exchange", 6, die)
     elif phase == "update":
         _when(relay.store.update, "update", 2, die)
     elif phase == "end":

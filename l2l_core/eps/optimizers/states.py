@@ -24,13 +24,8 @@ def _copied(leaf: Any) -> Any:
 
 
 def state_bytes(*states: Mapping[str, Any]) -> int:
-    """Count the bytes of tensors in what the optimizer knows of some parameters."""
-    return sum(memory_of(*states).values())
-
-
-def memory_of(*states: Mapping[str, Any]) -> dict[int, int]:
-    """Give the bytes of tensors by address: what several have in common is there once, as the table of quantised codes is."""
-    return {tensor.data_ptr(): tensor.nbytes for state in states for tensor in tensors_of(state)}
+    """Count the bytes of tensors in what the optimizer knows of some parameters; what they have in common, once."""
+    return Tally(states).nbytes
 
 
 class Tally:

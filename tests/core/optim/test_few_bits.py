@@ -118,7 +118,9 @@ def test_a_step_is_plain_training_to_the_bit_and_the_ledger_has_its_bytes(make: 
         assert relay.verify(batch(3)).equal
         assert all(torch.equal(a, b) for a, b in zip(core.parameters(), relay.model.parameters(), strict=True))
         assert relay.host.by_category()["optimizer"] == counted(relay)
-        assert foretold == [counted(relay)] * 2, "before the first step from a rehearsal, then from the last step"
+        # From a rehearsal, then from the last step. Only the table of 8-bit codes is foretold once per parameter and moment
+        tables = sum(2048 for known in relay.optimizer.state.values() if "qmap1" in known)
+        assert all(0 <= nbytes - counted(relay) <= tables for nbytes in foretold), (foretold, counted(relay), tables)
 
 
 @pytest.mark.parametrize("make", MAKES)

@@ -206,8 +206,8 @@ class Descent:
             block.version -= 1
         self.updated = [] if self._logged else self.updated
 
-    def state_bytes_of(self, block: Block) -> int:
-        return 0
+    def state_of(self, block: Block) -> list[dict[str, Any]]:
+        return [{} for _ in block.params]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
