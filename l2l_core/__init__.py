@@ -38,6 +38,9 @@ from l2l_core.forecast import forecast_config as forecast_config
 from l2l_core.forecast import simulate as simulate
 from l2l_core.inside import Inside as Inside
 from l2l_core.model import find_layers as find_layers
+from l2l_core.optim import LAMB as LAMB
+from l2l_core.optim import LARS as LARS
+from l2l_core.optim import in_bf16 as in_bf16
 from l2l_core.relay import Relay as Relay
 from l2l_core.trace import Bound as Bound
 from l2l_core.trace import Event as Event

@@ -204,6 +204,7 @@ MAY_IMPORT = {
     "l2l_core": {
         "config": "",
         "rules": "",
+        "optim": "",
         "trace": "rules",
         "model": "",
         "batches": "model",

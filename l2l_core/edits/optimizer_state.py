@@ -45,12 +45,20 @@ def states_of(unit: Unit, store: LayerStore) -> dict[nn.Parameter, State]:
 
 
 def inherit(policy: Policy) -> Inherit:
-    """Make the function that says what a new parameter takes over from the state of its model."""
+    """Make the function that says what a new parameter takes over from the state of its model.
+
+    What it makes raises ValueError where quantised state is to be scaled.
+    """
     if policy == "fresh":
         return lambda state: None
     factor = 1.0 if policy == "copy" else float(policy)
 
     def scaled(name: str, value: Any) -> Any:
+        if factor != 1.0 and _is_coded(value):
+            raise ValueError(
+                f"optimizer={policy!r}: the state {name!r} is quantised, and {value.dtype} codes cannot be scaled. Use "
+                "optimizer='copy' or 'fresh'"
+            )
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         if name in _SIZES or factor == 1.0:
@@ -63,9 +71,10 @@ def inherit(policy: Policy) -> Inherit:
 def mix(a: State | None, b: State | None, weight: float) -> dict[str, Any] | None:
     """Mix both states; whole numbers, the count of steps and what goes with it are those of `a`.
 
-    Where one is missing, or holds other things than the other (groups with other settings), the optimizer starts anew.
+    Where one is missing, or holds other things than the other (groups with other settings), the optimizer starts anew; so it
+    does where state is quantised, whose codes have no mean.
     """
-    if not a or not b or a.keys() != b.keys():
+    if not a or not b or a.keys() != b.keys() or any(map(_is_coded, a.values())):
         return None
     return {
         name: torch.lerp(value, b[name], weight)
@@ -73,6 +82,11 @@ def mix(a: State | None, b: State | None, weight: float) -> dict[str, Any] | Non
         else copy.deepcopy(value)
         for name, value in a.items()
     }
+
+
+def _is_coded(value: Any) -> bool:
+    """Tell whether it holds codes in place of numbers, as 8-bit optimizers do."""
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.uint8, torch.int8) and value.dim() > 0
 
 
 def in_shape_of(param: torch.Tensor, state: State) -> dict[str, Any]:

@@ -16,7 +16,16 @@ from torch.optim import Optimizer
 
 from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, Unit, shared_key
-from l2l_core.eps.optimizers import Findings, clone_state, copy_over, over, replace_params, slice_of, state_bytes
+from l2l_core.eps.optimizers import (
+    Findings,
+    Tally,
+    clone_state,
+    copy_over,
+    over,
+    replace_params,
+    slice_of,
+    state_bytes,
+)
 from l2l_core.model import keep
 
 
@@ -31,7 +40,7 @@ class Side:
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        return sum(map(state_bytes, self.state.values()))
+        return state_bytes(*self.state.values())
 
 
 @dataclass(slots=True)
@@ -82,7 +91,7 @@ class Masters:
         }
         self.before_write: Callable[[Block], None] = lambda block: None
         self._order: dict[nn.Parameter, int] = {}  # made when it is needed
-        self._state_bytes = 0
+        self._tally, self._state_bytes = Tally(), 0  # of the optimizer's state; what of it is in the ledger
         for block in self.blocks:
             host.book("weights", block.key, block.nbytes)
         self.book_state()
@@ -145,7 +154,8 @@ class Masters:
             self.optimizer.state.update(side.state)
             self._mine[block] = _Mine(side.masters, over(self.optimizer, part, self.optimizer.state))
             self._host.book("weights", block.key, block.nbytes)
-            self._book_state(side.nbytes)
+            self._tally.add(side.state.values())
+            self._book_tally()
 
     def dismiss(self, units: Collection[Unit]) -> dict[Unit, dict[Block, Side]]:
         """Let layers go, between two steps; the result is what `admit` needs to take them in again.
@@ -164,9 +174,10 @@ class Masters:
         for block, side in sides.items():
             del self._mine[block], self.owner[block]
             self._host.release("weights", block.key, block.nbytes)
-            self._book_state(-side.nbytes)
+            self._tally.remove(side.state.values())
         self.blocks = [block for block in self.blocks if block not in sides]
         self.units = [unit for unit in self.units if unit not in kept]
+        self._book_tally()
         return kept
 
     def rename(self, block: Block, names: list[str]) -> None:
@@ -247,10 +258,11 @@ class Masters:
 
     def book_state(self) -> None:
         """Count the bytes of the optimizer's state anew."""
-        self._book_state(sum(map(state_bytes, self.optimizer.state.values())) - self._state_bytes)
+        self._tally = Tally(self.optimizer.state.values())
+        self._book_tally()
 
-    def _book_state(self, nbytes: int) -> None:
-        """Book so many bytes of the optimizer's state more, or release them where there are fewer."""
+    def _book_tally(self) -> None:
+        nbytes = self._tally.nbytes - self._state_bytes
         if nbytes > 0:
             self._host.book("optimizer", "state", nbytes)
         elif nbytes < 0:

@@ -79,7 +79,12 @@ def _changes(place: str, batch: int) -> list[Change]:
         ]
     return [
         Change("update", "update='eager'", config(update="eager", max_grad_norm=None)),
-        Change("optimizer", "4 bytes of optimizer state per parameter (one moment, or two in bfloat16)", optimizer(4)),
+        Change(
+            "optimizer",
+            "4 bytes of optimizer state per parameter (one moment, or two in bfloat16: in_bf16)",
+            optimizer(4),
+        ),
+        Change("optimizer", "2 bytes of optimizer state per parameter (bitsandbytes' 8-bit optimizers)", optimizer(2)),
         Change("optimizer", "an optimizer without state (SGD)", optimizer(0)),
         Change("precision", "precision='fp32'", config(precision="fp32")),
     ]

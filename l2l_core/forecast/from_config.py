@@ -45,7 +45,7 @@ def forecast_config(
         relay_config: how the relay would run; its own number of micro-batches does not count.
         memory_bytes: of the device; None for no limit.
         host_bytes: of the host; None for no limit.
-        optimizer_bytes: of the optimizer's state per parameter: 8 for AdamW, 0 for plain SGD.
+        optimizer_bytes: of the optimizer's state per parameter: 8 for AdamW, 4 for `in_bf16` of it, 2 in 8 bits, 0 for plain SGD.
         emulated: on an emulated device, bfloat16 weights need no second copy on the host.
         adapters: shapes of the parameters that adapters add to every layer (LoRA of rank 8 on two square matrices of width
             4096: `[(8, 4096), (4096, 8)] * 2`); then nothing else is trained. None of them: everything is. Activations are

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from zoo import BY_NAME, Batch
 
-from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Relay, RelayConfig, Workers
+from l2l_core import LAMB, Drop, Duplicate, Edit, Freeze, Insert, Relay, RelayConfig, Workers, in_bf16
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -25,6 +25,11 @@ def fused(model: nn.Module) -> Optimizer:
 def adafactor(model: nn.Module) -> Optimizer:
     """Looks at rows and columns of a matrix: whole parameters have one owner."""
     return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+def in_bf16_lamb(model: nn.Module) -> Optimizer:
+    """Looks at norms of parameters, and draws random numbers for each of their elements."""
+    return in_bf16(LAMB)(model.parameters(), lr=1e-2)
 
 
 @dataclass(frozen=True)

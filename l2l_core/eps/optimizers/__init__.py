@@ -27,6 +27,7 @@ from l2l_core.eps.optimizers.settings import settings_of as settings_of
 from l2l_core.eps.optimizers.settings import settle as settle
 from l2l_core.eps.optimizers.settings import to_save as to_save
 from l2l_core.eps.optimizers.spares import spares_others as spares_others
+from l2l_core.eps.optimizers.states import Tally as Tally
 from l2l_core.eps.optimizers.states import clone_state as clone_state
 from l2l_core.eps.optimizers.states import differing as differing
 from l2l_core.eps.optimizers.states import state_bytes as state_bytes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -235,7 +235,7 @@ def _compare(form: Form, whole: Toy, other: Toy, kind: type[ValueError], message
 
 
 def _is_elementwise(form: Form) -> bool:
-    """Tell whether weights whose elements have changed places are updated alike."""
+    """Tell whether weights whose elements have changed places are updated alike, and so is what is known of them."""
     plain, other = form.toy(lambda like: like), form.toy(mixed)
     for step in range(3):
         grads = form.grads(step)
@@ -244,8 +244,17 @@ def _is_elementwise(form: Form) -> bool:
             _step_in_core(form, other, [mixed(grad) for grad in grads if grad is not None])
         except ValueError:
             return False
-    pairs = zip(plain.params, other.params, strict=True)
-    return all(is_same(mixed(p.detach()), q.detach()) for p, q in pairs)
+    pairs = list(zip(plain.params, other.params, strict=True))
+    states = [(plain.optimizer.state.get(p, {}), other.optimizer.state.get(q, {})) for p, q in pairs]
+    return all(is_same(mixed(p.detach()), q.detach()) for p, q in pairs) and not any(
+        differing({name: _mixed_if_like(p, value) for name, value in one.items()}, another)
+        for (p, _), (one, another) in zip(pairs, states, strict=True)
+    )
+
+
+def _mixed_if_like(param: torch.Tensor, value: Any) -> Any:
+    """Mix what has an element for each of the parameter's."""
+    return mixed(value) if isinstance(value, torch.Tensor) and value.shape == param.shape else value
 
 
 def _newcomers(form: Form) -> str:

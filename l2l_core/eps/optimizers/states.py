@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from l2l_core.eps.optimizers.settings import is_same
 
@@ -22,9 +23,45 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
-def state_bytes(state: Mapping[str, Any]) -> int:
-    """Count the bytes of tensors in what the optimizer knows of a parameter."""
-    return sum(leaf.nbytes for value in state.values() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+def state_bytes(*states: Mapping[str, Any]) -> int:
+    """Count the bytes of tensors in what the optimizer knows of some parameters; what they have in common, once."""
+    return Tally(states).nbytes
+
+
+class Tally:
+    """Counts the bytes of tensors in states that come and go; what several have in common, as long as one of them is there."""
+
+    def __init__(self, states: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.nbytes = 0
+        self._uses: Counter[int] = Counter()  # of the memory at an address
+        self.add(states)
+
+    def add(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Count these as well."""
+        for tensor in (tensor for state in states for tensor in tensors_of(state)):
+            self.nbytes += 0 if self._uses[tensor.data_ptr()] else tensor.nbytes
+            self._uses[tensor.data_ptr()] += 1
+
+    def remove(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Count these no longer, as far as they were counted."""
+        for tensor in (tensor for state in states for tensor in tensors_of(state) if self._uses[tensor.data_ptr()]):
+            self._uses[tensor.data_ptr()] -= 1
+            self.nbytes -= 0 if self._uses[tensor.data_ptr()] else tensor.nbytes
+
+
+def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """List the tensors in what the optimizer knows of a parameter; of one that is put together from others, those."""
+    leaves = (leaf for value in state.values() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+    return [plain for leaf in leaves for plain in _plain(leaf)]
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Take apart what says of itself only what it stands for: a quantised tensor has the shape and type of a plain one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
 
 
 def _leaves(value: Any) -> Sequence[Any]:

@@ -10,6 +10,7 @@ from crew_cases import (
     adafactor,
     bytes_held,
     fused,
+    in_bf16_lamb,
     look_at_batches,
     sgd,
     train_beside_alone,
@@ -31,6 +32,7 @@ CASES = [
 ]
 SLOW_CASES = [
     Case("gpt2", optimizer=adafactor),
+    Case("gpt2", optimizer=in_bf16_lamb),
     Case("gpt2_padded", micro_batches=1),
     Case("bert", config=CLIPPED | {"stash": "host"}, optimizer=fused),
     Case("tied_layers", config=CLIPPED),
