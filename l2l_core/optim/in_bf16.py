@@ -55,9 +55,8 @@ def in_bf16(kind: type[Optimizer]) -> type[Optimizer]:
     class InBf16(kind):  # type: ignore[valid-type, misc]
         @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            if (
-                closure is not None
-            ):  # whoever has no gradient is not updated, and draws nothing: so now, not in the plain step
+            # Now, not in the plain step: whoever has no gradient by then is not updated, and draws nothing
+            if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             moving = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
@@ -114,9 +113,8 @@ def _pack(param: nn.Parameter, state: dict[str, Any], into: dict[str, torch.Tens
         if name not in _TO_NEAREST:
             if NOISE not in state:
                 state[NOISE] = _checksum(value) << 24  # above what counts steps; 56 bits, so that it fits any integer
-            round_at_random(
-                value, zlib.crc32(f"{state[NOISE]}/{name}".encode())
-            )  # 32 bits are all that a generator takes
+            seed = zlib.crc32(f"{state[NOISE]}/{name}".encode())  # 32 bits are all that a generator takes
+            round_at_random(value, seed)
         packed = into.get(name)
         state[name] = torch.empty_like(value, dtype=torch.bfloat16) if packed is None else packed
         state[name].copy_(value)
