@@ -221,6 +221,7 @@ MAY_IMPORT = {
         "edits": "eps eps.optimizers eps.blocks surgery.identity surgery devices batches model trace config",
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
         "forecast": "step step.traffic eps eps.blocks devices batches trace config rules",
+        "strategies": "step.traffic step.graph eps.optimizers eps.blocks surgery devices batches model trace config",
         "inside": "step.micro_batch eps.blocks batches model",
         "workers": "eps eps.blocks devices batches config",
         "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",

@@ -32,8 +32,8 @@ class Costs:
         late: storages at cuts that these frames still hold after the first run of a stage.
         loss: what the record of the last stage has beyond all that.
         waiting: gradients at the cut before every stage, after its backward.
-        top: how much more than at its start an operation needs, by kind, stage, whether the run, or the record, is a first, and, of
-            a first run, what kind that of the stage before was (what is let go of differs).
+        top: how much more than at its start an operation needs, by kind, stage, whether the run, or the record, is a first,
+            and, of a first run, what kind that of the stage before was (what is let go of differs).
         seconds: measured, by kind and stage.
     """
 

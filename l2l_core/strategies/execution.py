@@ -127,7 +127,9 @@ class Execution(Forward):
     def _in_frames(self) -> tuple[dict[int, int], frozenset[int]]:
         """Find what shell code made that only the model's own frames hold: bytes beside the cuts by stage, storages at cuts."""
         held = [*self._cut.values(), *self.consts.values()]
-        held += [t for r in self._records.values() for t in (*r.outs.values(), *(leaf for leaf, _ in r.entries.values()))]
+        held += [
+            t for r in self._records.values() for t in (*r.outs.values(), *(leaf for leaf, _ in r.entries.values()))
+        ]
         held += [t for tensors in self._held.values() for t in tensors.values()]
         keys = {_key(tensor) for tensor in held}.union(*(record.saved for record in self._records.values()))
         found: dict[int, int] = {}

@@ -135,7 +135,9 @@ class Forward(TorchFunctionMode):
         with self:
             loss = self._coroutine.switch()
             if _get_current_function_mode_stack()[-1] is not self:
-                raise RuntimeError(f"layer {self.name} was called within a torch function mode: close it before the call")
+                raise RuntimeError(
+                    f"layer {self.name} was called within a torch function mode: close it before the call"
+                )
         return loss if self._coroutine.dead else None
 
     def _call(self, name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -186,7 +186,10 @@ class Lab:
     def _twins(self) -> tuple[nn.Module, Optimizer]:
         for param in self.model.parameters():
             param.grad = None
-        return copy.deepcopy((self.model, self.optimizer))
+        held = [value for module in self.model.modules() for value in vars(module).values()]
+        # A tensor with a graph, which a forward has left on a module, is copied without it: `deepcopy` refuses it.
+        graphs = {id(t): t.detach().clone() for t in held if isinstance(t, torch.Tensor) and not t.is_leaf}
+        return copy.deepcopy((self.model, self.optimizer), graphs)
 
     def _learn(self) -> None:
         """Learn structures and costs from every form of micro-batch, on copies without a budget."""
@@ -200,7 +203,9 @@ class Lab:
             update_bytes, self._optimizer_bytes = update_costs(course, optimizer)
         stages = {known.structure.stages for known in self._known.values()}
         if len(stages) > 1:
-            raise ValueError(f"micro-batches of different shapes have {sorted(stages)} stages: use an even micro_batches")
+            raise ValueError(
+                f"micro-batches of different shapes have {sorted(stages)} stages: use an even micro_batches"
+            )
         self._shared = course.keep_apart()
         costs = [self._known[form_of(each)].costs[min(k, 1)] for k, each in enumerate(self._micro_batches)]
         fixed = nbytes_of([*twin.parameters(), *twin.buffers()]) + self._optimizer_bytes

@@ -21,6 +21,7 @@ class Learning(Forward):
     def __init__(self, model: nn.Module, layers: Mapping[nn.Module, str], task: Callable[[], Tensor]) -> None:
         super().__init__(model, layers, task)
         self._seen: dict[int, tuple[Tensor, int]] = {}  # by number, with its version at the end of its stage
+        self._without: set[int] = set()  # made without a gradient
         self._last: dict[int, int] = {}  # the last stage that reads it
         self._reads: dict[int, set[int]] = {}
         self._names: list[str] = []
@@ -59,11 +60,15 @@ class Learning(Forward):
 
     def has_made(self, tensor: Tensor, number: int) -> None:
         self._seen[number] = tensor, tensor._version
+        if not tensor.requires_grad:
+            self._without.add(number)
 
     def noted(self, func: Any) -> None:
         super().noted(func)
         if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("the model runs under autocast, which plans do not carry into a re-run: train in float32")
+            raise RuntimeError(
+                "the model runs under autocast, which plans do not carry into a re-run: train in float32"
+            )
         self._grads_on[-1].append(torch.is_grad_enabled())
 
     def run_layer(self, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,6 +84,12 @@ class Learning(Forward):
 
     def _refuse_changes(self) -> None:
         for number, (tensor, version) in self._seen.items():
+            if tensor.requires_grad and number in self._without:
+                raise RuntimeError(
+                    f"stage {self.index} has a tensor of shape {tuple(tensor.shape)} that got its gradient after it was made: by "
+                    "a custom autograd.Function of shell code, or by requires_grad_(). A plan would replay the operation inside, "
+                    "without the function's own backward: move the function into a module and name that among layers="
+                )
             if self.born[number] == self.index:
                 self._seen[number] = tensor, tensor._version  # within its own stage it may be changed
             elif tensor._version != version:

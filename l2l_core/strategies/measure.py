@@ -87,8 +87,10 @@ def _check_reruns(course: Course, structure: Structure, work: Work) -> None:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.isnan(), other.isnan()) and torch.equal(
-        one.nan_to_num(), other.nan_to_num()
+    return (
+        one.shape == other.shape
+        and torch.equal(one.isnan(), other.isnan())
+        and torch.equal(one.nan_to_num(), other.nan_to_num())
     )
 
 
@@ -116,7 +118,11 @@ def unlimited(device: Device) -> Iterator[None]:
 
 
 def small_losses(
-    model: nn.Module, objective: Objective, small: Sequence[Any], shaken: bool, copied: Callable[[Any], Any] = copy.deepcopy
+    model: nn.Module,
+    objective: Objective,
+    small: Sequence[Any],
+    shaken: bool,
+    copied: Callable[[Any], Any] = copy.deepcopy,
 ) -> list[float]:
     """Measure losses of a few rows each on a copy in evaluation mode, with weights as they are or shaken."""
     twin = copied(model).eval()

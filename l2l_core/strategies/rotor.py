@@ -94,7 +94,7 @@ class Solution:
 
     def _keep_record(self, s: int, t: int, gradient: int) -> Floats:
         c = self.chain
-        value = np.full(len(self._units), c.keep_s[s] + c.back_s[s])
+        value = np.full(len(self._units), float(c.keep_s[s] + c.back_s[s]))
         value[self._units < gradient + c.records[s] + c.keep_more[s]] = np.inf
         value[self._units < c.inputs[s + 1] + c.records[s] + c.back_more[s]] = np.inf
         return value + _less(self.cost[s + 1, t], c.records[s]) if t > s else value
