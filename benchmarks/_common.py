@@ -75,15 +75,17 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-def alternate(sides: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+def alternate(
+    sides: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each side, measured in turn so that drift of the machine meets all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(-warmup, rounds):
         for name, run in sides.items():
-            began_s = time.perf_counter()
+            began_s = clock()
             run()
             if round_ >= 0:
-                seconds[name].append(time.perf_counter() - began_s)
+                seconds[name].append(clock() - began_s)
     return seconds
 
 

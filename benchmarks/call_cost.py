@@ -13,11 +13,15 @@ last a + b L + c K + d L K; the four are fitted to the least time of every (L, K
     floor           a relay written by hand for this one model: copies, recompute, updates by layer, and no engine at all
     relay device    this relay, stash on the device
     relay host      this relay, stash on the host
+    relay kept      this relay with all weights and all graphs on the device: nothing is loaded twice, nothing recomputed
+
+On a machine with other work, --clock thread counts what the thread that computes spends of the processor (one thread only).
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -30,6 +34,7 @@ from torch import nn
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 
 ROWS, LENGTH = 2, 64
+CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time}
 PARTS = ("ms per step", "per layer", "per micro-batch", "per layer and micro-batch")
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -142,21 +147,24 @@ def make_sides(layers: int, width: int, micro_batches: int, stack: ExitStack) ->
         "non-reentrant": in_core(layers, width, batch, False),
         "floor": Floor(layers, width, batch),
     }
-    for stash in ("device", "host"):
-        config = RelayConfig(micro_batches=micro_batches, stash=stash)  # type: ignore[arg-type]
+    kept = {"keep": layers, "resident": max(0, layers - 2)}
+    for name, options in {"device": {}, "host": {"stash": "host"}, "kept": kept}.items():
+        config = RelayConfig(micro_batches=micro_batches, **{"stash": "device", **options})  # type: ignore[arg-type]
         relay = stack.enter_context(Relay(make_model(layers, width), make_optimizer, EmulatedDevice(), config=config))
         relay.step(batch)
-        sides[f"relay {stash}"] = partial(relay.step, batch)
+        sides[f"relay {name}"] = partial(relay.step, batch)
     return sides
 
 
-def measure(width: int, depths: Sequence[int], counts: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    width: int, depths: Sequence[int], counts: Sequence[int], rounds: int, clock: Callable[[], float]
+) -> dict[str, dict[str, list[float]]]:
     """Least milliseconds of a step by side, for each (L, K) as "LxK"; all sides of one (L, K) in turn."""
     check_floor(width)
     least: dict[str, dict[str, list[float]]] = {}
     for layers, micro_batches in product(depths, counts):
         with ExitStack() as stack:
-            seconds = alternate(make_sides(layers, width, micro_batches, stack), rounds)
+            seconds = alternate(make_sides(layers, width, micro_batches, stack), rounds, clock=clock)
         for side, values in seconds.items():
             least.setdefault(side, {})[f"{layers}x{micro_batches}"] = [1e3 * value for value in values]
     return least
@@ -177,12 +185,13 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs=2, default=[3, 12])
     parser.add_argument("--micro-batches", type=int, nargs=2, default=[2, 8])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clock", default="wall", choices=list(CLOCKS))
     args = parser.parse_args()
 
     results = {}
     for width, count in product(args.widths, args.threads):
         with threads(count):
-            milliseconds = measure(width, args.depths, args.micro_batches, args.rounds)
+            milliseconds = measure(width, args.depths, args.micro_batches, args.rounds, CLOCKS[args.clock])
         fits = {side: fit(values) for side, values in milliseconds.items()}
         largest = f"{max(args.depths)}x{max(args.micro_batches)}"
         least = {side: min(values[largest]) for side, values in milliseconds.items()}

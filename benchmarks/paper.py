@@ -119,15 +119,17 @@ def measure(args: argparse.Namespace, precision: str) -> dict[str, Any]:
     config = RelayConfig(micro_batches=args.batch // rows, stash=args.stash, precision=precision)  # type: ignore[arg-type]
     device = "cuda" if args.device == "cuda" else "cpu"
     with Relay(make_model(args), make_optimizer, device, config=config) as relay:
-        lean = relay.step(batch).peak_device_bytes
-        room = max(0.0, args.share * peaks["in core"] - lean)
-        settings = {"relay": config, "relay, keeps graphs": replace(config, keep=f"{room / 1e6:.0f} MB")}
+        keeping = relay.config = replace(config, resident=args.resident)
+        room = max(0.0, args.share * peaks["in core"] - relay.step(batch).peak_device_bytes)
+        settings = {"relay": config, "relay, keeps graphs": replace(keeping, keep=f"{room / 1e6:.0f} MB")}
+
+        kept: dict[str, int] = {}
 
         def by_relay(name: str) -> float:
             relay.config = settings[name]
             relay.step(batch)  # metered, as any first step with other settings
             result = relay.step(batch)
-            peaks[name] = result.peak_device_bytes
+            peaks[name], kept[name] = result.peak_device_bytes, result.trace.settings["keep"]
             return result.seconds
 
         def in_core_s(recompute: bool) -> float:
@@ -150,7 +152,7 @@ def measure(args: argparse.Namespace, precision: str) -> dict[str, Any]:
             relay.config = RelayConfig(micro_batches=args.large_batch // rows, stash=args.stash, precision=precision)  # type: ignore[arg-type]
             result = relay.step(large)
             peaks[name], speed[name] = result.peak_device_bytes, args.large_batch / result.seconds
-    return {"rows": rows, "peak_bytes": peaks, "samples_per_s": speed, "seconds": seconds}
+    return {"rows": rows, "peak_bytes": peaks, "samples_per_s": speed, "seconds": seconds, "graphs_kept": kept}
 
 
 def main() -> None:
@@ -167,6 +169,9 @@ def main() -> None:
     parser.add_argument(
         "--share", type=float, default=0.55, help="of the memory in core, for the relay that keeps graphs"
     )
+    parser.add_argument(
+        "--resident", type=int, default=10, help="layers whose weights stay, for the relay that keeps graphs of so many"
+    )
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--stash", default="device", choices=["device", "host"])
     parser.add_argument("--rounds", type=int, default=2)
@@ -178,7 +183,7 @@ def main() -> None:
         results[precision] = found = measure(args, precision)
         gc.collect()  # both models of this precision go before those of the next one come
         peaks, speed = found["peak_bytes"], found["samples_per_s"]
-        print(f"{precision}, micro-batches of {found['rows']} rows")
+        print(f"{precision}, micro-batches of {found['rows']} rows; graphs kept: {found['graphs_kept']}")
         others = ("in core", "in core, recompute")
         header = (
             "side",

@@ -43,6 +43,8 @@ from l2l_core.trace import Bound as Bound
 from l2l_core.trace import Event as Event
 from l2l_core.trace import StepResult as StepResult
 from l2l_core.trace import Trace as Trace
+from l2l_core.trace import Traces as Traces
+from l2l_core.workers import Network as Network
 from l2l_core.workers import WorkerError as WorkerError
 from l2l_core.workers import WorkerLostError as WorkerLostError
 from l2l_core.workers import Workers as Workers

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from l2l_core.eps.blocks import (
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, settings_of, silent
 from l2l_core.forecast import (
     Fit,
+    Fleet,
     Forecast,
     LastStep,
     forecast_step,
@@ -65,8 +66,8 @@ from l2l_core.step import (
     interrupts_wait,
 )
 from l2l_core.surgery import same_random_numbers
-from l2l_core.trace import StepResult, Trace
-from l2l_core.workers import Workers, company
+from l2l_core.trace import StepResult, Trace, Traces
+from l2l_core.workers import Network, Workers, company
 
 _FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -214,6 +215,17 @@ class Relay:
         Of a step that failed it holds what happened until then, and `Trace.failed` says so.
         """
         return self._runner.trace
+
+    def traces(self) -> Traces:
+        """Put the traces of the last step of all workers together, on every one of them; all workers do it together.
+
+        Raises:
+            ValueError: there was no step yet.
+        """
+        with self._exclusive(), self._company.together("put traces together", self._facts):
+            if self.trace is None:
+                raise ValueError("no step was made yet, so there is no trace: make one with `relay.step(batch)`")
+            return Traces(self._company.every([self.trace]))
 
     def __enter__(self) -> Relay:
         return self
@@ -464,6 +476,11 @@ class Relay:
         *,
         device: Device | Mapping[str, Any] | None = None,
         host_bytes: int | None = None,
+        workers: int | None = None,
+        network: Network | None = None,
+        stragglers: Mapping[int, float] | None = None,
+        wire: str = "fp32",
+        rank: int | None = None,
     ) -> Forecast:
         """Say what a step on this batch would need and how long it would take. Trains nothing and changes nothing; a
         relay that does not know yet in which order its layers are called knows it then.
@@ -479,6 +496,14 @@ class Relay:
             config: how the step would run; default the relay's own.
             device: whose link and budget to assume: a Device, or figures as in `Device.figures`; default the relay's own.
             host_bytes: what the host has, for `Forecast.largest_depth`.
+            workers: how many such steps are planned to be made together, each on a batch like this one, with ``reduce="sum"``;
+                default as many as there are.
+            network: between them; default one that costs no time.
+            stragglers: by rank, how many times as long as here compute and the EPS take there.
+            wire: type in which they send gradients, as of `Workers`.
+            rank: of the worker that is told of; default this one.
+
+        Several workers do it together. Each holds the whole model meanwhile, rehearses on its own, and is told of itself.
 
         Where the step does not fit the device, other settings are rehearsed too; `Forecast.advice` says which fit.
 
@@ -486,8 +511,21 @@ class Relay:
             TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
         """
-        self._company.refuse("forecast")
-        with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
+        fleet = Fleet(
+            count=self.workers if workers is None else workers,
+            network=network or Network(),
+            stragglers=stragglers or {},
+            wire=wire,
+            rank=self.rank if rank is None else rank,
+        )
+        with (
+            interrupts_wait(),
+            self._exclusive(),
+            torch.enable_grad(),
+            self._caches.off(),
+            self._company.together("forecast", partial(self._facts, batch)),
+            self._company.whole(),
+        ):
             check_model(self.model, self._runner.parts.units)
             self._runner.rows_of(batch)
             last = LastStep(
@@ -495,7 +533,13 @@ class Relay:
             )
             asked = self._runner.settled(self.config if config is None else config, batch)
             return forecast_step(
-                self._runner.rehearsal(), batch, asked, self.device if device is None else device, host_bytes, last
+                self._runner.rehearsal(),
+                batch,
+                asked,
+                self.device if device is None else device,
+                host_bytes,
+                last,
+                fleet,
             )
 
     def fit(
@@ -620,18 +664,22 @@ class Relay:
         """Save weights, optimizer, random state and step to `folder`, atomically; returns the folder.
 
         A crash while saving keeps the previous save. A learning rate scheduler is the user's own: save its `state_dict`
-        beside it. Several workers save together: the first one writes, and all hold everything meanwhile. The save is as if by
-        one worker, so any number of them loads it.
+        beside it. Several workers save together, at once and to one folder, each its part of weights and state: any number
+        of them loads it. If one fails or dies, all raise and the previous save is kept.
+
+        Raises:
+            OSError: disk full (says how much is needed, and free), no permission, or workers that do not see one folder.
+            ValueError: the optimizer keeps something that is neither tensor nor plain data.
+            WorkerError: it failed on another worker.
         """
         with (
             self._exclusive(),
             self.device.current(),
+            saves.NewGeneration(Path(folder), self._company) as new,
             self._company.together("save", self._facts),
-            self._company.whole(),
         ):
-            path = saves.save(Path(folder), self._saved_state()) if self.rank == 0 else Path(folder)
-            self._company.every([None])  # nobody goes on before the save is there
-            return path
+            saves.save(new, self._saved_state())
+        return Path(folder)
 
     @classmethod
     def load(
@@ -654,29 +702,35 @@ class Relay:
             optimizer: of the same kind and groups; its state and settings are replaced.
             modules: by key, layers that edits brought in and that are like none of the model's: a save has no code.
             options: `device`, `layers`, `loss`, `objective`, `weight`, `config`, `workers` of the constructor; the saved config
-                is the default, and the saved layers are. Several workers all read the folder.
+                is the default, and the saved layers are. Several workers all see the folder, and each reads what it needs of it.
 
         Raises:
-            ValueError: the folder is damaged, incomplete or of another model; names the file.
+            ValueError: the folder is damaged, incomplete or of another model; names the file. Or workers see different folders.
+            WorkerError: it failed on another worker.
         """
-        saved = saves.load(Path(folder))
-        options.setdefault("config", saved.config)
-        edited, parts = saved.edited, saved.past()
-        resumption = Resumption(saved, edited, parts, modules)
         with ExitStack() as back:  # what fails leaves the caller's model and optimizer as they were
+            options["workers"] = who = company(options.get("workers"), model)
+            back.callback(who.close)
             keep(model, optimizer, back)
-            options.setdefault("layers", resumption.prepare(model, optimizer, back))
+            with who.together("load a save", dict):
+                saved = saves.load_together(Path(folder), who)
+                options.setdefault("config", saved.config)
+                edited, parts = saved.edited, saved.past()
+                resumption = Resumption(saved, edited, parts, modules)
+                options.setdefault("layers", resumption.prepare(model, optimizer, back))
             relay = cls(model, optimizer, **options)
             back.callback(relay.close)
-            with relay.device.current(), relay._all_changing("load"):
-                with relay._editing():
-                    resumption.restack(relay._editor, back)
-                edited.restore_into(relay._editor, relay._history)
-                present = relay._saved_state()
-                saves.check(saved, present)
-                past = Restorer(relay._editor, relay._history, relay._branches, resumption, relay.device.host_empty)
-                fill = past.restore(parts)
-                saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail
+            with relay.device.current(), who.together("take a save over", dict):
+                with who.whole() if edited.is_edited else nullcontext():
+                    with relay._editing():
+                        resumption.restack(relay._editor, back)
+                    edited.restore_into(relay._editor, relay._history)
+                    saves.check(saved, relay._saved_state())
+                    past = Restorer(relay._editor, relay._history, relay._branches, resumption, relay.device.host_empty)
+                    fill = past.restore(parts)
+                saved.restore_into(
+                    relay._saved_state()
+                )  # from here on the caller's model changes, and nothing can fail
                 fill()
             back.pop_all()
         relay._history.forget()  # layers of the model that the save has no more

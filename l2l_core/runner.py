@@ -156,7 +156,7 @@ class Runner:
         replay: Metered | None,
     ) -> tuple[list[torch.Tensor], Ran, Trace]:
         # Whoever follows the step reads it meanwhile.
-        self.trace = trace = self.parts.new_trace(config, self.steps)
+        self.trace = trace = self._company.signed(self.parts.new_trace(config, self.steps))
         put_buffers_back = self.parts.copy_buffers()  # forwards change them, and a step that fails leaves the old ones
         self._device.ledger.reset_peak()
         work = self._work(config, self._call.objective, micro_batches)
@@ -218,7 +218,8 @@ class Runner:
         # Nothing is kept for a backward that does not come
         config = replace(self.config if config is None else config, meter="on_change", keep=0)
         kind = self.kind_of(micro_batches, config)
-        work, trace = self._work(config, task, micro_batches), self.parts.new_trace(config, self.steps)
+        work = self._work(config, task, micro_batches)
+        trace = self._company.signed(self.parts.new_trace(config, self.steps))
         try:
             self._model.eval()
             with torch.no_grad(), self._caches.off():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from workbench.app import Workbench as Workbench
+    from workbench.launched import launch as launch
     from workbench.pictures import text_view as text_view
     from workbench.replayed import compare as compare
     from workbench.replayed import replay as replay
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
 # As text: an import here would bring torch and ipywidgets along, and `doctor` must run without them.
 _WHERE = {
     "Workbench": "workbench.app",
+    "launch": "workbench.launched",
     "Session": "workbench.session",
     "Snapshot": "workbench.session",
     "Recorder": "workbench.runs",

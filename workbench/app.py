@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
 
 from l2l_core import Relay, Schedule
-from workbench.panels.board import Board, Kind
+from workbench.panels.board import Board, Kind, steered
 from workbench.panels.card import CardPanel
 from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
@@ -38,19 +37,6 @@ VIEWS: Mapping[str, Sequence[Kind]] = {
     "race": (RacePanel,),
     "what if": (WhatIfPanel,),
 }
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _steer(verb: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Workbench, P], T]:
-    """A verb of the session as one of the workbench, with its signature and docstring, which notebooks complete and show."""
-
-    @wraps(verb)
-    def steer(self: Workbench, *args: P.args, **kwargs: P.kwargs) -> T:
-        return verb(self.session, *args, **kwargs)
-
-    steer.__qualname__ = f"Workbench.{verb.__name__}"  # `wraps` took that of the session
-    return steer
 
 
 class Workbench(Board):
@@ -91,22 +77,22 @@ class Workbench(Board):
         )
         super().__init__(self.session, (HeaderPanel, VerdictPanel), VIEWS, view)
 
-    run = _steer(Session.run)
-    step = _steer(Session.step)
-    pause = _steer(Session.pause)
-    stop = _steer(Session.stop)
-    reconfigure = _steer(Session.reconfigure)
-    edit = _steer(Session.edit)
-    undo = _steer(Session.undo)
-    redo = _steer(Session.redo)
-    measure = _steer(Session.measure)
-    inspect = _steer(Session.inspect)
-    look = _steer(Session.look)
-    race = _steer(Session.race)
-    fork = _steer(Session.fork)
-    switch = _steer(Session.switch)
-    discard = _steer(Session.discard)
-    script = _steer(Session.script)
+    run = steered(Session.run)
+    step = steered(Session.step)
+    pause = steered(Session.pause)
+    stop = steered(Session.stop)
+    reconfigure = steered(Session.reconfigure)
+    edit = steered(Session.edit)
+    undo = steered(Session.undo)
+    redo = steered(Session.redo)
+    measure = steered(Session.measure)
+    inspect = steered(Session.inspect)
+    look = steered(Session.look)
+    race = steered(Session.race)
+    fork = steered(Session.fork)
+    switch = steered(Session.switch)
+    discard = steered(Session.discard)
+    script = steered(Session.script)
 
     @wraps(Session.wait)
     def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:

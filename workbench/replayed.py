@@ -20,6 +20,7 @@ from workbench.panels.memory import MemoryPanel
 from workbench.panels.recorded import FactsPanel, JournalPanel, MomentsPanel, RacedPanel, SeenPanel
 from workbench.panels.timeline import TimelinePanel
 from workbench.panels.verdict import VerdictPanel, WhyPanel
+from workbench.panels.waits import RecordedWaitsPanel
 from workbench.pictures import Picture, Table, bundle_of
 from workbench.runs import Comparison, Named, RecordedRun, Recording, compare_runs, load_run, name_runs
 
@@ -44,6 +45,7 @@ class Replay(Board):
             "loss": (LossPanel,),
             "figures": (HeatPanel,),
             # nothing can be begun here, so where none was recorded these views would stay empty
+            **({"waits": (RecordedWaitsPanel,)} if run.others else {}),
             **({"race": (RacedPanel,)} if run.races else {}),
             **({"inside": (SeenPanel,)} if run.looks else {}),
         }

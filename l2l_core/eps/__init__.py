@@ -4,6 +4,7 @@ May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `trace`.
 Begin reading at `store.py`; `updates.py`, `places.py` and `reducer.py` say what could be done otherwise.
 """
 
+from l2l_core.eps.clock import Clock as Clock
 from l2l_core.eps.errors import NonFiniteError as NonFiniteError
 from l2l_core.eps.errors import TornStep as TornStep
 from l2l_core.eps.gradients import Gradients as Gradients

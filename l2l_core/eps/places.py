@@ -18,13 +18,14 @@ import torch
 
 from l2l_core.devices import Device, Ledger, Ticket, serial_thread
 from l2l_core.eps.blocks import Block, Unit
+from l2l_core.trace import Trace
 
 
 class Place(Protocol):
     """Knows where weights are. From `begin` to `end` is one pass, in which a block is lent before every load of it."""
 
-    def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
-        """Begin a pass that will load weights of these units, in about this order, as `dtype`."""
+    def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
+        """Begin a pass that will load weights of these units, in about this order, as `dtype`; `trace` gets its events."""
 
     def expect(self, units: Sequence[Unit]) -> None:
         """Hear which units will probably be lent next, and in which order, so that what takes time can begin."""
@@ -60,7 +61,7 @@ class InHostMemory:
         self._thread: ThreadPoolExecutor | None = None
         self._casts: dict[Block, Future[torch.Tensor]] = {}
 
-    def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
+    def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
         self.end()
         if self._device.in_host_memory or dtype == torch.float32:
             return

@@ -9,6 +9,7 @@ from torch import nn
 
 from l2l_core.config import RelayConfig
 from l2l_core.eps.blocks import Block, GradientPiece
+from l2l_core.eps.clock import Clock
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.updates import let_have
@@ -28,8 +29,8 @@ class Reducer(Protocol):
 
     keeps_apart: bool
 
-    def begin(self, masters: Masters, config: RelayConfig) -> None:
-        """Hear that a step begins."""
+    def begin(self, masters: Masters, config: RelayConfig, clock: Clock) -> None:
+        """Hear that a step begins; `clock` times the EPS's thread, and shall not while that waits for others."""
 
     def due(self, masters: Masters, waiting: Sequence[Block]) -> Sequence[Block]:
         """Say which blocks are reduced when all gradients of the step have come, given those of which parts wait here."""
@@ -59,7 +60,7 @@ class Alone:
 
     keeps_apart = False
 
-    def begin(self, masters: Masters, config: RelayConfig) -> None:
+    def begin(self, masters: Masters, config: RelayConfig, clock: Clock) -> None:
         pass
 
     def due(self, masters: Masters, waiting: Sequence[Block]) -> Sequence[Block]:

@@ -18,7 +18,7 @@ from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, GradientPiece
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import clone_state, over, state_bytes, step_alone
+from l2l_core.eps.optimizers import clone_state, over, step_alone
 from l2l_core.eps.store import LayerStore
 from l2l_core.eps.updates import Whole, check_rates
 
@@ -46,7 +46,9 @@ class ToScratch:
         self._scratch: dict[Any, _Scratch] = {}
         self._is_logged = False
         self.updated: list[Block] = []
-        self._state_bytes: dict[Block, int] = {}  # of every block that was updated so far, in whatever step
+        self._states: dict[
+            Block, Sequence[Mapping[str, Any]]
+        ] = {}  # of every block that was updated so far, in whatever step
 
     def begin(self, logged: bool, deferred: bool) -> None:
         self._is_logged, self.updated = logged, []
@@ -63,7 +65,8 @@ class ToScratch:
         scratch.step(piece)
         del undo  # it was made for what it costs
         self.updated.append(block)
-        self._state_bytes[block] = scratch.state_bytes + self._idle_bytes(block, piece)
+        idle = self._of_masters(block)  # parameters without an update have what they have from earlier steps
+        self._states[block] = [scratch.states.get(i, known) for i, known in enumerate(idle)]
         return {}
 
     def finish(self, whole: Whole) -> None:
@@ -72,14 +75,13 @@ class ToScratch:
     def undo(self) -> None:
         self.updated = []
 
-    def state_bytes_of(self, block: Block) -> int:
-        known = self._state_bytes.get(block)
-        return self._masters.side_of(block).nbytes if known is None else known
+    def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
+        known = self._states.get(block)
+        return self._of_masters(block) if known is None else known
 
-    def _idle_bytes(self, block: Block, piece: GradientPiece) -> int:
-        """Count the bytes of state that parameters without an update have from earlier steps."""
-        side, moving = self._masters.side_of(block), piece.views()
-        return sum(state_bytes(side.state.get(p, {})) for i, p in enumerate(side.masters) if i not in moving)
+    def _of_masters(self, block: Block) -> Sequence[Mapping[str, Any]]:
+        state = self._masters.optimizer.state
+        return [state.get(param, {}) for param in self._masters.params_of(block)]
 
     def _scratch_of(self, block: Block, piece: GradientPiece) -> _Scratch:
         """Find scratch memory of the gradient's form; those of one form share it."""
@@ -108,6 +110,7 @@ class _Scratch:
         layout = piece.trained.layout
         self.flat = torch.full((layout.numel,), 0.01)
         self._params = [nn.Parameter(view) for view in layout.views(self.flat)]
+        self._by_index = dict(zip(piece.trained.indices, self._params, strict=True))
         numbers = range(len(optimizer.param_groups))
         members = [[p for p, i in zip(self._params, groups, strict=True) if i == number] for number in numbers]
         self._part = over(
@@ -135,7 +138,6 @@ class _Scratch:
         return {"flat": self.flat, **kept}
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
-        known = self.everything()
-        return sum(v.nbytes for name, v in known.items() if name != "flat" and isinstance(v, torch.Tensor))
+    def states(self) -> dict[int, Mapping[str, Any]]:
+        """What the optimizer keeps of each parameter that was updated, by index in its block."""
+        return {i: self._part.state[p] for i, p in self._by_index.items() if p in self._part.state}

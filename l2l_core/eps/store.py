@@ -10,7 +10,6 @@ not: it knows nothing of devices or of the order of layers.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy, Ledger, Ticket, serial_thread
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
+from l2l_core.eps.clock import Clock
 from l2l_core.eps.finite import checked, norm_of
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
@@ -31,7 +31,7 @@ from l2l_core.eps.optimizers import Findings, StepHooks, pre_hooks
 from l2l_core.eps.reducer import Alone, Reducer
 from l2l_core.eps.updates import ByOptimizer, Update
 from l2l_core.rules import MAX_UNDER_WAY
-from l2l_core.trace import Event, Trace
+from l2l_core.trace import Trace
 
 Send = Callable[[list[Copy]], Ticket]
 
@@ -63,7 +63,7 @@ class LayerStore:
         self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
         self._jobs: list[Future[None]] = []
         self._completing: deque[Future[None]] = deque()  # updates of blocks whose parts have all come
-        self._config, self._trace, self._failed = RelayConfig(), Trace(), False
+        self._config, self._clock, self._failed = RelayConfig(), Clock(Trace()), False
 
     @staticmethod
     def over(
@@ -96,9 +96,9 @@ class LayerStore:
         Raises:
             ValueError: a step hook wants what there will be in deferred updates only, or the optimizer would not step.
         """
-        self._config, self._trace = config, trace
+        self._config, self._clock = config, Clock(trace)
         self._forget()
-        self.reducer.begin(self.masters, config)
+        self.reducer.begin(self.masters, config, self._clock)
         self.update.begin(logged=config.rollback or config.update == "deferred", deferred=config.update == "deferred")
 
     def _forget(self) -> None:
@@ -243,53 +243,51 @@ class LayerStore:
 
     def _have(self, unit: Unit, block: Block, piece: GradientPiece, pushed: Ticket) -> None:
         pushed.join()
-        start_s = time.perf_counter()
+        self._clock.start()
         self._note(block, grad_norm=checked(unit, block, piece))
-        self._reduce(block, {0: piece}, start_s)
+        self._reduce(block, {0: piece})
         if self._config.update == "eager":
             self._update(block)
 
     def _have_part(self, unit: Unit, block: Block, k: int, piece: GradientPiece, pushed: Ticket) -> None:
         pushed.join()
-        start_s = time.perf_counter()
+        self._clock.start()
         checked(unit, block, piece)
         self.gradients.add_part(block, k, piece)
-        self._record("reduce", block, piece, start_s, k)
+        self._record("reduce", block, piece, k)
 
     def _fold(self, block: Block) -> None:
-        total = self._reduce(block, self.gradients.take_parts(block), time.perf_counter())
+        self._clock.start()
+        total = self._reduce(block, self.gradients.take_parts(block))
         if total is not None:
             self._note(block, grad_norm=norm_of(list(total.views().values())))
 
-    def _reduce(self, block: Block, parts: dict[int, GradientPiece], start_s: float) -> GradientPiece | None:
+    def _reduce(self, block: Block, parts: dict[int, GradientPiece]) -> GradientPiece | None:
         total = self.reducer.reduce(block, parts, self.gradients)
         if total is not None:
             self.gradients.whole[block] = total
-            self._record("reduce", block, total, start_s)
+            self._record("reduce", block, total)
         return total
 
     def _clip(self) -> None:
-        start_s = time.perf_counter()
+        self._clock.start()
         assert self._config.max_grad_norm is not None
         self.reducer.clip(self.masters, self.gradients.whole, self._config.max_grad_norm)
-        t0, nbytes = self._trace.began_s, sum(piece.flat.nbytes for piece in self.gradients.whole.values())
-        self._trace.add(Event("eps", "clip", start_s - t0, time.perf_counter() - t0, nbytes=nbytes))
+        self._clock.stop("clip", nbytes=sum(piece.flat.nbytes for piece in self.gradients.whole.values()))
 
     def _update(self, block: Block) -> None:
         piece = self.gradients.whole.pop(block, None)
         if piece is None:
             return
-        start_s = time.perf_counter()
+        self._clock.start()
         self._note(block, **self.update.update(block, piece))
         self.gradients.release(piece.flat)
-        self._record("update", block, piece, start_s)
+        self._record("update", block, piece)
 
     def _note(self, block: Block, **stats: float) -> None:
         if block in self.masters.owner:
             self.masters.owner[block].stats.update(stats)
 
-    def _record(self, kind: str, block: Block, piece: GradientPiece, start_s: float, k: int = -1) -> None:
+    def _record(self, kind: str, block: Block, piece: GradientPiece, k: int = -1) -> None:
         """Add an event for work on a gradient, with the bytes of its buffer, padding included."""
-        t0 = self._trace.began_s
-        key = block.key
-        self._trace.add(Event("eps", kind, start_s - t0, time.perf_counter() - t0, key, k, piece.flat.nbytes))
+        self._clock.stop(kind, block.key, k, piece.flat.nbytes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -62,8 +62,8 @@ class Update(Protocol):
     def undo(self) -> None:
         """Undo the step's updates if they were logged; else `updated` says what they were."""
 
-    def state_bytes_of(self, block: Block) -> int:
-        """Count the bytes that the optimizer keeps of a block."""
+    def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
+        """Give what the optimizer keeps of each of a block's parameters, to be read."""
 
 
 class ByOptimizer:
@@ -160,8 +160,9 @@ class ByOptimizer:
         self.updated = updated
         self._masters.book_state()
 
-    def state_bytes_of(self, block: Block) -> int:
-        return self._masters.side_of(block).nbytes
+    def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
+        state = self._masters.optimizer.state
+        return [state.get(param, {}) for param in self._masters.params_of(block)]
 
     def _before_hook_writes(self, block: Block) -> None:
         """Keep weights that a step hook is about to change: branches and the way back need them."""

@@ -1,6 +1,6 @@
 """What a step costs, in numbers: recorded, stretched, replayed, put into words.
 
-May import `step`, `eps`, `devices`, `batches`, `trace`.
+May import `workers`, `step`, `eps`, `devices`, `batches`, `trace`.
 Begin reading at `costs.py` and `replay.py`, then at `from_costs.py`.
 """
 
@@ -21,6 +21,7 @@ from l2l_core.forecast.fit import NothingFits as NothingFits
 from l2l_core.forecast.fit import Room as Room
 from l2l_core.forecast.fit_step import fit_step as fit_step
 from l2l_core.forecast.fit_step import room_of as room_of
+from l2l_core.forecast.fleet import Fleet as Fleet
 from l2l_core.forecast.forecast import Forecast as Forecast
 from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast.formula import Machine as Machine
@@ -34,7 +35,7 @@ from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
 from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
-from l2l_core.forecast.replay import simulate as simulate
+from l2l_core.forecast.simulate import simulate as simulate
 from l2l_core.forecast.smallest import Priced as Priced
 from l2l_core.forecast.smallest import Run as Run
 from l2l_core.forecast.smallest import WhatFits as WhatFits

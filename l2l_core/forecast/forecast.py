@@ -10,7 +10,36 @@ from dataclasses import dataclass
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.figures import StepFigures
+from l2l_core.forecast.fleet import Fleet
+from l2l_core.forecast.virtual_crew import Sent
 from l2l_core.trace import StepResult, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OfWorker:
+    """What is planned for one of several workers.
+
+    Attributes:
+        fleet: the workers, and which of them this is.
+        held: bytes of masters ("weights") and of the optimizer's state ("optimizer") that it has.
+        gathered_bytes: of host buffers into which layers are gathered.
+        sent: bytes of a step that go to other workers and come from them, by channel: "gather" for weights, "reduce" for
+            gradients. What gloo adds is not among them.
+    """
+
+    fleet: Fleet
+    held: Mapping[str, int]
+    gathered_bytes: int
+    sent: Mapping[str, Sent]
+
+    def __str__(self) -> str:
+        fleet, sent = self.fleet, Sent(*map(sum, zip(*self.sent.values(), strict=True)))
+        slow = ", ".join(f"worker {rank} {factor:g} times as slow" for rank, factor in fleet.stragglers.items())
+        return (
+            f"planned for worker {fleet.rank} of {fleet.count}{f', {slow}' if slow else ''}: holds "
+            f"{format_bytes(sum(self.held.values()))} of masters and state, gathers into {format_bytes(self.gathered_bytes)}, "
+            f"sends {format_bytes(sent.sent)} and receives {format_bytes(sent.received)} a step; {fleet.network}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +55,7 @@ class Forecast(StepFigures):
         memory_bytes: budget of the device, None without one.
         host_limit_bytes: budget of the host, None without one.
         advice: what would fit where this does not, as far as that was looked for.
+        worker: whose step it is, if several are planned with; the budgets are its own, and so is every figure.
     """
 
     seconds: float
@@ -35,6 +65,7 @@ class Forecast(StepFigures):
     memory_bytes: int | None = None
     host_limit_bytes: int | None = None
     advice: str = ""
+    worker: OfWorker | None = None
 
     @property
     def fits(self) -> bool:
@@ -77,6 +108,7 @@ class Forecast(StepFigures):
                 f"a step of {self.seconds:.3g} s; {self.bound}",
                 f"device peak {format_bytes(self.peak_device_bytes)}: {_words(self.device_bytes)}",
                 f"host peak {format_bytes(self.peak_host_bytes)}: {_words(self.host_bytes)}",
+                *([str(self.worker)] if self.worker is not None else []),
                 *self._lacks(),
                 *filter(None, [self.advice]),
                 hiding + ("; any depth fits" if depth is None else f"; at most {depth:,} layers like these fit"),

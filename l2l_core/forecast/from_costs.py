@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import COPY_LANES
-from l2l_core.forecast.forecast import Forecast
-from l2l_core.forecast.gradient_buffers import gradient_buffer_bytes
+from l2l_core.forecast.fleet import Fleet
+from l2l_core.forecast.forecast import Forecast, OfWorker
+from l2l_core.forecast.gradient_buffers import gradient_buffer_bytes, gradient_buffer_bytes_of_worker
+from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.limits import Budgets, hiding_micro_batches, largest_depth
 from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.replay import simulate
+from l2l_core.forecast.simulate import replayed as replayed_step
 from l2l_core.forecast.stretch import stretch
+from l2l_core.rules import weight_itemsize
 from l2l_core.trace import MemorySample, Trace, format_bytes
 
 
@@ -29,6 +32,7 @@ class Costs:
         pooled_bytes: gradient buffers that are there already.
         layer_host_bytes: masters, optimizer state and such of each layer, by key.
         basis: in words.
+        holdings: what the EPS has of every block, where that is known; without it nothing can be said of workers.
     """
 
     profile: Profile
@@ -38,10 +42,15 @@ class Costs:
     pooled_bytes: int
     layer_host_bytes: Mapping[str, int]
     basis: str
+    holdings: Holdings | None = None
 
 
 def forecast_costs(
-    costs: Costs, config: RelayConfig, figures: Mapping[str, Any], host_limit_bytes: int | None = None
+    costs: Costs,
+    config: RelayConfig,
+    figures: Mapping[str, Any],
+    host_limit_bytes: int | None = None,
+    fleet: Fleet = Fleet(count=1),  # noqa: B008 - frozen
 ) -> Forecast:
     """Make the forecast of a step from its costs.
 
@@ -50,12 +59,13 @@ def forecast_costs(
         config: of the step; its number of micro-batches is that of `costs.stands`.
         figures: of the device, as in `Device.figures`.
         host_limit_bytes: what the host has; None for no limit.
+        fleet: of workers that each make such a step.
     """
-    replay = _replay(costs, config, figures)
+    replay = _replay(costs, config, figures) if fleet.count == 1 else _replay_of_worker(costs, config, figures, fleet)
     trace, memory_bytes = _with_host(replay), figures.get("memory_bytes")
-    budgets = Budgets(memory_bytes, host_limit_bytes, sum(replay.standing.values()), _layer_bytes(costs, config))
+    budgets = Budgets(memory_bytes, host_limit_bytes, sum(replay.standing.values()), replay.layer_bytes)
     return Forecast(
-        seconds=trace.span_s + costs.around_s,
+        seconds=trace.span_s + costs.around_s + fleet.around_s,
         trace=trace,
         # of the few micro-batches and not of the stretched step: both make steps of other sizes from them
         hiding_micro_batches=hiding_micro_batches(costs.profile, config, figures),
@@ -64,6 +74,7 @@ def forecast_costs(
         basis=f"{costs.basis}; {_link_words(figures)}",
         memory_bytes=memory_bytes,
         host_limit_bytes=host_limit_bytes,
+        worker=replay.worker,
     )
 
 
@@ -73,24 +84,47 @@ def replayed(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> T
 
 
 class _Replay(NamedTuple):
-    """A simulated step, and what stands on the host besides the stash, by category."""
+    """A simulated step.
+
+    Attributes:
+        trace: of it.
+        standing: what stands on the host besides the stash, by category.
+        layer_bytes: of that, each layer's.
+        worker: whose step it is, of several.
+    """
 
     trace: Trace
     standing: Mapping[str, int]
+    layer_bytes: Mapping[str, int]
+    worker: OfWorker | None = None
 
 
 def _replay(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> _Replay:
     profile = stretch(costs.profile, costs.stands)
-    trace = simulate(profile, config, figures)
+    trace = replayed_step(profile, config, figures, Fleet(count=1)).trace
     # The EPS keeps its buffers in a pool: those that earlier steps took are there, needed or not.
     gradients = max(gradient_buffer_bytes(profile, trace), costs.pooled_bytes)
-    return _Replay(trace, {**costs.host, "gradients": gradients})
-
-
-def _layer_bytes(costs: Costs, config: RelayConfig) -> dict[str, int]:
-    """What each layer keeps on the host: deferred updates keep its gradient as well."""
+    # Deferred updates keep each layer's gradient as well
     kept = {key: layer.push_bytes for key, layer in costs.profile.layers.items()} if config.update == "deferred" else {}
-    return {key: nbytes + kept.get(key, 0) for key, nbytes in costs.layer_host_bytes.items()}
+    layer_bytes = {key: nbytes + kept.get(key, 0) for key, nbytes in costs.layer_host_bytes.items()}
+    return _Replay(trace, {**costs.host, "gradients": gradients}, layer_bytes)
+
+
+def _replay_of_worker(costs: Costs, config: RelayConfig, figures: Mapping[str, Any], fleet: Fleet) -> _Replay:
+    """The same for one of several workers, which holds parts of blocks, and buffers to put them together."""
+    assert costs.holdings is not None, "costs by formula say nothing of blocks"
+    profile, shares, rank = stretch(costs.profile, costs.stands), costs.holdings.shares(fleet.count), fleet.rank
+    trace, gathered, sent = replayed_step(profile, config, figures, fleet, shares)
+    held = costs.holdings.of_worker(shares, rank)
+    buffers = weight_itemsize(config.precision) * sum(numel * count for numel, count in gathered.items())
+    gradients = gradient_buffer_bytes_of_worker(profile, trace, shares)
+    standing = {**costs.host, **held, "weights": held["weights"] + buffers, "gradients": gradients}
+    deferred = config.update == "deferred"
+    layer_bytes = {
+        key: nbytes + deferred * sum(4 * share.gradient[rank] for share in shares[key])
+        for key, nbytes in costs.holdings.layers_of_worker(shares, rank).items()
+    }
+    return _Replay(trace, standing, layer_bytes, OfWorker(fleet, held, buffers, dict(sent)))
 
 
 def _link_words(figures: Mapping[str, Any]) -> str:
@@ -101,12 +135,13 @@ def _link_words(figures: Mapping[str, Any]) -> str:
 
 def _with_host(replay: _Replay) -> Trace:
     """The trace with what stands on the host besides the stash."""
-    trace, standing = replay
+    trace, standing = replay.trace, replay.standing
     memory = [
         sample
         if sample.place == "device"
         else MemorySample(sample.t_s, "host", {n: v for n, v in {**standing, **sample.bytes_by_category}.items() if v})
         for sample in trace.memory
     ]
-    header = {"step": trace.step, "device": trace.device, "names": trace.names, "settings": trace.settings}
+    names = ("step", "device", "names", "settings", "worker")
+    header = {name: getattr(trace, name) for name in names}
     return Trace.of(trace.since(0)[0], memory, **header)

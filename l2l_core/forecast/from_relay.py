@@ -10,6 +10,7 @@ from l2l_core.batches import Batch, RowsOf, form_of, split
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.forecast.costs import COPY_LANES
+from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.from_costs import forecast_costs
 from l2l_core.forecast.measured_costs import costs_of_rehearsal, costs_of_step
@@ -38,10 +39,13 @@ class LastStep:
     now: Kind
 
     def forms(self) -> list[Any] | None:
-        """Return the shapes of its micro-batches; None if it failed, or the model, its layers or settings are others now."""
+        """Return the shapes of its micro-batches.
+
+        None if it failed or was made with other workers, or the model, its layers or settings are others now.
+        """
         trace, kind = self.trace, self.kind
-        if trace is None or kind is None or trace.step != self.number:
-            return None
+        if trace is None or kind is None or trace.step != self.number or trace.worker.count > 1:
+            return None  # with others, costs are those of a part
         if (kind.training, kind.layers) != (self.now.training, self.now.layers):
             return None
         if any(trace.settings.get(name) != value for name, value in asdict(kind.config).items() if name != "seed"):
@@ -56,11 +60,12 @@ def forecast_step(
     device: Device | Mapping[str, Any],
     host_limit_bytes: int | None,
     last: LastStep,
+    fleet: Fleet = Fleet(count=1),  # noqa: B008 - frozen
 ) -> Forecast:
     """Forecast a relay's next step: from its last one if that was of the same kind, else from a rehearsal.
 
-    Arguments and errors are those of `Relay.forecast`; `rehearsal` has the relay's parts. Where the step does not fit the
-    device, `Forecast.advice` says what would.
+    Arguments and errors are those of `Relay.forecast`, `fleet` is its workers; `rehearsal` has the relay's parts. Where the step
+    does not fit the device, `Forecast.advice` says what would.
     """
     if not isinstance(config, RelayConfig):
         raise TypeError(f"config={config!r}: give a RelayConfig, or None for the relay's own")
@@ -72,7 +77,7 @@ def forecast_step(
     if recorded is not None and last.trace is not None and not _is_faster(figures, last.trace.settings):
         costs = costs_of_step(rehearsal, last.trace, recorded, [form_of(each) for each in micro_batches], config)
     costs = costs or costs_of_rehearsal(rehearsal, micro_batches, config)
-    forecast = forecast_costs(costs, config, figures, host_limit_bytes)
+    forecast = forecast_costs(costs, config, figures, host_limit_bytes, fleet)
     budget_bytes = forecast.memory_bytes
     if budget_bytes is None or forecast.peak_device_bytes <= budget_bytes:
         return forecast

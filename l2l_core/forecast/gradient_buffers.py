@@ -6,12 +6,17 @@ another; they stay in their pool, so each size counts with its own highest numbe
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 from l2l_core.forecast.costs import SHELL
+from l2l_core.forecast.fleet import Share
 from l2l_core.forecast.profile import Profile
 from l2l_core.trace import Trace
+
+Changes = defaultdict[int, list[tuple[float, int]]]  # by bytes of a buffer: when one is taken, 1, or given back, -1
 
 
 def gradient_buffer_bytes(profile: Profile, trace: Trace) -> int:
@@ -21,25 +26,55 @@ def gradient_buffer_bytes(profile: Profile, trace: Trace) -> int:
         profile: whose parts are the gradients that leave micro-batch by micro-batch.
         trace: of a step with these parts; without them one by one, as `aggregated` profiles have it, less is known.
     """
-    return _apart_bytes(profile, trace) + _whole_bytes(profile, trace)
+    return _total(_apart(profile, trace)) + _total(_whole(profile, trace))
 
 
-def _apart_bytes(profile: Profile, trace: Trace) -> int:
+def gradient_buffer_bytes_of_worker(profile: Profile, trace: Trace, shares: Mapping[str, Sequence[Share]]) -> int:
+    """Add up the same for a worker: whole gradients until they are exchanged, what comes of others, and its own sums.
+
+    Args:
+        profile: of the step.
+        trace: of the worker.
+        shares: what all of them hold of each layer.
+    """
+    rank, count, changes = trace.worker.rank, trace.worker.count, _apart(profile, trace)
+    kept = Counter(block for block, _ in _parts(profile))
+    blocks = {share.key: share for each in shares.values() for share in each}
+    issued_s, used_s = _issued(trace), _used(trace)
+    for event in (event for event in trace.lanes["reduce"] if event.kind == "exchange"):
+        own = 4 * blocks[event.layer].gradient[rank]
+        came_s, whole = event.start_s - event.stalled_s, 4 * sum(blocks[event.layer].gradient)
+        # All that are kept but one are free when they have been added up, and the one when it has been sent
+        many = kept[event.layer]
+        changes[whole] += [(came_s, 1 - many)] if many else [(issued_s[event.layer], 1)]
+        changes[whole] += [(event.stop_s, -1)]
+        changes[count * own] += [(came_s, 1), (event.stop_s, -1)]
+        changes[own] += [(event.stop_s, 1), (used_s[event.layer], -1)]
+    return _total(changes)
+
+
+def _parts(profile: Profile) -> dict[tuple[str, int], int]:
+    """Bytes of gradients that are kept apart, by block and micro-batch."""
+    turns = profile.turns
+    return {(part.block, turn.k): part.block_bytes for turn in turns for op in turn.ops for part in op.parts}
+
+
+def _apart(profile: Profile, trace: Trace) -> Changes:
     """One buffer for every block and micro-batch, and those that are under way to be added to it."""
-    parts = [(part.block, turn.k, part.block_bytes) for turn in profile.turns for op in turn.ops for part in op.parts]
-    kept = sum(nbytes for *_, nbytes in set(parts))
+    changes: Changes = defaultdict(list)
+    for nbytes in _parts(profile).values():
+        changes[nbytes].append((-math.inf, 1))
     pushes = [event for event in trace.lanes["d2h"] if event.kind == "push" and event.k >= 0]
     reduces = [event for event in trace.lanes["eps"] if event.kind == "reduce" and event.k >= 0]
     issued = _issues(trace)
-    changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
     seen: set[tuple[str, int]] = set()
     for push, reduce in zip(pushes, reduces, strict=False):
-        if (reduce.layer, reduce.k) in seen:  # the first one's buffer becomes the sum, and is among `kept`
+        if (reduce.layer, reduce.k) in seen:  # the first one's buffer becomes the sum, and is counted above
             # Taken when its compute event ended: the push itself may have waited for the lane.
             stops_s = issued[push.k]
             changes[reduce.nbytes] += [(stops_s[bisect_right(stops_s, push.start_s) - 1], 1), (reduce.stop_s, -1)]
         seen.add((reduce.layer, reduce.k))
-    return kept + sum(nbytes * _most(events) for nbytes, events in changes.items())
+    return changes
 
 
 def _issues(trace: Trace) -> dict[int, list[float]]:
@@ -50,18 +85,33 @@ def _issues(trace: Trace) -> dict[int, list[float]]:
     return stops_s
 
 
-def _whole_bytes(profile: Profile, trace: Trace) -> int:
-    """Gradients that leave already summed: highest number at once, by size."""
+def _whole(profile: Profile, trace: Trace) -> Changes:
+    """Gradients that leave already summed."""
+    issued_s, used_s = _issued(trace), _used(trace)
+    sizes = {key: layer.push_bytes for key, layer in profile.layers.items() if layer.push_bytes and key in used_s}
+    changes: Changes = defaultdict(list)
+    for layer, nbytes in sizes.items():
+        changes[nbytes] += [(issued_s[layer], 1), (used_s[layer], -1)]
+    return changes
+
+
+def _total(changes: Changes) -> int:
+    """Bytes of as many buffers of each size as there are at once."""
+    return sum(nbytes * _most(events) for nbytes, events in changes.items())
+
+
+def _issued(trace: Trace) -> dict[str, float]:
+    """When the whole gradient of each layer begins to leave."""
     issued_s: dict[str, float] = {}
     for event in trace.lanes["compute"]:
         if event.kind in ("backward", "loss"):
             issued_s[event.layer] = issued_s[SHELL] = event.stop_s  # the shell's gradient leaves at the very end
-    used_s = {event.layer: event.stop_s for event in trace.lanes["eps"] if event.kind == "update"}
-    sizes = {key: layer.push_bytes for key, layer in profile.layers.items() if layer.push_bytes and key in used_s}
-    changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
-    for layer, nbytes in sizes.items():
-        changes[nbytes] += [(issued_s[layer], 1), (used_s[layer], -1)]
-    return sum(nbytes * _most(events) for nbytes, events in changes.items())
+    return issued_s
+
+
+def _used(trace: Trace) -> dict[str, float]:
+    """When each block has been updated."""
+    return {event.layer: event.stop_s for event in trace.lanes["eps"] if event.kind == "update"}
 
 
 def _most(changes: list[tuple[float, int]]) -> int:

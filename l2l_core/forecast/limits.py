@@ -10,7 +10,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import COPY_LANES
 from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.replay import MOST_EVENTS, simulate
+from l2l_core.forecast.simulate import MOST_EVENTS, simulate
 from l2l_core.forecast.stands import from_the_middle, pattern
 from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.rules import kept_of

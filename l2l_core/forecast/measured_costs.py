@@ -11,6 +11,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.eps.blocks import Block
 from l2l_core.forecast.costs import Memory
 from l2l_core.forecast.from_costs import Costs
+from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.mixture import with_slots
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.rehearsal import Rehearsal
@@ -28,11 +29,11 @@ def costs_of_rehearsal(
     found = rehearsal.run([micro_batches[k] for k in chosen], config, most_passes)
     # All weights that the pass itself has booked: bfloat16 casts for a device that cannot cast on the way.
     wire_bytes = max((held.get("weights", 0) for place, held in _samples(found.profile) if place == "host"), default=0)
-    host = {**_standing(rehearsal), "optimizer": found.state_bytes}
+    host = {**_standing(rehearsal), "optimizer": found.holdings.state_bytes}
     host["weights"] = host.get("weights", 0) + wire_bytes
     how = f"{len(chosen)} of {len(stands)} micro-batches" if len(chosen) < len(stands) else "all micro-batches"
     basis = f"a rehearsal of {how}, timed {found.passes} time(s), in {found.seconds:.2g} s"
-    return _costs(rehearsal, found.profile, stands, found.around_s, host, basis, wire_bytes)
+    return _costs(rehearsal, found.profile, stands, found.around_s, host, basis, wire_bytes, found.holdings)
 
 
 def costs_of_step(
@@ -65,7 +66,10 @@ def costs_of_step(
     profile = with_slots(Profile.of(trace), config, slot_bytes(rehearsal, config))
     # No trace tells what came after its last event.
     around_s = min((event.start_s for event in trace.events), default=0.0)
-    return _costs(rehearsal, profile, stands, around_s, _standing(rehearsal), f"step {trace.step}, measured", 0)
+    store = rehearsal.store
+    holdings = Holdings.of(rehearsal.parts.units, store.update, store.masters.findings.elementwise)
+    basis = f"step {trace.step}, measured"
+    return _costs(rehearsal, profile, stands, around_s, _standing(rehearsal), basis, 0, holdings)
 
 
 def slot_bytes(rehearsal: Rehearsal, config: RelayConfig) -> int:
@@ -87,6 +91,7 @@ def _costs(
     host: Mapping[str, int],
     basis: str,
     wire_bytes: int,
+    holdings: Holdings,
 ) -> Costs:
     weights, trained = _weights_of(dict.fromkeys(b for unit in rehearsal.parts.units for b in unit.blocks))
     wire = wire_bytes / weights if weights else 0.0  # per byte of a master
@@ -100,6 +105,7 @@ def _costs(
         pooled_bytes=rehearsal.parts.host.by_category().get("gradients", 0),
         layer_host_bytes={key: round(n * (1 + wire) + learns * state) for key, (n, learns) in own.items()},
         basis=basis,
+        holdings=holdings,
     )
 
 

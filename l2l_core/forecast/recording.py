@@ -21,7 +21,8 @@ class Recording:
     """
 
     def __init__(self, trace: Trace) -> None:
-        self._trace, self._lanes, self._settings = trace, trace.lanes, dict(trace.settings)
+        self._trace, self._settings = trace, dict(trace.settings)
+        self._lanes = {**trace.lanes, "eps": _in_one(trace.lanes["eps"])}
         self._compute = self._lanes["compute"]
         self._visits = visits_of(self._compute)
         self._first_s = min((event.start_s for event in trace.events), default=0.0)
@@ -134,6 +135,18 @@ class Recording:
         stops_s = {event.k: event.stop_s for event in self._lanes["h2d"] if event.kind == "batch"}
         waits_s = [e.start_s - stops_s[e.k] for e in self._visits[0] if e.k in stops_s]
         return min((seconds for seconds in waits_s if seconds >= 0), default=0.0)
+
+
+def _in_one(events: Sequence[Event]) -> list[Event]:
+    """Put work of the EPS together that was cut in two, since its thread exchanged with other workers in the middle of it."""
+    found: list[Event] = []
+    for event in events:
+        before = found[-1] if found else event
+        if found and not before.nbytes and (before.kind, before.layer, before.k) == (event.kind, event.layer, event.k):
+            found.pop()
+            event = event._replace(start_s=event.start_s - (before.stop_s - before.start_s))
+        found.append(event)
+    return found
 
 
 def _moved(events: Sequence[Event], kind: str) -> dict[str, int]:

@@ -18,6 +18,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
 from l2l_core.eps import InHostMemory, LayerStore, dry_store
 from l2l_core.eps.blocks import Block, Unit
+from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.profile import Profile
 from l2l_core.step import Parts, Plan, Task, Work, run_step
 from l2l_core.step.traffic import Metered
@@ -34,14 +35,14 @@ class Rehearsed:
     Attributes:
         profile: costs of the pass of median length.
         around_s: seconds of a step before its first event and after its last one.
-        state_bytes: of the optimizer after a step.
+        holdings: what the EPS has after a step.
         passes: timed ones.
         seconds: what the rehearsal took.
     """
 
     profile: Profile
     around_s: float
-    state_bytes: int
+    holdings: Holdings
     passes: int
     seconds: float
 
@@ -91,7 +92,7 @@ class Rehearsal:
         return Rehearsed(
             profile=Profile.of(usual.trace),
             around_s=max(0.0, usual.seconds - usual.trace.span_s),
-            state_bytes=sum(map(dry.update.state_bytes_of, _blocks_of(parts))),
+            holdings=Holdings.of(parts.units, dry.update, self.store.masters.findings.elementwise),
             passes=len(timed),
             seconds=time.perf_counter() - began_s,
         )

@@ -1,9 +1,9 @@
 """The schedule of a relay on a virtual clock: nothing is computed, nothing is copied.
 
-`simulate` does with numbers what the loop does with tensors: it walks the stays of a profile in order, issues loads
-ahead, lets stash leave and arrive around every turn, pushes gradients, and keeps four lanes on which work starts when it
-was issued and its lane is free. The numbers [1] to [3] are those of `loop.py`. A test replays recorded steps and insists
-on the same events.
+It does with numbers what the loop does with tensors: it walks the stays of a profile in order, issues loads ahead, lets
+stash leave and arrive around every turn, pushes gradients, and keeps four lanes on which work starts when it was issued and
+its lane is free. What other workers have to say, it asks its company. The numbers [1] to [3] are those of `loop.py`. A test
+replays recorded steps and insists on the same events.
 """
 
 from __future__ import annotations
@@ -17,62 +17,12 @@ from functools import partial
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Device
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, TurnCost
 from l2l_core.forecast.profile import Profile
+from l2l_core.forecast.virtual_crew import Alone, Company
 from l2l_core.forecast.virtual_lane import VirtualLane
-from l2l_core.rules import MAX_UNDER_WAY, kept_of, pieces_of_copy, weight_itemsize, weight_slots
+from l2l_core.rules import MAX_UNDER_WAY, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.trace import Event, MemorySample, Trace
-
-MOST_EVENTS = 20_000  # beyond, micro-batches of a stay are taken together
-
-
-def simulate(profile: Profile, config: RelayConfig, device: Device | Mapping[str, Any] | None = None) -> Trace:
-    """Replay a step with these costs on a virtual clock.
-
-    Args:
-        profile: costs, recorded or by formula.
-        config: how the relay runs. With another number of micro-batches than the profile's, the profile's are repeated or
-            left out, so the batch grows or shrinks.
-        device: whose link to assume: an `EmulatedDevice`, or figures ("h2d_bytes_per_s", "d2h_bytes_per_s",
-            "latency_s"). What is None or missing runs at the speed that the profile has.
-
-    Returns:
-        A trace on a virtual clock that starts at 0. With more than 20,000 events, a stay's micro-batches count as one.
-
-    Raises:
-        ValueError: the profile was made for another precision or stash place, so its bytes do not apply.
-    """
-    for name in ("precision", "stash"):
-        known, asked = profile.settings.get(name), getattr(config, name)
-        if known is not None and known != asked:
-            raise ValueError(
-                f"the profile is of a step with {name}={known!r}, and {name}={asked!r} moves other bytes: record a step with "
-                f"RelayConfig({name}={asked!r}), or make the profile with it"
-            )
-    layers = len(profile.layers) - 1  # besides the shell
-    known, asked = kept_of(profile.settings, layers), kept_of(asdict(config), layers)
-    if known != asked:
-        raise ValueError(
-            f"the profile is of a step that kept the graphs of {known} layer(s), and these settings keep those of {asked}, so "
-            f"that others are recomputed: record a step with RelayConfig(keep={config.keep}, resident={config.resident}, "
-            f"ahead={config.ahead}), or rehearse one with relay.forecast(batch, config)"
-        )
-    figures = device.figures() if isinstance(device, Device) else dict(device or {})
-    profile = profile.with_micro_batches(config.micro_batches)
-    if _count_events(profile) > MOST_EVENTS:
-        profile = profile.aggregated()
-    return _Replay(profile, config, figures).run()
-
-
-def _count_events(profile: Profile) -> int:
-    """About how many events a replay has."""
-    turns = [turn for stay in profile.stays for turn in stay.turns]
-    settings = profile.settings
-    pieces = pieces_of_copy(profile.micro_batches, settings.get("ahead", 1), settings.get("stash", "device"))
-    return sum(len(turn.ops) + bool(turn.fetch_bytes) + bool(turn.stash_bytes) for turn in turns) + (
-        (pieces + 2) * len(profile.stays)
-    )
 
 
 def _trained(profile: Profile) -> set[str]:
@@ -89,10 +39,24 @@ class _Job:
     works: list[Job]
 
 
-class _Replay:
-    """One run over a profile."""
+class Replay:
+    """One run over a profile.
 
-    def __init__(self, profile: Profile, config: RelayConfig, figures: Mapping[str, Any]) -> None:
+    Args:
+        profile: costs.
+        config: how the relay runs.
+        figures: of the link, as in `Device.figures`.
+        company: whoever trains along.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        config: RelayConfig,
+        figures: Mapping[str, Any],
+        company: Company = Alone(),  # noqa: B008 - without state
+    ) -> None:
+        self._company = company
         self._profile, self._config, self._figures = profile, config, figures
         self._layers, self._handover_s = profile.layers, profile.handover_s
         self._overlap, self._on_host = config.ahead > 0, config.stash == "host"
@@ -122,7 +86,9 @@ class _Replay:
     def run(self) -> Trace:
         stays = self._profile.stays
         self._remember(self._profile.memory)
-        self._wait(self._h2d.send(0.0, "load", SHELL, self._layers[SHELL].load_bytes))
+        self._wait(self._company.lend(0.0, SHELL))
+        self._wait(self._h2d.send(self._t, "load", SHELL, self._layers[SHELL].load_bytes))
+        self._company.take_back(SHELL)
         for turn in self._profile.start:
             if turn.batch_bytes:
                 self._wait(self._h2d.send(self._t, "batch", "", turn.batch_bytes, turn.k))
@@ -146,8 +112,9 @@ class _Replay:
         self._push(SHELL)
         self._finish()
         return Trace.of(
-            self._events,
+            [*self._events, *self._company.events],
             self._samples,
+            worker=self._company.worker,
             device="simulated",
             names=self._profile.names,
             settings={**asdict(self._config), **self._figures},
@@ -162,13 +129,16 @@ class _Replay:
 
     def _load(self, index: int) -> None:
         """Have the weights of a stay in a slot, and those of the next ones on their way."""
-        window = dict.fromkeys(stay.layer for stay in self._profile.stays[index : index + self._config.ahead + 1])
+        coming = [stay.layer for stay in self._profile.stays[index : index + self._config.ahead + 2]]
+        self._company.expect(self._t, [layer for layer in coming if layer not in self._slots])
+        window = dict.fromkeys(coming[: self._config.ahead + 1])
         for layer in window:
             if layer not in self._slots:
                 free = [slot for slot, other in enumerate(self._slots) if other not in window]
                 # Of equals the first one, as `Prefetch` takes it: events hold the slot's number, and a test compares them.
                 slot = max(free, key=lambda slot: self._next_use(self._slots[slot], index))
                 self._slots[slot], self._there_s[layer] = layer, math.inf
+                self._wait(self._company.lend(self._t, layer))
                 nbytes, arrived = self._layers[layer].load_bytes, partial(self._there_s.__setitem__, layer)
                 self._h2d.trickle(self._t, "load", layer, nbytes, self._itemsize, arrived, slot)
         layer = self._profile.stays[index].layer
@@ -176,6 +146,7 @@ class _Replay:
         if self._there_s[layer] == math.inf:
             self._h2d.flush(self._t)
         self._wait(self._there_s[layer])
+        self._company.take_back(layer)
 
     def _next_use(self, layer: str, index: int) -> float:
         visits = self._visits[layer]
@@ -263,8 +234,12 @@ class _Replay:
             job = self._jobs.popleft()
             self._eps_s = max(self._eps_s, job.ready_s)
             for kind, layer, k, seconds, nbytes in job.works:
+                if kind == "clip":
+                    self._eps_s = self._company.clip(self._eps_s)
                 start_s, self._eps_s = self._eps_s, self._eps_s + seconds
                 self._events.append(Event("eps", kind, start_s, self._eps_s, layer, k, nbytes))
+                if kind == "reduce" and k < 0:  # that of a micro-batch is added to the others of this worker
+                    self._eps_s = self._company.exchange(self._eps_s, layer)
                 if kind == "update":
                     self._updated_s.append(self._eps_s)
         if not self._overlap:
@@ -275,6 +250,7 @@ class _Replay:
         self._d2h.flush(self._t)
         self._jobs.append(_Job(self._t, list(self._profile.closing)))
         self._run_eps()
+        self._company.end(max(self._t, self._eps_s))
 
     def _remember(self, memory: Memory) -> None:
         for place, nbytes in memory:

@@ -31,7 +31,9 @@ from l2l_core.model.memento import keep as keep
 from l2l_core.model.memento import keep_attributes as keep_attributes
 from l2l_core.model.memento import keep_without as keep_without
 from l2l_core.model.modules import modules_of as modules_of
+from l2l_core.model.plain_data import Take as Take
 from l2l_core.model.plain_data import Tensors as Tensors
+from l2l_core.model.plain_data import copies_of as copies_of
 from l2l_core.model.plain_data import decode as decode
 from l2l_core.model.plain_data import encode as encode
 from l2l_core.model.reference import accumulate as accumulate

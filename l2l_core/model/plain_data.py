@@ -6,13 +6,14 @@ What it is not: a way to keep any object. Whatever cannot come back as it was is
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 Tensors = dict[str, torch.Tensor]
+Take = Callable[[str, Sequence[int]], torch.Tensor]
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     kind.__name__: kind for kind in (tuple, list, set, frozenset, torch.Size)
@@ -58,22 +59,32 @@ def _free(name: str, tensors: Tensors) -> str:
     return name
 
 
-def decode(value: Any, tensors: Tensors, read: Tensors) -> Any:
-    """Make anew what `encode` was given, in memory of its own; `read` has the tensors that were met before."""
+def copies_of(tensors: Tensors) -> Take:
+    """Give copies of tensors, in memory of their own; what is asked for twice is one."""
+    read: Tensors = {}
+
+    def take(name: str, stride: Sequence[int]) -> torch.Tensor:
+        if name not in read:
+            saved = tensors[name]
+            read[name] = torch.empty_strided(saved.shape, tuple(stride), dtype=saved.dtype).copy_(saved)
+        return read[name]
+
+    return take
+
+
+def decode(value: Any, take: Take) -> Any:
+    """Make anew what `encode` was given; `take` gives a tensor by its name, with the strides that it had."""
     if not isinstance(value, dict):
         return value
     kind, content = next(iter(value.items()))
     if kind == "tensor":
-        if content not in read:
-            saved = tensors[content]
-            read[content] = torch.empty_strided(saved.shape, value["stride"], dtype=saved.dtype).copy_(saved)
-        return read[content]
+        return take(content, value["stride"])
     if kind in ("dict", "OrderedDict"):
-        pairs = [(decode(k, tensors, read), decode(v, tensors, read)) for k, v in content]
+        pairs = [(decode(k, take), decode(v, take)) for k, v in content]
         return OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
     if kind == "complex":
         return complex(*content)
     if kind in _NAMED:
         return _NAMED[kind](content)
-    items = [decode(v, tensors, read) for v in content]
+    items = [decode(v, take) for v in content]
     return deque(items, value["maxlen"]) if kind == "deque" else _SEQUENCES[kind](items)

@@ -1,15 +1,17 @@
 """A whole relay as files, and back.
 
 May import `edits`, `eps`, `surgery`, `devices`, `model`.
-Begin reading at `state.py`, `manifest.py`; `folder.py` is the files.
+Begin reading at `state.py`, `manifest.py` (how it is saved), `saved.py` (how it comes back); `folder.py` is the files.
 """
 
 from l2l_core.saves.agreement import check as check
 from l2l_core.saves.history import Restorer as Restorer
 from l2l_core.saves.history import parts_of as parts_of
-from l2l_core.saves.manifest import load as load
 from l2l_core.saves.manifest import save as save
+from l2l_core.saves.new_generation import NewGeneration as NewGeneration
 from l2l_core.saves.resume import Resumption as Resumption
 from l2l_core.saves.resume import keep as keep
+from l2l_core.saves.saved import load as load
+from l2l_core.saves.saved import load_together as load_together
 from l2l_core.saves.stacks import Edited as Edited
 from l2l_core.saves.state import State as State

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from l2l_core.model import Tensors
-from l2l_core.saves.manifest import Saved
-from l2l_core.saves.state import State
+from l2l_core.saves.saved import Saved
+from l2l_core.saves.state import State, shape_of
 
 logger = logging.getLogger("l2l_core")
 
@@ -22,8 +22,12 @@ def check(saved: Saved, state: State) -> None:
     Raises:
         ValueError: it is of another model or optimizer.
     """
-    live = {**state.outline(), "tensors": state.tensors()}
-    told = {"ties": live["ties"], **saved.manifest, "tensors": saved.tensors}  # older saves do not tell of ties
+    live = state.outline()
+    told = {
+        "ties": live["ties"],
+        "shapes": _shapes(saved.tensors),
+        **saved.manifest,
+    }  # older saves do not tell of these
     for entry, (what, listed) in _ENTRIES.items():
         _compare(saved.path, what, listed(told[entry]), listed(live[entry]))
     if told["torch"] != torch.__version__:
@@ -55,7 +59,7 @@ def _numbered(units: Iterable[Sequence[str]]) -> dict[str, str]:
 
 def _shapes(tensors: Tensors) -> dict[str, str]:
     own = {name: t for name, t in tensors.items() if name.startswith(("weights/", "buffers/"))}
-    return {name: f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in own.items()}
+    return {name: shape_of(tensor.shape, tensor.dtype) for name, tensor in own.items()}
 
 
 def _tied(ties: Iterable[Sequence[str]]) -> dict[str, str]:
@@ -70,7 +74,7 @@ def _members(groups: Sequence[Sequence[str]]) -> dict[str, str]:
 # What is compared, in this order: what it is called, and how it is listed, item by item, for the message.
 _ENTRIES: dict[str, tuple[str, Callable[[Any], dict[str, str]]]] = {
     "units": ("layers", _numbered),
-    "tensors": ("parameters and buffers", _shapes),
+    "shapes": ("parameters and buffers", dict),
     "ties": ("shared weights", _tied),
     "versions": ("blocks of weights", lambda versions: dict.fromkeys(versions, "present")),
     "trainable": ("frozen parameters", lambda names: dict.fromkeys(names, "trained")),

@@ -21,7 +21,7 @@ from l2l_core.eps.optimizers import GroupOrder, Places
 from l2l_core.model import deep_copy, find_stacks
 from l2l_core.saves.agreement import compare_layers
 from l2l_core.saves.codec import Part, of_kind
-from l2l_core.saves.manifest import Saved
+from l2l_core.saves.saved import Saved
 from l2l_core.saves.stacks import Edited
 from l2l_core.saves.state import named_params
 from l2l_core.surgery import kind_of, rearrange

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
 from l2l_core.eps import LayerStore
-from l2l_core.eps.blocks import Block, Unit
-from l2l_core.model import RandomState, Tensors
+from l2l_core.eps.blocks import Block, Piece, Unit, is_absent
+from l2l_core.model import RandomState
 from l2l_core.saves.codec import Part
 from l2l_core.saves.stacks import Edited
 from l2l_core.surgery import ties_of
+
+
+class Weight(NamedTuple):
+    """Is a parameter of the model, as far as it is here.
+
+    Attributes:
+        name: of the model's parameter.
+        whole, piece: how all of it lies in its block, and what of it is here.
+        view: of the master, of the piece's size.
+        master: the optimizer's parameter over it.
+    """
+
+    name: str
+    whole: Piece
+    piece: Piece
+    view: torch.Tensor
+    master: nn.Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +60,15 @@ class State:
     def outline(self) -> dict[str, Any]:
         """List what a relay must agree in with a save that it takes over, as plain data; versions only in their keys.
 
-        These are keys and names of units, versions of blocks by key, names that stand for one tensor, names of what is
-        trained, class of the optimizer, names of the parameters in each of its groups.
+        These are keys and names of units, versions of blocks by key, shapes and types of weights and buffers, names that stand
+        for one tensor, names of what is trained, class of the optimizer, names of the parameters in each of its groups.
         """
         params = named_params(self.units)
         names = {param: name for name, param in params.items()}
         return {
             "units": [[unit.key, unit.name] for unit in self.units],
             "versions": {block.key: block.version for block in self.blocks},
+            "shapes": self.shapes(),
             "ties": ties_of(self.units[0].module),
             "trainable": sorted(name for name, param in params.items() if param.requires_grad),
             "optimizer": type(self.store.optimizer).__name__,
@@ -66,29 +85,34 @@ class State:
                 held.setdefault(block, unit)
         return held
 
-    @property
-    def masters(self) -> dict[str, nn.Parameter]:
-        """The optimizer's parameters, by the names of the model's."""
-        masters = {param: twin for unit in self.units for param, twin in self.store.masters.by_param(unit).items()}
-        return {name: masters[param] for name, param in named_params(self.units).items()}
-
-    def tensors_by_unit(self) -> dict[str, Tensors]:
-        """List weights and buffers (non-persistent ones too) as they are now, by name, for each unit's key."""
-        held: dict[str, Tensors] = {unit.key: {} for unit in self.units}
+    def weights(self) -> Iterator[tuple[Unit, Weight]]:
+        """Go through all weights of which something is here, each with the first unit that holds it."""
         for block, unit in self.blocks.items():
-            held[unit.key] |= {f"weights/{n}": view for n, view in zip(block.names, block.views, strict=True)}
+            masters = self.store.masters.params_of(block)
+            pieces = block.layout.pieces, block.held.pieces
+            for held in map(Weight, block.names, *pieces, block.views, masters):
+                if not is_absent(held.piece, held.whole):
+                    yield unit, held
+
+    def buffers(self) -> Iterator[tuple[Unit, str, torch.Tensor]]:
+        """Go through all buffers (non-persistent ones too), by name, each with the unit that it is in."""
         shell, *layers = self.units
         for name, buffer in shell.module.named_buffers():  # the shell's module is the whole model
-            unit = next((unit for unit in layers if name.startswith(f"{unit.name}.")), shell)
-            held[unit.key][f"buffers/{name}"] = buffer
-        return held
+            yield next((unit for unit in layers if name.startswith(f"{unit.name}.")), shell), name, buffer
 
-    def tensors(self) -> Tensors:
-        """List weights and buffers of all units, by name."""
-        return {name: tensor for tensors in self.tensors_by_unit().values() for name, tensor in tensors.items()}
+    def shapes(self) -> dict[str, str]:
+        """Say of all weights and buffers, whole, what shape and type they have, by the names that saves have for them."""
+        pairs = (pair for block in self.blocks for pair in zip(block.names, block.layout.pieces, strict=True))
+        weights = {f"weights/{name}": shape_of(whole.size, torch.float32) for name, whole in pairs}
+        return weights | {f"buffers/{name}": shape_of(b.shape, b.dtype) for _, name, b in self.buffers()}
 
 
 def named_params(units: Iterable[Unit]) -> dict[str, nn.Parameter]:
     """Give the model's parameters by the names that their blocks have for them."""
     blocks = dict.fromkeys(block for unit in units for block in unit.blocks)
     return {name: param for b in blocks for name, param in zip(b.names, b.params, strict=True)}
+
+
+def shape_of(size: Sequence[int], dtype: torch.dtype) -> str:
+    """Describe a tensor for people."""
+    return f"{tuple(size)} {str(dtype).removeprefix('torch.')}"

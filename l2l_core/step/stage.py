@@ -120,7 +120,7 @@ class Stage:
         self._collect = enter(only_young())
         enter(parts.device.current())
         later(parts.device.settle)  # last of all: then nothing is under way, and the trace has every event
-        parts.place.begin(parts.units, self._dtype)
+        parts.place.begin(parts.units, self._dtype, self.trace)
         later(parts.place.end)
         later(RandomState.take().put)  # forwards draw from streams of their own; the caller's stands where it stood
         on_host = self.config.stash == "host"

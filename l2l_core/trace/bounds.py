@@ -10,13 +10,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_core.trace.events import Event, Recorded
-from l2l_core.trace.phases import IDLE, Phase, cuts_of
+from l2l_core.trace.events import NETWORK, Event, Recorded
+from l2l_core.trace.phases import IDLE, OTHERS, Phase, cuts_of
 from l2l_core.trace.roofline import OVERLAPPING, Seconds, Work
 from l2l_core.trace.words import format_bytes
 
 _SMALL = 0.05  # a share of a phase that is not worth a sentence
-_ONCE = ("load", "push", "reduce", "update", "clip")  # per visit, however many micro-batches, unless one is named
+_ONCE = (
+    "load",
+    "push",
+    "reduce",
+    "update",
+    "clip",
+    "gather",
+    "end",
+)  # per visit, however many micro-batches, unless one is named
 _FAR = 16  # so many times the micro-batches are no practical advice on their own
 
 
@@ -28,9 +36,9 @@ class Bound:
         phase: one of `PHASES`.
         span_s: length of the phase in seconds.
         busy_s: by lane, seconds of the phase in which it worked.
-        lane: what binds the phase: the lane that exposes most, or "idle" if compute waited mostly while no lane worked;
-            "compute" if neither comes to 5 % of the phase.
-        exposed_s: seconds in which that lane worked and compute did not; for "idle", in which nothing worked at all.
+        lane: what binds the phase: the lane that exposes most, "others" if compute waited mostly for other workers to come,
+            "idle" if it did while no lane worked; "compute" if none comes to 5 % of the phase.
+        exposed_s: seconds in which that lane worked and compute did not; for "idle" and "others", in which no lane worked.
         idle_s: seconds in which compute did not work, for whatever reason.
         floor_s: the roofline of the phase: the busiest lane in forward and backward; in fill and tail, which are chains,
             the time in which any lane worked.
@@ -52,6 +60,8 @@ class Bound:
     def __str__(self) -> str:
         if self.lane == "compute":
             found = f"bound by compute, which works {_time(self.busy_s['compute'])} of {_time(self.span_s)}"
+        elif self.lane == OTHERS:
+            found = f"compute waits {_time(self.exposed_s)} of {_time(self.span_s)} for other workers"
         elif self.lane == IDLE:
             found = f"compute waits {_time(self.exposed_s)} of {_time(self.span_s)} while no lane works"
         else:
@@ -100,6 +110,7 @@ class _Adviser:
 
     def __init__(self, phases: Mapping[str, Phase], work: Work, settings: Mapping[str, Any]) -> None:
         self.phases, self.work, self.settings = phases, work, settings
+        self._once = _ONCE if settings.get("reduce") == "ordered" else (*_ONCE, "exchange")
         ks = [event.k for group in work.groups for events in group.values() for event in events]
         self.micro_batches: int = settings.get("micro_batches") or 1 + max((0, *ks))
 
@@ -114,7 +125,7 @@ class _Adviser:
             exposed_s=phase.exposed_s[lane],
             idle_s=phase.idle_s,
             floor_s=phase.floor_s,
-            advice=advice,
+            advice=advice + self._half(lane),
             settings=settings,
         )
 
@@ -122,7 +133,18 @@ class _Adviser:
         lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
         return lane if phase.exposed_s[lane] > _SMALL * phase.span_s else "compute"
 
+    def _half(self, lane: str) -> str:
+        """Say what would send half the bytes over the network, where that is not set yet."""
+        name, said = {"gather": ("precision", "precision='bf16'"), "reduce": ("wire", "Workers(wire='bf16')")}.get(
+            lane, ("", "")
+        )
+        return f"; {said} would send half of it" if self.settings.get(name) == "fp32" else ""
+
     def _advise(self, phase: Phase, lane: str) -> Advice:
+        if lane == OTHERS:
+            return _advise_others(phase.waited_s), {}
+        if lane == "reduce" and self.settings.get("reduce") == "ordered" and self.micro_batches > 1:
+            return f"Workers(reduce='sum') would send 1/{self.micro_batches} of it, and not give one worker's bits", {}
         if lane == IDLE and phase.name in OVERLAPPING:
             return "overhead between operations, not the link; larger micro-batches make it count for less", {}
         if lane == IDLE:
@@ -170,12 +192,13 @@ class _Adviser:
         visits = self.work.in_phase(phase.name)
         # the EPS has nothing to do before the turn has given the first gradient; copies hide under their own visits
         turned = (i for i, visit in enumerate(visits) if any(e.kind == "backward" for e in visit["compute"]))
-        hosts = visits[1 + next(turned, 0) :] if lane == "eps" else [visit for visit in visits if visit[lane]]
+        follows = lane in ("eps", "reduce")
+        hosts = visits[1 + next(turned, 0) :] if follows else [visit for visit in visits if visit[lane]]
         events = [event for visit in hosts for event in visit[lane]]
         return _Load(
             compute_s=_sum_s(event for visit in hosts for event in visit["compute"]),
-            fixed_s=_sum_s(event for event in events if not _grows(event)),
-            growing_s=_sum_s(event for event in events if _grows(event)),
+            fixed_s=_sum_s(event for event in events if not self._grows(event)),
+            growing_s=_sum_s(event for event in events if self._grows(event)),
             nbytes=sum(event.nbytes for event in events),
             copies=len(events),
         )
@@ -188,7 +211,7 @@ class _Adviser:
             return f"{fits}, but compute waits for the stash: stash='device' would save up to {exposed}", {
                 "stash": "device"
             }
-        if lane == "h2d" and ahead:
+        if lane in ("h2d", "gather") and ahead:
             return f"{fits}, but it comes too late: ahead={ahead + 1} would start it sooner", {"ahead": ahead + 1}
         return f"{fits}, but not where it falls, and no setting moves it", {}
 
@@ -209,12 +232,23 @@ class _Adviser:
         """Say how fast the lane would have to be."""
         if lane == "eps":
             return "a faster optimizer"
-        latency_s = self.settings.get("latency_s") or 0.0
+        link, latency_s = ("link", self.settings.get("latency_s") or 0.0) if lane not in NETWORK else ("network", 0.0)
         copying_s = load.compute_s - load.copies * latency_s
         if copying_s <= 0 or not load.nbytes:
-            return f"a link of less latency than {_time(latency_s)}" if latency_s else "a faster link"
+            return f"a {link} of less latency than {_time(latency_s)}" if latency_s else f"a faster {link}"
         now = self.settings.get(f"{lane}_bytes_per_s") or load.nbytes / (load.fixed_s + load.growing_s)
-        return f"a link of {format_bytes(load.nbytes / copying_s)}/s instead of {format_bytes(now)}/s"
+        return f"a {link} of {format_bytes(load.nbytes / copying_s)}/s instead of {format_bytes(now)}/s"
+
+    def _grows(self, event: Event) -> bool:
+        return event.k >= 0 or event.kind not in self._once
+
+
+def _advise_others(waited_s: Mapping[int, float]) -> str:
+    last = max(waited_s, key=lambda rank: waited_s[rank])
+    return (
+        f"worker {last} comes last and is waited for {_time(waited_s[last])}: give every worker as many rows and as fast a "
+        "machine, or see in its trace what it does meanwhile"
+    )
 
 
 @dataclass(frozen=True)
@@ -230,10 +264,6 @@ class _Load:
 
 def _sum_s(events: Iterable[Event]) -> float:
     return math.fsum(event.stop_s - event.start_s for event in events)
-
-
-def _grows(event: Event) -> bool:
-    return event.k >= 0 or event.kind not in _ONCE
 
 
 # ---- numbers for people ----------------------------------------------------------------------------------------

@@ -9,16 +9,27 @@ from typing import Any, NamedTuple, Protocol
 from l2l_core.trace.words import format_bytes
 
 CATEGORIES = ("weights", "gradients", "activations", "stash", "optimizer", "other")  # of bytes in a memory
-LANES = ("compute", "h2d", "d2h", "eps")
+LANES = ("compute", "h2d", "d2h", "eps")  # of every worker
+NETWORK = ("gather", "reduce")  # of those that train with others, too
+ALL_LANES = LANES + NETWORK
 PLACES = ("device", "host")
 
-_LETTERS = {"forward": "F", "backward": "B", "load": "L", "push": "P", "reduce": "R", "update": "U"}
+_LETTERS = {
+    "forward": "F",
+    "backward": "B",
+    "load": "L",
+    "push": "P",
+    "reduce": "R",
+    "update": "U",
+    "gather": "G",
+    "exchange": "X",
+}
 
 
 class Event(NamedTuple):
     """One piece of work on one lane. Events of a lane follow one another: a lane is a serial resource."""
 
-    lane: str  # one of LANES
+    lane: str  # one of ALL_LANES
     kind: str  # "shell" | "forward" | "loss" | "backward" | "load" | "push" | "stash" | "reduce" | ...
     start_s: float  # seconds since the step began
     stop_s: float
@@ -26,11 +37,14 @@ class Event(NamedTuple):
     k: int = -1  # micro-batch, -1 if none
     nbytes: int = 0
     visit: int = -1  # forward visits 0..V-1, backward visits V..2V-1, -1 if none
-    stalled_s: float = 0.0  # seconds that compute waited for copies or for the EPS right before the event
+    stalled_s: float = (
+        0.0  # right before the event compute waited so long for copies or the EPS, the network for a worker
+    )
     stay: int = -1  # of compute: number of the stay on the device that it is part of or follows, from 0; -1 if none
     slot: int = -1  # of a load: the weight slot that it fills; -1 if none, as for the shell
     piece: int = 0  # of a copy that travels in pieces: which one this is
     pieces: int = 1  # how many there are
+    last: int = -1  # on the network: the worker that came last, for which the others have waited; -1 elsewhere
 
     def label(self) -> str:
         """Give a short name: "F L003 k=1", "L L004", "loss k=0". Kinds that share a first letter are spelled out."""
@@ -40,6 +54,29 @@ class Event(NamedTuple):
         if self.k >= 0:
             words.append(f"k={self.k}")
         return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Says whose trace it is.
+
+    Attributes:
+        rank, count: of the worker, and how many train together.
+        began_s: when the trace began, in seconds on a clock that all of them share.
+        waited_s: how long this worker had waited by then for the last one to begin.
+        last: the worker that came last; -1 if nobody is waited for.
+    """
+
+    rank: int = 0
+    count: int = 1
+    began_s: float = 0.0
+    waited_s: float = 0.0
+    last: int = -1
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes that it has."""
+        return LANES if self.count == 1 else (*LANES, *NETWORK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +127,7 @@ class Recorded(Protocol):
     names: dict[str, str]
     settings: dict[str, Any]
     failed: Failed | None
+    worker: Worker
 
     def check_finished(self) -> None:
         """Raise a ValueError if the step failed."""

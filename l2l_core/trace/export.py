@@ -4,8 +4,9 @@ Pure writers and readers. They take a finished `Trace` as it is, and `trace.py` 
 
 Chrome JSON, one `tid` per lane because Perfetto wants the slices of a track to nest
 (https://perfetto.dev/docs/getting-started/other-formats); the categories, `args.stream`, `args.correlation`,
-`schemaVersion` and `distributedInfo` are what Holistic Trace Analysis reads. That program tells copies from kernels
-by name, hence the slice names "Memcpy HtoD ..." and "Memcpy DtoH ...".
+`schemaVersion` and `distributedInfo` are what Holistic Trace Analysis reads. That program tells copies and communication from
+kernels by name, hence the slice names "Memcpy HtoD ...", "Memcpy DtoH ..." and "ncclKernel ...", whatever library it was.
+Several workers are several processes of one file for Perfetto, and a file each for that program.
 """
 
 from __future__ import annotations
@@ -20,17 +21,25 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from l2l_core.trace.events import Event, Recorded
+from l2l_core.trace.events import NETWORK, Event, Recorded
 from l2l_core.trace.version_1 import UNSAID
 
 Row = dict[str, Any]
 T = TypeVar("T")
 
-PID = 1
-CATEGORIES = {"compute": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "eps": "cpu_op"}
+CATEGORIES = {
+    "compute": "kernel",
+    "h2d": "gpu_memcpy",
+    "d2h": "gpu_memcpy",
+    "eps": "cpu_op",
+    "gather": "kernel",
+    "reduce": "kernel",
+}
 COPIES = {"h2d": "Memcpy HtoD ", "d2h": "Memcpy DtoH "}
+EXCHANGES = dict.fromkeys(NETWORK, "ncclKernel ")
 SCHEMA = "l2l-trace"
-VERSION = 2  # in files of version 1 events say less: see `version_1.py`
+VERSION = 3
+SAYS_LESS = {1: UNSAID | {"last": -1}, 2: {"last": -1}}  # what events of older files leave out; see `version_1.py`
 
 
 def slack_s(t_s: float) -> float:
@@ -45,30 +54,45 @@ def slack_s(t_s: float) -> float:
 # ---- Chrome trace JSON -----------------------------------------------------------------------------------------
 
 
-def write_chrome(trace: Recorded, path: Path, compress: bool | None = None) -> None:
-    """Write `chrome_trace(trace)`; compressed if `path` ends in .gz, unless `compress` says otherwise.
+def write_chrome(traces: Sequence[Recorded], path: Path, compress: bool | None = None) -> None:
+    """Write `chrome_trace(*traces)`; compressed if `path` ends in .gz, unless `compress` says otherwise.
 
     Raises ValueError for other names than *.json and *.json.gz: viewers go by the name.
     """
     if not path.name.endswith((".json", ".json.gz")):
         raise ValueError(f"cannot export to {str(path)!r}: viewers go by the name, use .json or .json.gz")
-    data = json.dumps(chrome_trace(trace), separators=(",", ":"), allow_nan=False).encode()
+    # A space behind each colon: without one, Holistic Trace Analysis does not find the rank of a file in a folder
+    data = json.dumps(chrome_trace(*traces), separators=(",", ": "), allow_nan=False).encode()
     if path.suffix == ".gz" if compress is None else compress:
         data = gzip.compress(data, compresslevel=6, mtime=0)
     path.write_bytes(data)
 
 
-def chrome_trace(trace: Recorded) -> Row:
-    """Write the trace as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters."""
-    slices = list(_place(trace))
-    rows = [*_metadata(trace), *(_slice_row(trace, one) for one in slices), *_flow_rows(slices), *_counters(trace)]
+def chrome_trace(*traces: Recorded) -> Row:
+    """Write traces as a Chrome trace object: metadata, slices, flow arrows from load to use, byte counters.
+
+    Args:
+        traces: of one step by several workers, each of which becomes a process; or one. Time begins with the first of them,
+            or with its waiting for others to begin.
+    """
+    first = traces[0]
+    began_s = min(trace.worker.began_s - trace.worker.waited_s for trace in traces)
     return {
         "schemaVersion": 1,
-        "distributedInfo": {"rank": 0},
+        "distributedInfo": {"rank": first.worker.rank, "world_size": first.worker.count},
         "displayTimeUnit": "ms",
-        "otherData": {"settings": trace.settings},
-        "traceEvents": rows,
+        "otherData": {"settings": first.settings},
+        "traceEvents": [row for trace in traces for row in _rows(trace, trace.worker.began_s - began_s)],
     }
+
+
+def _rows(trace: Recorded, later_s: float) -> Iterator[Row]:
+    """Write one process, whose time begins so much later than that of the file."""
+    slices = list(_place(trace))
+    pid, later_us = trace.worker.rank + 1, round(later_s * 1e9) / 1e3  # no 0, which Perfetto takes for the idle process
+    slice_rows = [_slice_row(trace, one) for one in slices]
+    for row in (*_metadata(trace), *slice_rows, *_waits(trace, slices), *_flow_rows(slices), *_counters(trace)):
+        yield {**row, "pid": pid} | ({"ts": row["ts"] + later_us} if later_us and "ts" in row else {})
 
 
 class _Slice(NamedTuple):
@@ -82,7 +106,7 @@ class _Slice(NamedTuple):
 
 
 def _place(trace: Recorded) -> Iterator[_Slice]:
-    number = count(1)
+    number = count(1 + (trace.worker.rank << 32))  # arrows go by number, through all processes
     for tid, (lane, events) in enumerate(trace.lanes.items(), start=1):
         free_s = -math.inf
         for event in events:
@@ -96,12 +120,14 @@ def _place(trace: Recorded) -> Iterator[_Slice]:
 
 
 def _metadata(trace: Recorded) -> Iterator[Row]:
-    process = f"relay step {trace.step}" + (f" on {trace.device}" if trace.device else "")
+    process = f"worker {trace.worker.rank} of {trace.worker.count}, " if trace.worker.count > 1 else ""
+    process += f"relay step {trace.step}" + (f" on {trace.device}" if trace.device else "")
     process += f", {trace.failed}" if trace.failed is not None else ""
-    yield {"ph": "M", "pid": PID, "name": "process_name", "args": {"name": process}}
+    yield {"ph": "M", "name": "process_name", "args": {"name": process}}
+    yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": trace.worker.rank}}
     for tid, lane in enumerate(trace.lanes, start=1):
-        yield {"ph": "M", "pid": PID, "tid": tid, "name": "thread_name", "args": {"name": lane}}
-        yield {"ph": "M", "pid": PID, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+        yield {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": lane}}
+        yield {"ph": "M", "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
 def _slice_row(trace: Recorded, one: _Slice) -> Row:
@@ -120,19 +146,37 @@ def _slice_row(trace: Recorded, one: _Slice) -> Row:
         args["memory bandwidth (GB/s)"] = event.nbytes / duration_ns
     return {
         "ph": "X",
-        "pid": PID,
         "tid": one.tid,
         "ts": one.start_ns / 1e3,
         "dur": duration_ns / 1e3,
         "cat": CATEGORIES[event.lane],
-        "name": COPIES.get(event.lane, "") + event._replace(layer=name).label(),
+        "name": (COPIES | EXCHANGES).get(event.lane, "") + event._replace(layer=name).label(),
         "args": args,
     }
 
 
+def _waits(trace: Recorded, slices: list[_Slice]) -> Iterator[Row]:
+    """Write how long a worker waited for another one, before the step and before they could exchange anything."""
+    worker = trace.worker
+    waits = [(one.tid, one.start_ns, one.event.stalled_s, one.event.last, one.event.layer) for one in slices
+             if one.event.lane in NETWORK]  # fmt: skip
+    for tid, until_ns, waited_s, last, layer in [(1, 0, worker.waited_s, worker.last, ""), *waits]:
+        waited_ns = round(waited_s * 1e9)
+        if waited_ns:
+            yield {
+                "ph": "X",
+                "tid": tid,
+                "ts": (until_ns - waited_ns) / 1e3,
+                "dur": waited_ns / 1e3,
+                "cat": "cpu_op",
+                "name": f"wait for worker {last}",
+                "args": {"layer": layer, "stream": -1},
+            }
+
+
 def _flow_rows(slices: list[_Slice]) -> Iterator[Row]:
     for load, use in _load_to_use(slices):
-        arrow = {"pid": PID, "cat": "load_to_use", "name": "load to use", "id": load.number}
+        arrow = {"cat": "load_to_use", "name": "load to use", "id": load.number}
         # the arrow leaves from the start of the load: at its end the next slice of the track may begin
         yield {**arrow, "ph": "s", "tid": load.tid, "ts": load.start_ns / 1e3}
         yield {**arrow, "ph": "f", "bp": "e", "tid": use.tid, "ts": use.start_ns / 1e3}
@@ -163,7 +207,6 @@ def _counters(trace: Recorded) -> Iterator[Row]:
     for sample in trace.memory:
         yield {
             "ph": "C",
-            "pid": PID,
             "name": f"{sample.place} bytes",
             "ts": round(sample.t_s * 1e9) / 1e3,
             "args": {**categories[sample.place], **sample.bytes_by_category},
@@ -192,7 +235,7 @@ def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> int:
             if number == 1:
                 promised, version = _check_header(row), row["version"]
             kind = row.pop("type")
-            take[kind](row | UNSAID if version == 1 and kind == "event" else row)
+            take[kind](row | SAYS_LESS.get(version, {}) if kind == "event" else row)
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(
                 f"{path}, line {number}: this is not what Trace.to_jsonl writes: {type(error).__name__}: {error}"
@@ -206,7 +249,7 @@ def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> int:
 
 
 def _check_header(row: Row) -> int:
-    if row["schema"] != SCHEMA or row["version"] not in (1, VERSION):
+    if row["schema"] != SCHEMA or row["version"] not in (*SAYS_LESS, VERSION):
         raise ValueError(f"schema {row['schema']!r} version {row['version']!r}, expected {SCHEMA!r} version {VERSION}")
     return int(row["rows"])
 

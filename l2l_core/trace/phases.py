@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from l2l_core.trace.events import Event
+from l2l_core.trace.events import NETWORK, Event
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.roofline import OVERLAPPING, PHASES, turn_of, visits_of
+from l2l_core.trace.waits import wait_before
 
 IDLE = "idle"  # what binds a phase when compute waits and no lane works
+OTHERS = "others"  # what binds it when compute waits for other workers to come
 
 
 def cuts_of(lanes: Mapping[str, Sequence[Event]]) -> Iterator[tuple[str, float, float]]:
@@ -47,13 +50,26 @@ class Phase:
         self.busy_s = {lane: measure(union) for lane, union in self._union.items()}
         self.idle_s = max(0.0, self.span_s - self.busy_s["compute"])
         self.exposed_s = {lane: self._exposed_s(union) for lane, union in self._union.items()}
-        worked_s = measure(merge(interval for union in self._union.values() for interval in union))
-        self.exposed_s[IDLE] = max(0.0, self.span_s - worked_s)
+        worked = merge(interval for union in self._union.values() for interval in union)
+        worked_s = measure(worked)
+        waits = [wait_before(event) for lane in lanes if lane in NETWORK for event in lanes[lane]]
+        waited = intersect(merge(waits), window)
+        # Of the time in which no lane works, the rest is nobody's
+        self.exposed_s[OTHERS] = max(0.0, measure(waited) - measure(intersect(waited, worked)))
+        self.exposed_s[IDLE] = max(0.0, self.span_s - worked_s - self.exposed_s[OTHERS])
+        self.waited_s = self._waits_by_last(lanes, window)
         # a chain has nothing to overlap with, so at best some lane works all the time
         self.floor_s = max(self.busy_s.values()) if name in OVERLAPPING else worked_s
 
     def _exposed_s(self, union: list[Interval]) -> float:
         return max(0.0, measure(union) - measure(intersect(union, self._union["compute"])))
+
+    def _waits_by_last(self, lanes: Mapping[str, Sequence[Event]], window: list[Interval]) -> dict[int, float]:
+        """By worker that came last, the seconds in which it was waited for."""
+        by_last = defaultdict(list)
+        for event in (event for lane in lanes if lane in NETWORK for event in lanes[lane] if event.stalled_s):
+            by_last[event.last].append(wait_before(event))
+        return {last: measure(intersect(merge(waits), window)) for last, waits in by_last.items()}
 
     def work_for_s(self, lane: str, layers: set[str]) -> float:
         """Add up the seconds of work for these layers."""

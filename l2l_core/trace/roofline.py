@@ -90,10 +90,10 @@ class Work:
 
     def _group_of(self, event: Event) -> int:
         last = len(self._starts)  # visit, from 1; the next group is the tail
-        if event.lane == "eps":
+        if event.lane in ("eps", "reduce"):
             hides = not self.deferred and (event.layer in self.early or event.start_s < self._stop_s)
             return last if hides else last + 1
-        if event.kind == "load":
+        if event.kind in ("load", "gather"):
             return self._visit_before(event)
         if event.start_s >= self._stop_s:
             return last if event.layer in self.early else last + 1

@@ -14,15 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from l2l_core.trace.bounds import Bound, bounds
-from l2l_core.trace.events import LANES, PLACES, Event, Failed, MemorySample
+from l2l_core.trace.events import ALL_LANES, PLACES, Event, Failed, MemorySample, Worker
 from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
 from l2l_core.trace.version_1 import with_all_said
+from l2l_core.trace.waits import Wait, waits_of
 from l2l_core.trace.words import format_bytes
 
 
@@ -34,7 +36,8 @@ class Trace:
     `names` maps layer keys to dotted names for exports. `clock` gives seconds since the step began; a simulation
     passes its virtual clock, the default counts real time from construction. `settings` says how the step ran, as plain
     values: the fields of `RelayConfig` and what the device states about itself (`Device.figures`). `failed` says how the
-    step ended if it was not finished: what is here is then a part of a step, of which nothing is concluded.
+    step ended if it was not finished: what is here is then a part of a step, of which nothing is concluded. `worker` says
+    whose trace it is, where several train together.
     """
 
     def __init__(
@@ -46,12 +49,14 @@ class Trace:
         clock: Callable[[], float] | None = None,
         settings: Mapping[str, Any] | None = None,
         failed: Failed | None = None,
+        worker: Worker = Worker(),  # noqa: B008 - a value
     ) -> None:
         self.step = step
         self.device = device
         self.names = dict(names or {})
         self.settings = dict(settings or {})
         self.failed = failed
+        self.worker = worker
         self.began_s = time.perf_counter()  # what lanes subtract from their own clock readings
         self.clock = clock or (lambda: time.perf_counter() - self.began_s)
         self._events: list[Event] = []
@@ -75,7 +80,7 @@ class Trace:
 
     def add(self, event: Event) -> None:
         """Append an event, from any thread."""
-        assert event.lane in LANES, f"{event}: lane {event.lane!r} is none of {LANES}"
+        assert event.lane in ALL_LANES, f"{event}: lane {event.lane!r} is none of {ALL_LANES}"
         assert -math.inf < event.start_s <= event.stop_s < math.inf, (
             f"{event.label()!r} on {event.lane} stops at {event.stop_s} s, before it starts at {event.start_s} s, "
             "or a time is not finite"
@@ -133,7 +138,7 @@ class Trace:
     def lanes(self) -> dict[str, tuple[Event, ...]]:
         """Every lane with its events, sorted by start; a lane without events is there too."""
         events = self.events
-        return {lane: tuple(event for event in events if event.lane == lane) for lane in LANES}
+        return {lane: tuple(event for event in events if event.lane == lane) for lane in self.worker.lanes}
 
     @property
     def span_s(self) -> float:
@@ -164,10 +169,14 @@ class Trace:
         """
         return () if self.failed is not None else bounds(self)
 
+    def waits(self) -> tuple[Wait, ...]:
+        """Say for which other workers this one has waited, where and how long; see `waits.py`. Empty for one that is alone."""
+        return waits_of(self)
+
     def _busy(self, *lanes: str) -> list[Interval]:
         for lane in lanes:
-            if lane not in LANES:
-                raise ValueError(f"no lane {lane!r}; the lanes are {', '.join(LANES)}")
+            if lane not in self.worker.lanes:
+                raise ValueError(f"no lane {lane!r}; the lanes are {', '.join(self.worker.lanes)}")
         return merge((e.start_s, e.stop_s) for e in self.since(0)[0] if e.lane in lanes)
 
     # ---- memory ------------------------------------------------------------------------------------------------
@@ -195,6 +204,12 @@ class Trace:
 
     # ---- text and files ----------------------------------------------------------------------------------------
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that workers can send one another what is there by now."""
+        names = ("step", "device", "names", "settings", "failed", "worker")
+        header = {name: getattr(self, name) for name in names}
+        return partial(Trace.of, **header), (self._events[:], self._samples[:])
+
     def __repr__(self) -> str:
         failed = f", {self.failed}" if self.failed is not None else ""
         where = f"step {self.step} on {self.device or '?'}"
@@ -208,10 +223,14 @@ class Trace:
             f"{self.overlap():.1%} of copy time hidden under compute"
         ]
         lines += [f"  {self.failed}"] if self.failed is not None else []
-        for lane in LANES:
+        for lane in self.worker.lanes:
             busy_s = self.busy_s(lane)
             share = busy_s / span_s if span_s else 0.0
             lines.append(f"  {lane:<8} busy {busy_s:9.4g} s ({share:6.1%}), exposed {self.exposed_s(lane):9.4g} s")
+        for wait in self.waits():
+            lines.append(
+                f"  {wait.where:<8} waited {wait.seconds:6.4g} s for worker {wait.last}, {wait.exposed_s:.4g} s of it exposed"
+            )
         for place in PLACES:
             if (peak := self.peak_sample(place)) is not None:
                 parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in peak.bytes_by_category.items() if n)
@@ -220,7 +239,7 @@ class Trace:
 
     def to_chrome(self, path: str | Path, *, compress: bool | None = None) -> None:
         """Write Chrome trace JSON for Perfetto and Holistic Trace Analysis: `.json`, or `.json.gz` compressed."""
-        write_chrome(self, Path(path), compress)
+        write_chrome([self], Path(path), compress)
 
     def to_memory_snapshot(self, path: str | Path) -> None:
         """Write a `.pickle` for PyTorch's memory viewer, https://pytorch.org/memory_viz; see `memory_snapshot.py`."""
@@ -232,6 +251,7 @@ class Trace:
         rows += [{"type": "memory", **asdict(sample)} for sample in self.memory]
         header = {"step": self.step, "device": self.device, "names": self.names, "settings": self.settings}
         header |= {"failed": asdict(self.failed)} if self.failed is not None else {}
+        header |= {"worker": asdict(self.worker)} if self.worker.count > 1 else {}
         write_jsonl(Path(path), header, rows)
 
     @classmethod
@@ -250,6 +270,7 @@ class Trace:
         self.step, self.device, self.names = row["step"], row["device"], dict(row["names"])
         self.settings = dict(row.get("settings", {}))  # files written before there were any have none
         self.failed = build(Failed, row["failed"]) if "failed" in row else None
+        self.worker = build(Worker, row["worker"]) if "worker" in row else Worker()
 
     def _take_event(self, row: dict[str, Any]) -> None:
         self.add(build(Event, row))

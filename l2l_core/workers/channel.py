@@ -8,17 +8,19 @@ is done first; so channels need not know of one another, and none can hold anoth
 furthest behind waits only for what the others have already begun.
 
 Whether the programs are the same is not taken for granted. Before every collective workers *meet*: they tell one another
-what comes next, in 16 bytes. Whoever finds that another does something else, or has failed, raises; between a meeting and
-what was agreed there nothing is done that may fail. A worker that has failed *ends* each channel: it goes to the next meeting
-to say so, where the others come too sooner or later. After that all have had the same number of collectives, so a failed step
-leaves channels with which the next one can begin.
+what comes next, and when they came, in 24 bytes. Whoever finds that another does something else, or has failed, raises;
+between a meeting and what was agreed there nothing is done that may fail. A worker that has failed *ends* each channel: it goes
+to the next meeting to say so, where the others come too sooner or later. After that all have had the same number of
+collectives, so a failed step leaves channels with which the next one can begin.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
+import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +28,46 @@ import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerError
 from l2l_core.workers.line import Line
+from l2l_core.workers.network import Traffic, exchange_traffic, gather_traffic, spread_traffic
 
-_HEADER = 16  # bytes: whether the worker has failed, and a digest of what it is about to do
+_DIGEST = 16  # bytes: whether the worker has failed, and a digest of what it is about to do
+_HEADER = _DIGEST + 8  # and when it came
 _all_gather: Any = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )  # the second before torch 2.12
+
+
+def meeting_traffic(count: int) -> Traffic:
+    """Say what a meeting of so many workers is to one of them."""
+    return exchange_traffic([_HEADER] * count, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Says who came when.
+
+    Attributes:
+        rank: of this worker.
+        came_s: by worker, when it came, in seconds on the clock of `SharedTime`.
+    """
+
+    rank: int
+    came_s: tuple[float, ...]
+
+    @property
+    def began_s(self) -> float:
+        """When all were there."""
+        return max(self.came_s)
+
+    @property
+    def waited_s(self) -> float:
+        """How long this worker waited for the last one."""
+        return self.began_s - self.came_s[self.rank]
+
+    @property
+    def last(self) -> int:
+        """The worker that came last."""
+        return self.came_s.index(self.began_s)
 
 
 class Channel:
@@ -52,7 +89,7 @@ class Channel:
         self.line.check()
         self._ended = None
 
-    def meet(self, what: str, facts: Mapping[str, str] | None = None, timeout_s: float | None = None) -> None:
+    def meet(self, what: str, facts: Mapping[str, str] | None = None, timeout_s: float | None = None) -> Meeting:
         """Make sure that all workers are about to do the same.
 
         Args:
@@ -67,10 +104,11 @@ class Channel:
         self._check()
         told = {"": what, **(facts or {})}
         digest = hashlib.sha256(repr(sorted(told.items())).encode()).digest()
-        heads = self._all_heads(bytes([0]) + digest[: _HEADER - 1], what, timeout_s)
+        heads, came_s = self._all_heads(bytes([0]) + digest[: _DIGEST - 1], what, timeout_s)
         if len(set(heads)) > 1:
             self._ended = _explained(self.objects((told, None), "explain"))
             raise self._ended
+        return Meeting(self.line.rank, came_s)
 
     def end(self, cause: str | None) -> None:
         """Tell the others that this worker has failed, unless they know it from this channel already.
@@ -79,7 +117,7 @@ class Channel:
             cause: of the failure; None if it failed because another one did.
         """
         if self._ended is None and self.line.lost is None:
-            self._all_heads(bytes([1]) + bytes(_HEADER - 1), "hear of a failure", None)
+            self._all_heads(bytes([1]) + bytes(_DIGEST - 1), "hear of a failure", None)
             self._ended = _explained(self.objects(({}, cause), "explain"))
 
     def share(self, mine: Any, what: str) -> list[Any]:
@@ -90,34 +128,51 @@ class Channel:
     def objects(self, mine: Any, what: str) -> list[Any]:
         """Give everybody's `mine` where all have just met."""
         data = pickle.dumps(mine)
-        sizes = torch.empty(self.line.count, dtype=torch.int64)
-        self.gather(sizes, torch.tensor([len(data)]), what)
+        sizes = self.tell(torch.tensor([len(data)]), what).flatten()
         most = int(sizes.max())
-        padded = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-        every = torch.empty(self.line.count * most, dtype=torch.uint8)
-        self.gather(every, padded, what)
-        rows = every.view(self.line.count, most)
+        rows = self.tell(torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8), what)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def tell(self, mine: torch.Tensor, what: str, timeout_s: float | None = None) -> torch.Tensor:
+        """Give everybody's `mine`, (n,), a row each: (count, n). For a few bytes, which are copied for every worker.
+
+        They go to everybody directly and not round the ring: one message's latency instead of N - 1, half the work for two.
+        """
+        count = self.line.count
+        every, sizes = mine.new_empty(count, mine.numel()), [mine.numel()] * count
+        self.exchange(every.flatten(), sizes, mine.repeat(count), sizes, what, timeout_s)
+        return every
 
     def gather(self, every: torch.Tensor, mine: torch.Tensor, what: str, timeout_s: float | None = None) -> None:
         """Put everybody's `mine`, (n,), side by side into `every`, (count * n,); as bytes, whatever they are."""
         self.line.check()
         bytes_of = every.view(torch.uint8), mine.view(torch.uint8)
-        self.line.wait(_all_gather(*bytes_of, group=self._group, async_op=True), what, timeout_s)
+        with self.line.link.carrying(gather_traffic(mine.nbytes, self.line.count)):
+            self.line.wait(_all_gather(*bytes_of, group=self._group, async_op=True), what, timeout_s)
 
     def spread(self, values: torch.Tensor, source: int, what: str) -> None:
         """Give `values`, (n,), of the worker `source` to all."""
         self.line.check()
-        work = dist.broadcast(values.view(torch.uint8), group=self._group, group_src=source, async_op=True)
-        self.line.wait(work, what)
+        with self.line.link.carrying(spread_traffic(values.nbytes, self.line.count, source, self.line.rank)):
+            work = dist.broadcast(values.view(torch.uint8), group=self._group, group_src=source, async_op=True)
+            self.line.wait(work, what)
 
     def exchange(
-        self, come: torch.Tensor, comes: Sequence[int], go: torch.Tensor, goes: Sequence[int], what: str
+        self,
+        come: torch.Tensor,
+        comes: Sequence[int],
+        go: torch.Tensor,
+        goes: Sequence[int],
+        what: str,
+        timeout_s: float | None = None,
     ) -> None:
         """Send a range of `go` to every worker, `goes` elements each; theirs come side by side, `comes` elements each."""
         self.line.check()
-        work = dist.all_to_all_single(come, go, list(comes), list(goes), group=self._group, async_op=True)
-        self.line.wait(work, what)
+        bytes_of, size = (come.view(torch.uint8), go.view(torch.uint8)), go.element_size()
+        counts = [size * count for count in comes], [size * count for count in goes]
+        with self.line.link.carrying(exchange_traffic(counts[1], self.line.rank)):
+            work = dist.all_to_all_single(*bytes_of, *counts, group=self._group, async_op=True)
+            self.line.wait(work, what, timeout_s)
 
     def close(self) -> None:
         """Give the group up."""
@@ -128,10 +183,10 @@ class Channel:
         if self._ended is not None:
             raise WorkerError(str(self._ended), self._ended.ranks)  # a new one: it may be raised on several threads
 
-    def _all_heads(self, head: bytes, what: str, timeout_s: float | None) -> list[bytes]:
-        every = torch.empty(self.line.count * _HEADER, dtype=torch.uint8)
-        self.gather(every, torch.frombuffer(bytearray(head), dtype=torch.uint8), what, timeout_s)
-        return [row.numpy().tobytes() for row in every.view(self.line.count, _HEADER)]
+    def _all_heads(self, head: bytes, what: str, timeout_s: float | None) -> tuple[list[bytes], tuple[float, ...]]:
+        mine = bytearray(head + struct.pack("<d", self.line.time.now()))
+        rows = [row.numpy().tobytes() for row in self.tell(torch.frombuffer(mine, dtype=torch.uint8), what, timeout_s)]
+        return [row[:_DIGEST] for row in rows], tuple(struct.unpack("<d", row[_DIGEST:])[0] for row in rows)
 
 
 def _explained(said: Sequence[tuple[Mapping[str, str], str | None]]) -> WorkerError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,15 +15,16 @@ import torch.distributed as dist
 from l2l_core.batches import RowsOf
 from l2l_core.devices import serial_thread
 from l2l_core.eps.blocks import Block
-from l2l_core.workers.channel import Channel
+from l2l_core.trace import Trace, Worker
+from l2l_core.workers.channel import Channel, Meeting
 from l2l_core.workers.cuts import Cut
 from l2l_core.workers.errors import WorkerError, WorkerLostError, cause_of
 from l2l_core.workers.line import Line
+from l2l_core.workers.network import Network
 
 T = TypeVar("T")
 
 _CLOSING_S = 30.0  # how long a worker that closes waits for the others
-_numbers = itertools.count()  # of crews in this process: made in one order everywhere, as process groups must be
 
 
 class Crew:
@@ -34,21 +36,25 @@ class Crew:
         group: the workers, in the order of their ranks.
         timeout_s: how long to wait for another one at most, in seconds.
         made_group: whether `close` ends the process group too.
+        network: that is emulated.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, made_group: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, made_group: bool, network: Network) -> None:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         ranks = dist.get_process_group_ranks(group)
         store = dist.distributed_c10d._get_default_store()  # there is no public way to it
-        name = f"{'-'.join(map(str, ranks))}/{next(_numbers)}"
         self._is_world = len(ranks) == dist.get_world_size()
-        self._line, self._made_group = Line(self.rank, self.count, timeout_s, store, name), made_group
+        self._line, self._made_group = Line(self.rank, self.count, timeout_s, store, network), made_group
         self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))
+        # A name that no connection had before: the store may be of an earlier round, with word of a worker lost in that
+        said = self.control.share((secrets.token_hex(8), self._line.holds_store()), "agree on a name")
+        self._line.settle(said[0][0], next((rank for rank, (_, holds) in enumerate(said) if holds), None))
         self.thread, self._ending = serial_thread("gather"), serial_thread("end")
-        self.elementwise = True
+        self.elementwise, self._closed = True, False
         self._ends: list[Future[None]] = []  # where a failure is being told
         self._told = [False, False]  # whether it is, on `gathers` and `reduces`
         self._updated: list[str] | None = None  # what all said that they had updated, once it was told
+        self._met: Meeting | None = None  # where what is done together began
 
     def _channel(self, ranks: list[int]) -> Channel:
         # With gloo whatever the group's own backend is: masters and gradients are on the host
@@ -81,7 +87,8 @@ class Crew:
             channel.open()
         self._ends, self._told, self._updated = [], [False, False], None
         try:
-            self.control.meet(what, facts(), timeout_s)
+            self._met = self.control.meet(what, facts(), timeout_s)
+            self._line.time.agree(partial(self.control.tell, what="compare clocks"))
             yield
         except BaseException as error:
             self.failed(error, ())
@@ -123,9 +130,16 @@ class Crew:
             end.exception()
         return self._updated
 
-    def every(self, mine: Sequence[T]) -> list[T]:
-        """Put everybody's items side by side, worker 0's first."""
-        return [item for items in self.control.share(list(mine), "put losses together") for item in items]
+    def signed(self, trace: Trace) -> Trace:
+        """Say in the trace of what is being done together whose it is, and who had to be waited for."""
+        assert self._met is not None, "a trace of something that has not begun"
+        began_s = self._line.time.of(trace.began_s)
+        trace.worker = Worker(self.rank, self.count, began_s, self._met.waited_s, self._met.last)
+        return trace
+
+    def every(self, mine: Sequence[T], what: str = "put losses together") -> list[T]:
+        """Put everybody's items side by side, worker 0's first; `what` it is for, in words."""
+        return [item for items in self.control.share(list(mine), what) for item in items]
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -193,7 +207,10 @@ class Crew:
         return True
 
     def close(self) -> None:
-        """Join threads and give process groups up."""
+        """Join threads and give process groups up; calling it twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
         self.thread.shutdown(wait=True)
         self._ending.shutdown(wait=True)
         # Groups of some processes are named by their members alone, and the next one of a name that is free again would look for

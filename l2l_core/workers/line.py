@@ -1,7 +1,8 @@
-"""What all channels between workers have in common: who they are, how long one waits for another, and the news that one is lost.
+"""What all channels between workers have in common: who they are, the time, how long one waits, and the news that one is lost.
 
 A worker that dies is noticed at once by those who talk to it, and by nobody else: collectives go round in rings. So whoever
 notices it leaves word in the store through which the process group was made, and whoever waits looks there now and then.
+torchrun's agent holds that store, or else a worker does, with whom it is gone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import threading
 import time
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 
 from l2l_core.workers.errors import WorkerLostError
+from l2l_core.workers.network import EmulatedLink, Network
+from l2l_core.workers.shared_time import SharedTime
 
 _LOOK_S = 0.5  # how often one who waits looks for word of a lost worker
 _ANSWER_S = 3.0  # how long the others have to say that they are there
@@ -27,14 +31,40 @@ class Line:
         rank, count: of this worker, and how many there are.
         timeout_s: how long to wait for another worker at most, in seconds.
         store: where word is left.
-        name: of this connection; keys in the store begin with it.
+        network: that is emulated.
+
+    Attributes:
+        time: the clock of all.
+        link: what all channels share of the network.
     """
 
-    def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store, name: str) -> None:
+    def __init__(self, rank: int, count: int, timeout_s: float, store: dist.Store, network: Network) -> None:
         self.rank, self.count, self.timeout_s = rank, count, timeout_s
-        self._store, self._name = store, name
+        self._store, self._name = store, ""
+        self._holder: int | None = None
+        self.link = EmulatedLink(network)
+        self.time = SharedTime(rank, count)
         self._lost: WorkerLostError | None = None
         self._losing = threading.Lock()
+
+    def settle(self, name: str, holder: int | None) -> None:
+        """Hear what all have agreed on.
+
+        Args:
+            name: of this connection; keys in the store begin with it.
+            holder: number of the worker whose process holds the store, None if none of theirs does.
+        """
+        self._name, self._holder = name, holder
+
+    def holds_store(self) -> bool:
+        """Tell whether this process holds the store: it is it that listens on the store's port."""
+        store = self._store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        ports = [
+            each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN
+        ]
+        return isinstance(store, dist.TCPStore) and store.port in ports
 
     @property
     def lost(self) -> WorkerLostError | None:
@@ -90,6 +120,8 @@ class Line:
         others = {rank for rank in range(self.count) if rank != self.rank}
         if len(others) == 1:
             return sorted(others)
+        if not self._name:
+            return []
         try:
             self._store.set(self._key(self.rank), "here")
             if not self._word():
@@ -98,12 +130,17 @@ class Line:
             while others and time.monotonic() < until_s:
                 others -= {rank for rank in others if self._store.check([self._key(rank)])}
                 time.sleep(0.05)
-        except (RuntimeError, OSError):  # the store is gone with the worker that held it
-            return []
-        return sorted(others)
+        except (RuntimeError, OSError):  # the store is gone with whoever held it
+            if self._holder is None:
+                return []
+            if self._holder in others:
+                return [self._holder]
+        return sorted(others)  # a holder that was there has found the same, and ended
 
     def _word(self) -> str:
         """Return what others have left in the store; empty if nothing."""
+        if not self._name:
+            return ""
         try:
             key = self._key("lost")
             return self._store.get(key).decode() if self._store.check([key]) else ""

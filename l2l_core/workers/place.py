@@ -16,7 +16,9 @@ import torch
 
 from l2l_core.devices import Device, Ledger, Ticket
 from l2l_core.eps.blocks import Block, Unit
+from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
+from l2l_core.workers.seen import note
 
 _Key = tuple[int, torch.dtype]
 
@@ -34,14 +36,14 @@ class Gathered:
 
     def __init__(self, device: Device, host: Ledger, crew: Crew) -> None:
         self._device, self._host, self._crew = device, host, crew
-        self._dtype = torch.float32
+        self._dtype, self._trace = torch.float32, Trace()
         self._free: defaultdict[_Key, deque[tuple[torch.Tensor, Ticket | None]]] = defaultdict(deque)
         self._coming: dict[Block, Future[torch.Tensor]] = {}
         self._lent: defaultdict[Block, list[torch.Tensor]] = defaultdict(list)
 
-    def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
+    def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
         self.end()
-        self._dtype = dtype
+        self._dtype, self._trace = dtype, trace
         for free in self._free.values():  # loads of the pass before are over, and hold on to their slots
             free.extend([(free.popleft()[0], None) for _ in range(len(free))])
 
@@ -76,8 +78,10 @@ class Gathered:
         return self._crew.thread.submit(self._gather, block, buffer)
 
     def _gather(self, block: Block, buffer: torch.Tensor) -> torch.Tensor:
-        self._crew.gathers.meet(f"load {block.key}")
+        met = self._crew.gathers.meet(f"load {block.key}")
         self._crew.gather_weights(self._crew.gathers, block, buffer)
+        others = buffer.numel() - self._crew.cut_of(block).size(self._crew.rank)
+        note(self._trace, "gather", "gather", block.key, met, others * buffer.itemsize)
         return buffer
 
     def _forget(self, coming: Future[torch.Tensor]) -> None:

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
-from l2l_core.eps import Gradients, Masters, let_have
+from l2l_core.eps import Clock, Gradients, Masters, let_have
 from l2l_core.eps.blocks import Block, GradientPiece
+from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
+from l2l_core.workers.seen import note
 
 
 class Exchanged:
@@ -26,14 +28,16 @@ class Exchanged:
     Args:
         crew: the workers.
         keeps_apart: whether the gradient of every micro-batch is sent by itself.
+        wire: type in which gradients are sent.
     """
 
-    def __init__(self, crew: Crew, keeps_apart: bool) -> None:
-        self.keeps_apart, self._crew = keeps_apart, crew
-        self._rounds = 1
+    def __init__(self, crew: Crew, keeps_apart: bool, wire: torch.dtype = torch.float32) -> None:
+        self.keeps_apart, self._crew, self._wire = keeps_apart, crew, wire
+        self._rounds, self._clock = 1, Clock(Trace())
         self._covered: dict[Block, list[bool]] = {}  # of the blocks reduced in this step: what has a gradient anywhere
 
-    def begin(self, masters: Masters, config: RelayConfig) -> None:
+    def begin(self, masters: Masters, config: RelayConfig, clock: Clock) -> None:
+        self._clock = clock
         self._rounds = config.micro_batches if self.keeps_apart else 1
         self._covered = {}
 
@@ -52,12 +56,18 @@ class Exchanged:
         here = [piece.size != (0,) for piece in own.layout.pieces]
         come = [gradients.buffer(sizes[me] * count) for _ in range(self._rounds)]  # all of them before workers meet
         go = [mine[k].flat if k in mine else gradients.buffer(trained.numel) for k in range(self._rounds)]
-        self._crew.reduces.meet(what)
-        covers = self._covers(mine, len(trained.indices))
+        room = [
+            torch.empty(n, dtype=self._wire) for n in (sizes[me] * count, trained.numel) if self._wire != torch.float32
+        ]
+        with self._clock.away():
+            met = self._crew.reduces.meet(what)
+            covers = self._covers(mine, len(trained.indices))
+            came = [k for k in range(self._rounds) if bool(covers[:, k].any())]
+            for k in came:
+                self._exchange(come[k], go[k], room, edges, what)
+            nbytes = self._wire.itemsize * sizes[me] * (count - 1) * len(came)
+            note(self._clock.trace, "reduce", "exchange", block.key, met, nbytes)
         self._covered[block] = covers.flatten(0, 1).any(0).tolist()
-        came = [k for k in range(self._rounds) if bool(covers[:, k].any())]
-        for k in came:
-            self._crew.reduces.exchange(come[k], [sizes[me]] * count, go[k], sizes, what)
         for buffer in go:
             gradients.release(buffer)
         total = GradientPiece(gradients.buffer(sizes[me]), own, (False,) * len(here))
@@ -69,6 +79,25 @@ class Exchanged:
             gradients.release(buffer)
         return total if came else None
 
+    def _exchange(
+        self, come: torch.Tensor, go: torch.Tensor, room: Sequence[torch.Tensor], edges: Sequence[int], what: str
+    ) -> None:
+        """Send every worker its range of `go`; theirs come side by side.
+
+        Args:
+            room: for both in the type in which they are sent, where that is another one.
+            edges: where the ranges begin and end.
+        """
+        me, count, sizes = self._crew.rank, self._crew.count, [stop - start for start, stop in pairwise(edges)]
+        if not room:
+            self._crew.reduces.exchange(come, [sizes[me]] * count, go, sizes, what)
+            return
+        coming, going = room
+        going.copy_(go)
+        self._crew.reduces.exchange(coming, [sizes[me]] * count, going, sizes, what)
+        come.copy_(coming)
+        come[me * sizes[me] : (me + 1) * sizes[me]] = go[edges[me] : edges[me + 1]]  # what was not sent is not rounded
+
     def clip(self, masters: Masters, whole: Mapping[Block, GradientPiece], max_norm: float) -> None:
         """Scale gradients by the norm of all of them, which is found from whole ones, gathered block by block.
 
@@ -79,8 +108,11 @@ class Exchanged:
             piece, trained = whole[block], block.trained
             edges = self._crew.cut_of(block).gradient_edges(trained)
             flat = torch.empty(trained.numel)
-            self._crew.reduces.meet(f"clip {block.key}")
-            self._crew.gather_ranges(self._crew.reduces, flat, edges, piece.flat, f"clip {block.key}")
+            with self._clock.away():
+                met = self._crew.reduces.meet(f"clip {block.key}")
+                self._crew.gather_ranges(self._crew.reduces, flat, edges, piece.flat, f"clip {block.key}")
+                nbytes = flat.itemsize * (trained.numel - (edges[self._crew.rank + 1] - edges[self._crew.rank]))
+                note(self._clock.trace, "reduce", "clip", block.key, met, nbytes)
             every = GradientPiece(flat, trained, tuple(self._covered[block])).views()
             norms |= {masters.params_of(block)[i]: torch.linalg.vector_norm(view) for i, view in every.items()}
             let_have(masters.params_of(block), piece)
@@ -93,7 +125,7 @@ class Exchanged:
         self._crew.reduces_no_more(error)
 
     def finish(self) -> None:
-        self._crew.control.meet("end the step")
+        note(self._clock.trace, "reduce", "end", "", self._crew.control.meet("end the step"))
 
     def _summed(self, parts: Mapping[int, GradientPiece], gradients: Gradients) -> dict[int, GradientPiece]:
         total = gradients.sum_of(parts)
@@ -103,6 +135,5 @@ class Exchanged:
         """Tell all workers what has a gradient: (workers, rounds, parameters)."""
         none = (False,) * params
         here = [mine[k].covers if k in mine else none for k in range(self._rounds)]
-        every = torch.empty(self._crew.count * self._rounds * params, dtype=torch.uint8)
-        self._crew.reduces.gather(every, torch.tensor(here, dtype=torch.uint8).flatten(), "reduce")
+        every = self._crew.reduces.tell(torch.tensor(here, dtype=torch.uint8).flatten(), "reduce")
         return every.view(self._crew.count, self._rounds, params)

@@ -11,7 +11,7 @@ from l2l_core.eps.blocks import Unit
 
 _REMEDY = (
     "Use layers without such state (GroupNorm or LayerNorm instead of BatchNorm), or put that part into evaluation mode before "
-    "the relay is made and each time after model.train()"
+    'the relay is made and each time after model.train(). Or let each worker have its own: Workers(buffers="own")'
 )
 
 

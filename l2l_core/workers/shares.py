@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 
 from l2l_core.devices import Ledger
 from l2l_core.eps import Masters
-from l2l_core.eps.blocks import Block, Layout, Unit
+from l2l_core.eps.blocks import Block, Layout, Piece, Unit, is_absent, new_piece
 from l2l_core.workers.crew import Crew
 
-Piece = Any  # of a `Layout`
 Known = Mapping[str, Any] | None  # what an optimizer knows of a parameter
 
 
@@ -34,11 +33,14 @@ class Shares:
     def __init__(self, crew: Crew, masters: Masters, host: Ledger, empty: Callable[[int], torch.Tensor]) -> None:
         self._crew, self._masters, self._host, self._empty = crew, masters, host, empty
 
-    def take_first(self, units: Sequence[Unit]) -> None:
-        """Let all workers have the weights and buffers that worker 0 has; blocks are whole."""
+    def take_weights(self) -> None:
+        """Let all workers have the weights that worker 0 has; blocks are whole."""
         for block in self._masters.blocks:
             self._crew.control.meet(f"take over {block.key}")
             self._crew.control.spread(block.values, 0, f"take over {block.key}")
+
+    def take_buffers(self, units: Sequence[Unit]) -> None:
+        """Let all workers have the buffers that worker 0 has."""
         held = [unit.buffers.copy() for unit in units]
         first = self._crew.control.share(held if self._crew.rank == 0 else None, "take over buffers")[0]
         for unit, values in zip(units, first, strict=True):
@@ -52,8 +54,8 @@ class Shares:
             part, start, stop = cut.part(rank), cut.edges[rank], cut.edges[rank + 1]
             mine = self._empty(cut.size(rank)).zero_()
             mine[: stop - start].copy_(block.values[start:stop])
-            pieces = zip(self._known(block), block.layout.pieces, part.pieces, strict=True)
-            self._put(block, part, mine, [_cut(*each, start) for each in pieces])
+            pieces = zip(block.layout.pieces, self._known(block), part.pieces, strict=True)
+            self._put(block, part, mine, [_recut([(whole, known)], whole, held) for whole, known, held in pieces])
         self._masters.book_state()
 
     def join(self) -> None:
@@ -84,42 +86,25 @@ class Shares:
                 state[param] = dict(each)
 
 
-def _cut(known: Known, whole: Piece, part: Piece, start: int) -> Known:
-    """Cut what is known of a parameter whose part lies in a range that begins at `start` of the block."""
-    if known is None or part.size == (0,):
-        return None
-    if part.size == whole.size:
-        return known
-    first = max(0, start - whole.offset)
-
-    def of(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.shape != whole.size:
-            return leaf
-        flat = torch.empty_strided(whole.size, whole.stride, dtype=leaf.dtype).copy_(leaf)
-        return flat.as_strided((leaf.numel(),), (1,))[first : first + part.size[0]].clone()
-
-    return pytree.tree_map(of, known)
-
-
 def _joined(every: Sequence[Sequence[Known]], layout: Layout, parts: Sequence[Layout]) -> list[Known]:
     """Put together what each worker knows of its parts of a block's parameters."""
     return [
-        _join([known[i] for known in every], whole, [part.pieces[i] for part in parts])
+        _recut([(part.pieces[i], known[i]) for part, known in zip(parts, every, strict=True)], whole, whole)
         for i, whole in enumerate(layout.pieces)
     ]
 
 
-def _join(every: Sequence[Known], whole: Piece, pieces: Sequence[Piece]) -> Known:
-    held = [(known, piece) for known, piece in zip(every, pieces, strict=True) if known is not None]
-    if not held or held[0][1].size == whole.size:
-        return held[0][0] if held else None
+def _recut(held: Sequence[tuple[Piece, Known]], whole: Piece, wanted: Piece) -> Known:
+    """Say of a piece of a parameter what others know of their pieces of it."""
+    sources = [(piece, known) for piece, known in held if known is not None]
+    if not sources or is_absent(wanted, whole):
+        return None
+    if sources[0][0].size == wanted.size == whole.size:
+        return sources[0][1]
+    pieces = [piece for piece, _ in sources]
 
     def of(*leaves: Any) -> Any:
-        if not isinstance(leaves[0], torch.Tensor) or leaves[0].shape != held[0][1].size:
-            return leaves[0]
-        flat = torch.cat(leaves)
-        into = torch.empty_strided(whole.size, whole.stride, dtype=flat.dtype)
-        into.as_strided((flat.numel(),), (1,)).copy_(flat)
-        return into
+        follows = all(isinstance(x, torch.Tensor) and x.shape == p.size for x, p in zip(leaves, pieces, strict=True))
+        return new_piece(wanted, whole, zip(pieces, leaves, strict=True)) if follows else leaves[0]
 
-    return pytree.tree_map(of, *(known for known, _ in held))
+    return pytree.tree_map(of, *(known for _, known in sources))

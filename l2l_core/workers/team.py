@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,14 +22,20 @@ from l2l_core.batches import Others
 from l2l_core.devices import Device, Ledger
 from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer
 from l2l_core.eps.blocks import Unit
+from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
+from l2l_core.workers.errors import WorkerError
+from l2l_core.workers.network import Network
 from l2l_core.workers.place import Gathered
 from l2l_core.workers.reducer import Exchanged
 from l2l_core.workers.refusals import Unchanged, refuse_batch_norm
+from l2l_core.workers.rounds import init_round
 from l2l_core.workers.shares import Shares
 
 T = TypeVar("T")
 ReduceMode = Literal["sum", "ordered"]
+WireType = Literal["fp32", "bf16"]
+BufferMode = Literal["same", "own"]
 Facts = Callable[[], Mapping[str, str]]
 
 
@@ -42,8 +49,13 @@ class Workers:
         reduce: "sum" adds up each worker's gradients first and sends the sum. "ordered" sends the gradient of every
             micro-batch, and adds in the order of one worker with all micro-batches: to the bit what that one would have, for as
             many times the bytes as there are micro-batches.
+        wire: type in which gradients are sent. "bf16" halves the bytes; each worker's own, and the sums, stay float32.
+        buffers: "same" refuses models whose forward changes buffers (BatchNorm). "own" lets each worker have its own of its own
+            rows, as DDP does with ``broadcast_buffers=False``; a save has worker 0's.
         timeout_s: how long to wait for another worker before it counts as lost, in seconds. It must be longer than the longest
-            visit of a layer, and than a worker may be late at a step.
+            visit of a layer, and than a worker may be late at a step or in writing its part of a save.
+        network: an emulated one, the same for all: nothing that workers send comes sooner than it would there. Of one without
+            figures there is nothing to see.
 
     Raises:
         ValueError: a value out of range.
@@ -51,11 +63,15 @@ class Workers:
 
     group: dist.ProcessGroup | Literal["auto"] = "auto"
     reduce: ReduceMode = "sum"
+    wire: WireType = "fp32"
+    buffers: BufferMode = "same"
     timeout_s: float = 300.0
+    network: Network = Network()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
-        if self.reduce not in get_args(ReduceMode):
-            raise ValueError(f"reduce={self.reduce!r}: must be one of {', '.join(map(repr, get_args(ReduceMode)))}")
+        for name, kind in {"reduce": ReduceMode, "wire": WireType, "buffers": BufferMode}.items():
+            if (value := getattr(self, name)) not in get_args(kind):
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, get_args(kind)))}")
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ValueError(f"timeout_s={self.timeout_s!r}: must be a positive number of seconds")
         if self.group != "auto" and not isinstance(self.group, dist.ProcessGroup):
@@ -71,12 +87,16 @@ class Company(Protocol):
         rank, count: of this worker, and how many there are.
         others: what the weighing of micro-batches asks.
         can_rehearse: whether one worker may run passes that the others do not run.
+        lost: the error that tells of a lost worker, if there is one.
     """
 
     rank: int
     count: int
     others: Others
     can_rehearse: bool
+
+    @property
+    def lost(self) -> WorkerError | None: ...
 
     def place(self, device: Device, host: Ledger) -> Place:
         """Make what knows where weights are."""
@@ -94,14 +114,17 @@ class Company(Protocol):
         """Hold all of every block in a block of code that all workers run."""
 
     def agree_on(self, units: Sequence[Unit]) -> None:
-        """Let all workers have the weights and buffers that worker 0 has; blocks are whole."""
+        """Let all workers have the weights that worker 0 has, and buffers that are to be the same; blocks are whole."""
 
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         """Make the check that forwards leave alone what no worker could know of the others."""
 
+    def signed(self, trace: Trace) -> Trace:
+        """Say in the trace of what begins now whose it is; returns it."""
+
     def failing(self, error: BaseException) -> None: ...
     def failed(self, error: BaseException, updated: Sequence[str]) -> list[str]: ...
-    def every(self, mine: Sequence[T]) -> list[T]: ...
+    def every(self, mine: Sequence[T], what: str = "") -> list[T]: ...
     def first(self, count: int) -> int: ...
 
     def refuse(self, verb: str, instead: str = "") -> None:
@@ -120,6 +143,7 @@ class Solo:
     rank, count = 0, 1
     others: Others = AloneWithBatches()
     can_rehearse = True
+    lost = None
 
     def place(self, device: Device, host: Ledger) -> Place:
         return InHostMemory(device, host)
@@ -142,13 +166,16 @@ class Solo:
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
         return lambda: None
 
+    def signed(self, trace: Trace) -> Trace:
+        return trace
+
     def failing(self, error: BaseException) -> None:
         pass
 
     def failed(self, error: BaseException, updated: Sequence[str]) -> list[str]:
         return list(updated)
 
-    def every(self, mine: Sequence[T]) -> list[T]:
+    def every(self, mine: Sequence[T], what: str = "") -> list[T]:
         return list(mine)
 
     def first(self, count: int) -> int:
@@ -169,29 +196,36 @@ class Team:
 
     Args:
         crew: the workers.
-        reduce: how gradients are added up; see `Workers`.
+        settings: how they train together.
     """
 
     can_rehearse = False
 
-    def __init__(self, crew: Crew, reduce: ReduceMode) -> None:
-        self._crew, self._reduce = crew, reduce
+    def __init__(self, crew: Crew, settings: Workers) -> None:
+        self._crew, self._settings = crew, settings
         self.rank, self.count, self.others = crew.rank, crew.count, crew
         self.together, self.failing, self.failed = crew.together, crew.failing, crew.failed
         self.every, self.first = crew.every, crew.first
         self._shares: Shares | None = None
 
+    @property
+    def lost(self) -> WorkerError | None:
+        return self._crew.lost
+
     def place(self, device: Device, host: Ledger) -> Place:
         return Gathered(device, host, self._crew)
 
     def reducer(self) -> Reducer:
-        return Exchanged(self._crew, keeps_apart=self._reduce == "ordered")
+        wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self._settings.wire]
+        return Exchanged(self._crew, keeps_apart=self._settings.reduce == "ordered", wire=wire)
 
     def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> None:
         self._crew.elementwise = store.masters.findings.elementwise
         shares = Shares(self._crew, store.masters, host, device.host_empty)
-        with self.together("make a relay", lambda: {"reduce": self._reduce, **facts()}):
-            shares.take_first(units)
+        modes = {name: getattr(self._settings, name) for name in ("reduce", "wire", "buffers")}
+        with self.together("make a relay", lambda: {**modes, **facts()}):
+            shares.take_weights()
+            shares.take_buffers(units)
         shares.cut()
         self._shares = shares
 
@@ -206,10 +240,16 @@ class Team:
 
     def agree_on(self, units: Sequence[Unit]) -> None:
         assert self._shares is not None
-        self._shares.take_first(units)
+        self._shares.take_weights()
+        if self._settings.buffers == "same":
+            self._shares.take_buffers(units)
 
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
-        return Unchanged(units)
+        return Unchanged(units) if self._settings.buffers == "same" else lambda: None
+
+    def signed(self, trace: Trace) -> Trace:
+        trace.settings |= {"workers": self.count, "reduce": self._settings.reduce, "wire": self._settings.wire}
+        return self._crew.signed(trace)
 
     def refuse(self, verb: str, instead: str = "") -> None:
         """Refuse what several workers cannot do.
@@ -230,14 +270,16 @@ class Team:
         self._crew.close()
 
 
-def company(workers: Workers | dist.ProcessGroup | str | None, model: nn.Module) -> Company:
-    """Make the company that a relay of this model is to have.
+def company(workers: Workers | dist.ProcessGroup | str | Solo | Team | None, model: nn.Module) -> Company:
+    """Make the company that a relay of this model is to have, or give the one that is there already.
 
     Raises:
         ValueError, TypeError: no such thing, or a model that several workers cannot train.
     """
     if workers is None:
         return Solo()
+    if isinstance(workers, Solo | Team):
+        return workers
     settings = workers if isinstance(workers, Workers) else _settings(workers)
     if not dist.is_available():
         raise ValueError("workers: this PyTorch was built without torch.distributed")
@@ -248,13 +290,14 @@ def company(workers: Workers | dist.ProcessGroup | str | None, model: nn.Module)
         made = int(os.environ["WORLD_SIZE"]) > 1
         if not made:
             return Solo()
-    refuse_batch_norm(model)
+    if settings.buffers == "same":
+        refuse_batch_norm(model)
     if made:
-        dist.init_process_group("gloo")
+        init_round(settings.timeout_s)
     group = dist.group.WORLD if settings.group == "auto" else settings.group
     if dist.get_world_size(group) == 1:
         return Solo()
-    return Team(Crew(group, settings.timeout_s, made), settings.reduce)
+    return Team(Crew(group, settings.timeout_s, made, settings.network), settings)
 
 
 def _settings(workers: Any) -> Workers:

@@ -1,6 +1,7 @@
 """Processes that train together, for tests: started once, given one thing after another to do, and watched.
 
-The test process stands where torchrun's agent does: it holds the store and outlives the workers. Functions that they run are
+The test process stands where torchrun's agent does: it holds the store and outlives the workers; unless worker 0 does, as where
+workers are started by hand. Functions that they run are
 in `crew_cases.py`; each is called with the worker's rank and their number first, and what it returns comes back.
 """
 
@@ -20,12 +21,15 @@ import torch.distributed as dist
 START_S, CASE_S = 300.0, 90.0  # guards against hanging, on a machine with other things to do
 
 
-def _serve(rank: int, count: int, port: int, pipe: multiprocessing.connection.Connection) -> None:
+def _serve(rank: int, count: int, port: int | None, pipe: multiprocessing.connection.Connection) -> None:
     """Run what comes through the pipe, until it is closed."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     torch.cuda.is_available = lambda: False
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    hosts = port is None and rank == 0
+    store = dist.TCPStore("127.0.0.1", port or (0 if hosts else pipe.recv()), is_master=hosts, wait_for_workers=False)
+    if hosts:
+        pipe.send(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=START_S))
     pipe.send((True, "ready"))
     while (case := pipe.recv()) is not None:
@@ -41,18 +45,18 @@ def _serve(rank: int, count: int, port: int, pipe: multiprocessing.connection.Co
 
 
 class Crew:
-    """So many worker processes with a process group on gloo."""
+    """So many worker processes with a process group on gloo; where `by_hand`, worker 0 holds the store."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, by_hand: bool = False) -> None:
+        self.count, self._by_hand = count, by_hand
         self._start()
 
     def _start(self) -> None:
         context, count = multiprocessing.get_context("spawn"), self.count
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        pipes = [context.Pipe() for _ in range(count)]
+        self._store = None if self._by_hand else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pipes, port = [context.Pipe() for _ in range(count)], None if self._store is None else self._store.port
         self.processes = [
-            context.Process(target=_serve, args=(rank, count, self._store.port, pipe), daemon=True)
+            context.Process(target=_serve, args=(rank, count, port, pipe), daemon=True)
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for process in self.processes:
@@ -60,6 +64,10 @@ class Crew:
         self._pipes = [pipe for pipe, _ in pipes]
         for _, theirs in pipes:
             theirs.close()  # so that the end of a process is the end of its pipe
+        if port is None:
+            port = self._pipes[0].recv()
+            for pipe in self._pipes[1:]:
+                pipe.send(port)
         self._answers(START_S)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """What worker processes of `crew.py` do in tests. Every function gets the worker's rank and the number of workers first."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -206,35 +207,6 @@ def edit_beside_alone(rank: int, count: int, edits: list[Edit | str | None]) -> 
     return _found(losses, expected, relay, alone, nan)
 
 
-def save_and_go_on(rank: int, count: int, folder: str) -> list[float]:
-    """Train a step, save, and train two more."""
-    case = Case("gpt2", rows=(4, 4))
-    with relay_of(case, rank) as relay:
-        relay.step(case.rows_of(rank, 0))
-        relay.apply(Duplicate(0))
-        relay.save(folder)
-        return [relay.step(case.rows_of(rank, step)).loss for step in (1, 2)]
-
-
-def load_and_go_on(rank: int, count: int, folder: str) -> list[float]:
-    """Load what was saved, and train the same two steps."""
-    case = Case("gpt2", rows=(4, 4))
-    model = BY_NAME["gpt2"].make_model()
-    workers = Workers(reduce="ordered", timeout_s=60.0)
-    with Relay.load(folder, model, case.optimizer(model), workers=workers) as relay:
-        assert relay.steps == 1 and len(relay.stack) == 5, (relay.steps, len(relay.stack))
-        return [relay.step(case.rows_of(rank, step)).loss for step in (1, 2)]
-
-
-def load_alone(rank: int, count: int, folder: str) -> list[float]:
-    """Load it in one process, and train the same two steps on the whole batches."""
-    case = Case("gpt2", rows=(4, 4))
-    model, config = BY_NAME["gpt2"].make_model(), replace(case.settings, micro_batches=count * case.micro_batches)
-    with Relay.load(folder, model, case.optimizer(model), config=config) as relay:
-        batches = [together([case.rows_of(worker, step) for worker in range(count)]) for step in (1, 2)]
-        return [relay.step(batch).loss for batch in batches]
-
-
 def look_at_batches(rank: int, count: int, name: str) -> dict[str, Any]:
     """Evaluate and run forward together, and alone on the whole batch; nothing is trained."""
     case, kind = Case(name, rows=(4, 4)), BY_NAME[name]
@@ -246,3 +218,24 @@ def look_at_batches(rank: int, count: int, name: str) -> dict[str, Any]:
     with Relay(kind.make_model(), loss=kind.loss, layers=kind.layers, config=settings) as alone:
         seen |= {"expected": alone.evaluate(whole), "alone": alone.forward(whole)}
     return {name: value.logits if hasattr(value, "logits") else value for name, value in seen.items()}
+
+
+LATE_S, SLOW_S = 0.3, 0.3
+
+
+def traced(rank: int, count: int) -> dict[str, Any]:
+    """Make steps, the last of which worker 1 begins late, and in which it is slow; give all that was seen of it."""
+    case = Case("chain", reduce="sum")
+    with relay_of(case, rank) as relay:
+        relay.step(case.rows_of(rank, 0))
+        numel = {unit.key: sum(param.numel() for param in unit.params) for unit in relay.stack}
+        if rank == 1:
+            relay.stack[1].module.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S / case.micro_batches))
+        relay.step(case.rows_of(rank, 1))
+        if rank == 1:
+            time.sleep(LATE_S)
+        relay.step(case.rows_of(rank, 1))
+        traces = relay.traces()
+    with relay_of(case, rank, workers=None) as relay:
+        alone = relay.step(case.rows_of(rank, 0)).trace
+    return {"traces": traces, "numel": numel, "alone": alone}

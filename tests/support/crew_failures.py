@@ -111,12 +111,12 @@ def one_raises(rank: int, count: int, where: str, config: dict[str, Any]) -> dic
     return seen
 
 
-def one_dies(rank: int, count: int, phase: str) -> dict[str, Any]:
-    """The last worker kills itself in the middle of a step: what the others raise, and after how long."""
+def one_dies(rank: int, count: int, phase: str, who: int) -> dict[str, Any]:
+    """A worker kills itself in the middle of a step: what the others raise, and after how long."""
     case = Case("chain", steps=1)
     relay = relay_of(case, rank, workers=Workers(reduce="ordered", timeout_s=20.0))
     relay.step(case.rows_of(rank, 0))
-    if rank == count - 1:
+    if rank == who:
         _let_die(relay, phase)
     began_s = time.monotonic()
     try:
@@ -144,9 +144,9 @@ def _let_die(relay: Relay, phase: str) -> None:
     if phase == "compute":
         relay.model.layers[2].register_forward_hook(die)
     elif phase == "gather":
-        _when(crew.gathers, "gather", 9, die)
+        _when(crew.gathers, "gather", 5, die)
     elif phase == "reduce":
-        _when(crew.reduces, "exchange", 3, die)
+        _when(crew.reduces, "exchange", 6, die)
     elif phase == "update":
         _when(relay.store.update, "update", 2, die)
     elif phase == "end":

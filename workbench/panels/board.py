@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ipywidgets
 
@@ -23,6 +24,20 @@ from workbench.pictures import bundle_of, glossary_table, print_view, text_view
 from workbench.session import Snapshot, Source
 
 Kind = Callable[[Any], Panel]
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def steered(verb: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Make a verb of a session one of the board that has it, with its signature and docstring, which notebooks complete."""
+
+    @wraps(verb)
+    def steer(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return verb(self.session, *args, **kwargs)
+
+    steer.__qualname__ = steer.__name__  # `wraps` took that of the session
+    return steer
 
 
 class Board:

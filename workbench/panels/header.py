@@ -10,11 +10,11 @@ from typing import Any
 
 import ipywidgets
 
-from l2l_core import EmulatedDevice, TornStep
+from l2l_core import TornStep
 from l2l_core.trace import format_bytes
 from workbench.panels.panel import Panel, code_html, failure_html
 from workbench.pictures import Picture, header_html, header_picture, progress_html, title_of
-from workbench.session import Failure, Remedy, Session, Snapshot
+from workbench.session import Failure, Remedy, Snapshot, Steered
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 AHEAD = (0, 1, 2, 3, 4)
@@ -31,7 +31,7 @@ class HeaderPanel(Panel):
     buttons, arrow keys move sliders.
     """
 
-    looks_at = Session
+    looks_at = Steered
     says_whose = True
 
     def build(self) -> ipywidgets.DOMWidget:
@@ -102,7 +102,7 @@ class HeaderPanel(Panel):
         watched = {"micro_batches": self._micro_batches, "ahead": self._ahead, "stash": self._stash}
         widgets = [*watched.values()]
         self._link: ipywidgets.SelectionSlider | None = None
-        if isinstance(self.session.relay.device, EmulatedDevice):
+        if "h2d_bytes_per_s" in now.figures:  # an emulated one: other links are what they are
             self._link = _slider("emulated link", _LINK_OPTIONS, math.inf, "94px", "260px")
             # before it is observed: new options make the first of them the value for a moment
             _move(self._link, _link_of(now))

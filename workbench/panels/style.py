@@ -60,6 +60,12 @@ padding:0 4px;opacity:.75;color:inherit}
 .l2l-fork{flex:0 0 auto;overflow:visible}
 .l2l-branches>.widget-html{flex:1 1 0;min-width:0;height:74px;overflow:auto}
 .l2l-list{flex:0 0 216px;overflow:visible}
+.l2l-workbench .l2l-ranks{display:flex;flex-flow:row wrap;gap:4px 18px;overflow:visible}
+.l2l-workbench .l2l-rank{flex:1 1 460px;min-width:0;overflow:visible}
+.l2l-rank .l2l-halves>div:last-child{display:none}
+.l2l-workbench .l2l-rank>.widget-html{width:100%;min-width:0}
+.l2l-rank .l2l-failure{overflow-wrap:anywhere}
+.l2l-rank .l2l-heading{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 .l2l-list select{font-size:12px}
 .l2l-caption{font-size:12px;opacity:.75}
 .l2l-pending{min-height:20px;font-size:12px}

@@ -37,7 +37,7 @@ STOPS: Sequence[Stop] = (
     Stop(
         "time",
         "See what waits",
-        "Four lanes work side by side. Hatched parts are copies that are not hidden: they make the step longer.",
+        "Lanes work side by side. Hatched parts are copies that are not hidden: they make the step longer.",
     ),
     Stop(
         "memory",

@@ -75,6 +75,10 @@ from workbench.pictures.scale import format_seconds as format_seconds
 from workbench.pictures.scale import round_up as round_up
 from workbench.pictures.scale import ticks as ticks
 from workbench.pictures.span import common_span_s as common_span_s
+from workbench.pictures.stragglers import show_lanes as show_lanes
+from workbench.pictures.stragglers import show_stragglers as show_stragglers
+from workbench.pictures.stragglers import straggler_words as straggler_words
+from workbench.pictures.stragglers import stragglers_table as stragglers_table
 from workbench.pictures.svg import document as document
 from workbench.pictures.svg import group as group
 from workbench.pictures.svg import path as path

@@ -17,7 +17,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from l2l_core.trace import CATEGORIES, LANES, Trace, format_bytes
+from l2l_core.trace import ALL_LANES, CATEGORIES, Trace, format_bytes
 from workbench.pictures.labels import label
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import (
@@ -48,7 +48,7 @@ _GRID, _INK = "rgba(128,128,128,.3)", "#888"
 
 
 def timeline_figure(trace: Trace) -> go.Figure:
-    """Draw all events of a step on four lanes, a plotly trace per kind; hovering names layer, micro-batch, bytes, time."""
+    """Draw all events of a step on its lanes, a plotly trace per kind; hovering names layer, micro-batch, bytes, time."""
     columns, numbers = Columns.of(trace), number_layers(trace.names)
     figure = go.Figure()
     draw = _bars_of if len(columns.kind) <= MOST_BARS else _lines_of
@@ -57,7 +57,7 @@ def timeline_figure(trace: Trace) -> go.Figure:
         at = np.flatnonzero(columns.kind == columns.kinds.index(kind))
         at = at[np.argsort(columns.start_s[at], kind="stable")]
         figure.add_trace(draw(columns, kind, at, _hovers(columns, kind, at, numbers), numbers))
-    lanes = [LANE_NAMES[lane] for lane in LANES]
+    lanes = [LANE_NAMES[lane] for lane in columns.lanes]
     figure.update_yaxes(
         categoryorder="array",
         categoryarray=lanes,
@@ -172,7 +172,7 @@ def _bars_of(columns: Columns, kind: str, at: NDArray[np.intp], hovers: list[str
         orientation="h",
         base=columns.start_s[at],
         x=columns.stop_s[at] - columns.start_s[at],
-        y=[LANE_NAMES[LANES[lane]] for lane in columns.lane[at].tolist()],
+        y=[LANE_NAMES[ALL_LANES[lane]] for lane in columns.lane[at].tolist()],
         width=0.8,
         marker={
             "color": colour,

@@ -33,6 +33,9 @@ KIND_COLOURS: Mapping[str, str] = {
     "reduce": SKY,
     "update": SKY,
     "clip": SKY,
+    "gather": BLUE,
+    "exchange": VERMILION,
+    "end": GREY,
 }
 
 CATEGORY_COLOURS: Mapping[str, str] = {
@@ -57,9 +60,19 @@ KIND_LETTERS: Mapping[str, str] = {
     "reduce": "R",
     "update": "U",
     "clip": "clip",
+    "gather": "G",
+    "exchange": "X",
+    "end": "end",
 }
 
-LANE_NAMES: Mapping[str, str] = {"compute": "compute", "h2d": "host → device", "d2h": "device → host", "eps": "EPS"}
+LANE_NAMES: Mapping[str, str] = {
+    "compute": "compute",
+    "h2d": "host → device",
+    "d2h": "device → host",
+    "eps": "EPS",
+    "gather": "gather",
+    "reduce": "reduce",
+}
 
 # On these hues white would have a contrast of about 3 or less; on the others it has more.
 _DARK_TEXT = (ORANGE, SKY, YELLOW, PURPLE, GREY)

@@ -1,4 +1,4 @@
-"""The timeline: four lanes over the time of a step, what was exposed, the figures of overlap, and what binds each phase.
+"""The timeline: lanes over the time of a step, what was exposed, the figures of overlap, and what binds each phase.
 
 It draws what a trace says and computes no advice. How events become few bars is in `bars.py`, the numbers are from
 `busy.py`, the words on and under bars from `labels.py`.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from textwrap import wrap
 
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace import LANES, PHASES, Trace, format_bytes
+from l2l_core.trace import NETWORK, Trace, format_bytes
 from workbench.pictures import labels, svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
-from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour
+from workbench.pictures.theme import LANE_NAMES, VERMILION, kind_colour
+from workbench.pictures.timeline_sheet import LANE, LEFT, RIGHT, TOP, WIDTH, Sheet
+from workbench.pictures.timeline_words import ROOM, draw_figures, draw_legend, draw_said, percent
 from workbench.readings import (
     Bars,
     Columns,
@@ -31,12 +32,6 @@ from workbench.readings import (
 
 __all__ = ["draw_timeline", "show_timeline", "timeline_summary", "timeline_table"]
 
-WIDTH, LEFT, RIGHT = 960, 96, 944  # px; time lies between LEFT and RIGHT
-TOP, LANE, PITCH = 30, 34, 44  # px: of the first lane, height of a lane, from lane to lane
-AXIS = TOP + 3 * PITCH + LANE + 8
-LEGEND, FIGURES, HEIGHT = AXIS + 44, AXIS + 84, AXIS + 118
-LINE, SLOT = 15, 35  # px: from line to line and from phase to phase of what is said
-COLUMNS = 132  # characters that fit beside a phase's name
 LIVE_BARS = 130  # of a lane at most, in pictures that are drawn many times a second
 MOST_BYTES = 55_000  # tooltips are left out rather than to exceed this
 
@@ -63,31 +58,34 @@ def draw_timeline(
     summary, numbers = timeline_summary(now), number_layers(keys)
     reach_s = max([now.end_s, now_s or 0.0, *([before.end_s] if before is not None else [])])
     axis = Scale(0.0, span_s or round_up(reach_s), LEFT, RIGHT)
-    height = HEIGHT + (len(PHASES) * SLOT + 10 if said else 0)
-    parts = [*_draw_wells(LEFT, RIGHT)]
+    sheet = Sheet(now.lanes)
+    height = sheet.said + (ROOM if said else 0)
+    parts = [*_draw_wells(sheet, LEFT, RIGHT)]
     if before is not None and now_s is not None:
         cursor = axis(min(now_s, axis.high))  # left of it, the ghost is covered by the colour of the page
-        parts += [_draw_ghost(before, axis), svg.rect(LEFT, TOP, cursor - LEFT, AXIS - TOP, style="page")]
-        parts += _draw_wells(LEFT, cursor)
-    parts += [*_draw_axis(axis), *_draw_phases(now, axis)]
+        parts += [_draw_ghost(before, axis), svg.rect(LEFT, TOP, cursor - LEFT, sheet.axis - TOP, style="page")]
+        parts += _draw_wells(sheet, LEFT, cursor)
+    parts += [*_draw_axis(axis, sheet.axis), *_draw_phases(now, axis)]
     px_s = axis.high / (RIGHT - LEFT)
     narrowest_s = px_s * (labels.NARROWEST_TIP if now_s is None else labels.NARROWEST)
-    on = {lane: now.on(lane) for lane in LANES}
-    units = {lane: labels.find_units(now, lane, on[lane], narrowest_s) for lane in LANES}
-    for lane, y in _lanes():
+    on = {lane: now.on(lane) for lane in now.lanes}
+    units = {lane: labels.find_units(now, lane, on[lane], narrowest_s) for lane in now.lanes}
+    for lane, y in sheet.rows:
         exposed_s = summary.exposed[lane]
         parts += _draw_bars(_bars(now, on[lane], axis, LIVE_BARS if now_s is not None else 260), now, y)
         parts += labels.draw_separators(now, lane, on[lane], axis, y, LANE)
         exposed = make_hatched(_place(exposed_s[0], axis), _place(exposed_s[1], axis), (LEFT, RIGHT))
         parts += _draw_hatch(exposed, y)
         parts += labels.draw_labels(units[lane], exposed, axis, y + LANE / 2 + 4, numbers)
-    parts += _draw_lane_names(summary)
+        parts += _draw_waits(now, on[lane], axis, y) if lane in NETWORK else ()
+    parts += _draw_lane_names(sheet, summary)
     if now_s is not None:
-        parts.append(svg.path(f"M{axis(min(now_s, axis.high)):.1f} {TOP - 6}V{AXIS}", style="axis", width=1.5))
-    parts += [*_draw_legend(now, before), *_draw_figures(summary, now_s), *_draw_said(said)]
+        parts.append(svg.path(f"M{axis(min(now_s, axis.high)):.1f} {TOP - 6}V{sheet.axis}", style="axis", width=1.5))
+    parts += [*draw_legend(sheet.legend, now, before), *draw_figures(sheet, summary, now_s)]
+    parts += draw_said(said, sheet.said)
     if now_s is None:
         room = MOST_BYTES - sum(len(part.encode()) for part in parts)
-        parts += labels.draw_tips([(units[lane], y) for lane, y in _lanes()], LANE, axis, numbers, room)
+        parts += labels.draw_tips([(units[lane], y) for lane, y in sheet.rows], LANE, axis, numbers, room)
     else:  # no tooltips in a picture that is replaced many times a second
         parts += labels.draw_touched(units["compute"], TOP, LANE, axis, numbers)
     return svg.document(WIDTH, height, "Timeline of a step", _describe(summary, now_s, said), parts)
@@ -114,13 +112,13 @@ def timeline_table(trace: Trace) -> Table:
     columns = Columns.of(trace)
     summary = timeline_summary(columns)
     rows = []
-    for lane in LANES:
+    for lane in columns.lanes:
         on, busy_s = columns.on(lane), summary.busy_s[lane]
-        moved = format_bytes(int(columns.nbytes[on].sum())) if lane in ("h2d", "d2h") else "–"
+        moved = format_bytes(int(columns.nbytes[on].sum())) if lane in ("h2d", "d2h", *NETWORK) else "–"
         exposed = format_seconds(summary.exposed_s[lane]) if lane != "compute" else "–"
-        share = _percent(busy_s / summary.span_s if summary.span_s else 0.0)
+        share = percent(busy_s / summary.span_s if summary.span_s else 0.0)
         rows.append((LANE_NAMES[lane], f"{len(on):,}", moved, format_seconds(busy_s), share, exposed))
-    said = [f"{_percent(summary.overlap)} of copy time hidden under compute.", *(f"{b}." for b in trace.bound_by())]
+    said = [f"{percent(summary.overlap)} of copy time hidden under compute.", *(f"{b}." for b in trace.bound_by())]
     failed = ", which failed" if trace.failed is not None else ""
     return Table(
         title=f"Timeline of step {trace.step + 1}{failed}: {format_seconds(summary.span_s)}",
@@ -133,20 +131,17 @@ def timeline_table(trace: Trace) -> Table:
 # ---- lanes -----------------------------------------------------------------------------------------------------
 
 
-def _lanes() -> Iterator[tuple[str, float]]:
-    """Every lane and the y of its upper edge."""
-    return ((lane, TOP + i * PITCH) for i, lane in enumerate(LANES))
-
-
-def _draw_wells(left: float, right: float) -> Iterator[str]:
-    for _, y in _lanes():
+def _draw_wells(sheet: Sheet, left: float, right: float) -> Iterator[str]:
+    for _, y in sheet.rows:
         yield svg.rect(left, y, right - left, LANE, style="well")
 
 
 @lru_cache(maxsize=4)
 def _draw_ghost(before: Columns, axis: Scale) -> str:
     """The whole step before: it stays the same while the cursor moves over it, so it is drawn once."""
-    ghosts = (_draw_bars(_bars(before, before.on(lane), axis, LIVE_BARS), before, y) for lane, y in _lanes())
+    ghosts = (
+        _draw_bars(_bars(before, before.on(lane), axis, LIVE_BARS), before, y) for lane, y in Sheet(before.lanes).rows
+    )
     return svg.group(("".join(ghost) for ghost in ghosts), style="ghost")
 
 
@@ -192,23 +187,34 @@ def _draw_hatch(exposed: Bars, y: float) -> Iterator[str]:
         yield svg.path(lines, style="hatch")
 
 
-def _draw_lane_names(summary: TimelineSummary) -> Iterator[str]:
-    for lane, y in _lanes():
+def _draw_waits(now: Columns, on: NDArray[np.intp], axis: Scale, y: float) -> Iterator[str]:
+    """When the worker waited for another one, pale: no work, but it may be what others wait for."""
+    on = on[now.stalled_s[on] > 0]
+    left, right = _place(np.maximum(now.start_s[on] - now.stalled_s[on], 0.0), axis), _place(now.start_s[on], axis)
+    seen = right - left > 0.5
+    boxes = zip(left[seen].tolist(), right[seen].tolist(), strict=True)
+    drawn = "".join(f"M{x:.1f} {y:g}h{to - x:.1f}v{LANE}H{x:.1f}z" for x, to in boxes)
+    if drawn:
+        yield svg.path(drawn, style="ghost", fill=VERMILION)
+
+
+def _draw_lane_names(sheet: Sheet, summary: TimelineSummary) -> Iterator[str]:
+    for lane, y in sheet.rows:
         share = summary.busy_s[lane] / summary.span_s if summary.span_s else 0.0
         yield svg.text(LEFT - 8, y + 15, LANE_NAMES[lane], anchor="end")
-        yield svg.text(LEFT - 8, y + 29, f"busy {_percent(share)}", anchor="end", style="small dim")
+        yield svg.text(LEFT - 8, y + 29, f"busy {percent(share)}", anchor="end", style="small dim")
 
 
 # ---- axis and phases -------------------------------------------------------------------------------------------
 
 
-def _draw_axis(axis: Scale) -> Iterator[str]:
+def _draw_axis(axis: Scale, y: float) -> Iterator[str]:
     marks = ticks(0.0, axis.high, 9)
-    yield svg.path("".join(f"M{axis(mark):.1f} {TOP}V{AXIS}" for mark in marks), style="rule")
-    yield svg.path(f"M{LEFT} {AXIS}H{RIGHT}" + "".join(f"M{axis(mark):.1f} {AXIS}v5" for mark in marks), style="axis")
+    yield svg.path("".join(f"M{axis(mark):.1f} {TOP}V{y}" for mark in marks), style="rule")
+    yield svg.path(f"M{LEFT} {y}H{RIGHT}" + "".join(f"M{axis(mark):.1f} {y}v5" for mark in marks), style="axis")
     for mark in marks:
         anchor = "end" if axis(mark) > RIGHT - 20 else "middle"
-        yield svg.text(axis(mark), AXIS + 18, format_seconds(mark) if mark else "0", anchor=anchor)
+        yield svg.text(axis(mark), y + 18, format_seconds(mark) if mark else "0", anchor=anchor)
 
 
 def _draw_phases(columns: Columns, axis: Scale) -> Iterator[str]:
@@ -225,72 +231,15 @@ def _draw_phases(columns: Columns, axis: Scale) -> Iterator[str]:
         yield svg.path("".join(brackets), style="axis")
 
 
-# ---- words -----------------------------------------------------------------------------------------------------
-
-
-def _draw_legend(*shown: Columns | None) -> Iterator[str]:
-    """The kinds that are there, in the order of the theme."""
-    present = {kind for columns in shown if columns is not None for kind in columns.kinds}
-    x = float(LEFT)
-    for kind in [kind for kind in KIND_COLOURS if kind in present] + sorted(present - {*KIND_COLOURS}):
-        letter = KIND_LETTERS.get(kind, "")
-        name = "" if letter == kind else kind
-        wide = 10 + 6.2 * len(letter)
-        if x + wide + 4 + 6.4 * len(name) > RIGHT:
-            return
-        yield svg.rect(x, LEGEND - 11, wide, 15, fill=kind_colour(kind))
-        yield svg.text(x + wide / 2, LEGEND, letter, anchor="middle", style="small", fill=ink_on(kind_colour(kind)))
-        if name:
-            yield svg.text(x + wide + 4, LEGEND, name)
-        x += wide + (4 + 6.4 * len(name) if name else 0) + 12
-
-
-def _draw_figures(summary: TimelineSummary, now_s: float | None) -> Iterator[str]:
-    """Five figures, each at its own place."""
-    whole_s = summary.span_s if now_s is None else now_s
-    figures = [
-        ("copies hidden under compute", _percent(summary.overlap)),
-        *((f"{LANE_NAMES[lane]}, exposed", format_seconds(summary.exposed_s[lane])) for lane in LANES[1:]),
-        ("step" if now_s is None else "step so far", format_seconds(whole_s)),
-    ]
-    yield svg.path(f"M{LEFT} {FIGURES - 18}H{RIGHT}", style="rule")
-    for i, (name, value) in enumerate(figures):
-        x = LEFT + (0, 210, 400, 590, 740)[i]
-        if 1 <= i <= 3:
-            yield svg.rect(x, FIGURES - 10, 16, 11, fill=kind_colour("shell"))
-            yield svg.path(svg.hatch(x, FIGURES - 10, 16, 11, 5), style="hatch")
-        yield svg.text(x + (22 if 1 <= i <= 3 else 0), FIGURES, name, style="dim")
-        yield f'<g font-size="19">{svg.text(x, FIGURES + 23, value, style="strong")}</g>'
-
-
-def _draw_said(said: Sequence[str]) -> Iterator[str]:
-    """One sentence per phase, each phase at its own place, two lines at most."""
-    taken: set[int] = set()
-    for sentence in said:
-        name, _, rest = sentence.partition(": ")
-        free = (i for i in range(len(PHASES)) if i not in taken)
-        slot = PHASES.index(name) if name in PHASES else next(free, len(PHASES))
-        if slot in taken or slot == len(PHASES):
-            continue
-        taken.add(slot)
-        y = HEIGHT + slot * SLOT + 22
-        if name in PHASES:
-            yield svg.text(LEFT - 8, y, name, anchor="end", style="strong")
-        for i, line in enumerate(wrap(rest if name in PHASES else sentence, COLUMNS, max_lines=2, placeholder=" …")):
-            yield svg.text(LEFT, y + i * LINE, line)
-
-
 def _describe(summary: TimelineSummary, now_s: float | None, said: Sequence[str]) -> str:
-    exposed = ", ".join(f"{lane} {format_seconds(summary.exposed_s[lane])}" for lane in LANES[1:])
-    busy = ", ".join(f"{lane} {format_seconds(summary.busy_s[lane])}" for lane in LANES)
+    exposed = ", ".join(
+        f"{lane} {format_seconds(summary.exposed_s[lane])}" for lane in summary.exposed_s if lane != "compute"
+    )
+    busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in summary.busy_s.items())
     begin = (
         f"A step of {format_seconds(summary.span_s)}" if now_s is None else f"A step, {format_seconds(now_s)} so far"
     )
     return (
-        f"{begin}. Busy: {busy}. Exposed, hatched: {exposed}. {_percent(summary.overlap)} of copy time hidden under "
+        f"{begin}. Busy: {busy}. Exposed, hatched: {exposed}. {percent(summary.overlap)} of copy time hidden under "
         "compute. Bars lower than their lane were busy for that share of the time. " + " ".join(said)
     ).strip()
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.0995 or not share else f"{100 * share:.1f} %"

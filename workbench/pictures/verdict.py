@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from l2l_core.trace import Bound, Trace, format_bytes
+from l2l_core.trace import NETWORK, Bound, Trace, format_bytes
 from workbench.pictures.glossary import term
 from workbench.pictures.picture import Table
 from workbench.pictures.scale import format_seconds
@@ -74,6 +74,10 @@ def _binding(trace: Trace, found: Sequence[Bound]) -> Said:
         return [Term("link-bound"), f": in {worst.phase} compute waits {share} for {LANE_NAMES[worst.lane]}"]
     if worst.lane == "eps":
         return ["bound by the ", Term("EPS"), f": in {worst.phase} compute waits {share} for it"]
+    if worst.lane in NETWORK:
+        return [f"bound by the network: in {worst.phase} compute waits {share} for {LANE_NAMES[worst.lane]}"]
+    if worst.lane == "others":
+        return [f"bound by other workers: in {worst.phase} compute waits {share} for one to come"]
     return [f"bound by the host: in {worst.phase} no lane is busy {share}"]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace import LANES, OVERLAPPING, PHASES
+from l2l_core.trace import OVERLAPPING, PHASES
 from workbench.readings.columns import Columns
 
 Intervals = tuple[
@@ -41,8 +41,10 @@ class TimelineSummary:
 
 def timeline_summary(columns: Columns) -> TimelineSummary:
     """Find overlap, busy and exposed seconds as `Trace` does, fast for 100,000 events."""
-    busy = {lane: union(columns.start_s[on], columns.stop_s[on]) for lane in LANES for on in (columns.on(lane),)}
-    exposed = {lane: subtract(busy[lane], busy["compute"]) for lane in LANES[1:]}
+    busy = {
+        lane: union(columns.start_s[on], columns.stop_s[on]) for lane in columns.lanes for on in (columns.on(lane),)
+    }
+    exposed = {lane: subtract(busy[lane], busy["compute"]) for lane in columns.lanes[1:]}
     exposed["compute"] = (np.empty(0), np.empty(0))
     copied_s, shown_s = (
         length_s(union(*(np.concatenate(edges) for edges in zip(lanes["h2d"], lanes["d2h"], strict=True))))

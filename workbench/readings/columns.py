@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace import CATEGORIES, LANES, PLACES, Trace
+from l2l_core.trace import ALL_LANES, CATEGORIES, PLACES, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +23,12 @@ class Columns:
 
     Attributes:
         start_s, stop_s, stalled_s: (events,), float64.
-        lane: (events,), index into `LANES`.
+        lane: (events,), index into `ALL_LANES`.
         kind, layer: (events,), indices into `kinds` and `layers`.
         k, visit: (events,), -1 if none.
         nbytes: (events,), int64.
         stay, slot, piece, pieces: (events,), as events say it.
+        lanes: those that the worker has.
         kinds, layers: names, in order of first appearance; layers are keys.
         sample_s: (samples,), float64.
         sample_place: (samples,), index into `PLACES`.
@@ -47,6 +48,7 @@ class Columns:
     slot: NDArray[np.int64]
     piece: NDArray[np.int64]
     pieces: NDArray[np.int64]
+    lanes: Sequence[str]
     kinds: Sequence[str]
     layers: Sequence[str]
     sample_s: NDArray[np.float64]
@@ -74,7 +76,7 @@ class Columns:
 
     def on(self, lane: str) -> NDArray[np.intp]:
         """Return the indices of a lane's events, sorted by start."""
-        indices = np.flatnonzero(self.lane == LANES.index(lane))
+        indices = np.flatnonzero(self.lane == ALL_LANES.index(lane))
         start_s = self.start_s[indices]
         return indices[np.argsort(start_s, kind="stable")] if (start_s[1:] < start_s[:-1]).any() else indices
 
@@ -107,7 +109,7 @@ class _Reader:
             self._numbers.add(
                 [
                     (
-                        LANES.index(e.lane),
+                        ALL_LANES.index(e.lane),
                         kinds.setdefault(e.kind, len(kinds)),
                         layers.setdefault(e.layer, len(layers)),
                         e.k,
@@ -132,6 +134,7 @@ class _Reader:
         return Columns(
             *(times[:, i] for i in range(3)),
             *(numbers[:, i] for i in range(10)),
+            lanes=trace.worker.lanes,
             kinds=tuple(kinds),
             layers=tuple(layers),
             sample_s=self._sample_times.first(samples)[:, 0],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace import LANES
+from l2l_core.trace import ALL_LANES
 from workbench.readings.columns import Columns
 
 
@@ -31,7 +31,7 @@ class Events:
         self.stay, self.slot = columns.stay[order], columns.slot[order]
         self.piece, self.pieces = columns.piece[order], columns.pieces[order]
         self._lane = columns.lane[order]
-        self.lanes = {name: np.flatnonzero(self._lane == number) for number, name in enumerate(LANES)}
+        self.lanes = {name: np.flatnonzero(self._lane == number) for number, name in enumerate(ALL_LANES)}
         places = {key: number for number, key in enumerate(keys)}
         ranks = np.array([places.get(name, -1) for name in columns.layers], np.int64)
         self.rank = ranks[self.layer] if len(order) else np.empty(0, np.int64)
@@ -58,7 +58,7 @@ class Events:
 
         Of those that start together with `i` the last one counts, but on its own lane `i` stands for itself.
         """
-        if i >= 0 and self._lane[i] != LANES.index(lane):
+        if i >= 0 and self._lane[i] != ALL_LANES.index(lane):
             i = int(np.searchsorted(self.start_s, self.start_s[i], side="right")) - 1
         j = int(np.searchsorted(rows, i, side="right")) - 1
         return int(rows[j]) if j >= 0 else -1

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
+from itertools import count, takewhile
 from pathlib import Path
 
-IN_FOLDER = ("run.jsonl.gz", "run.jsonl")
+IN_FOLDER = ("run.jsonl.gz", "run.jsonl", "rank0.jsonl.gz", "rank0.jsonl")
 # What values of another form raise where they are used: lines are read as they come, and not checked field by field.
 DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError)
 
@@ -25,6 +26,15 @@ def find_run(path: Path) -> Path:
             "or with `make demo`, which makes out/demo/run.jsonl.gz"
         )
     return found
+
+
+def files_of_others(path: Path) -> list[Path]:
+    """Find the files of the other workers of a run, by rank, where `path` is that of worker 0 and there are any."""
+    if not path.name.startswith("rank0."):
+        return []
+    ending = path.name.removeprefix("rank0")
+    ranks = takewhile(Path.is_file, (path.with_name(f"rank{rank}{ending}") for rank in count(1)))
+    return list(ranks)
 
 
 def lines_of(path: Path) -> Iterator[tuple[bytes, bool]]:

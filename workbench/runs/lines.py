@@ -26,12 +26,13 @@ from typing import Any, TypeVar
 
 from l2l_core import Event, RelayConfig, Trace
 from l2l_core.edits import Branch, Entry
-from l2l_core.trace import LANES, PLACES, MemorySample, with_all_said
+from l2l_core.trace import ALL_LANES, PLACES, MemorySample, Worker, with_all_said
 from workbench.session import FIGURES, Change, Judged, LayerRow, Pasts, Race, ShownStep, Snapshot, StepRow
 
-# In runs of version 1 and 2 events say less, and no edit is judged; before 4 no race is told, before 5 no look inside.
-SCHEMA, VERSION = "l2l-run", 5
-READ = (1, 2, 3, 4, VERSION)
+# In runs of version 1 and 2 events say less, and no edit is judged; before 4 no race is told, before 5 no look inside, before 6
+# nobody trains with others.
+SCHEMA, VERSION = "l2l-run", 6
+READ = (1, 2, 3, 4, 5, VERSION)
 PLAIN = (
     "model",
     "num_params",
@@ -206,7 +207,10 @@ def trace_row(trace: Trace) -> Row:
         "names": trace.names,
         "settings": trace.settings,
         "words": words,
-        "events": [[LANES.index(e.lane), number[e.kind], e.start_s, e.stop_s, number[e.layer], *e[5:]] for e in events],
+        "events": [
+            [ALL_LANES.index(e.lane), number[e.kind], e.start_s, e.stop_s, number[e.layer], *e[5:]] for e in events
+        ],
+        **({"worker": asdict(trace.worker)} if trace.worker.count > 1 else {}),
         "memory": [[s.t_s, PLACES.index(s.place), dict(s.bytes_by_category)] for s in trace.memory],
     }
 
@@ -218,13 +222,13 @@ def trace_of(row: Mapping[str, Any]) -> Trace:
         KeyError, IndexError, TypeError, ValueError: it is no such row.
     """
     words = row["words"]
-    events = [Event(LANES[lane], words[kind], start, stop, words[layer], *rest)
+    events = [Event(ALL_LANES[lane], words[kind], start, stop, words[layer], *rest)
               for lane, kind, start, stop, layer, *rest in row["events"]]  # fmt: skip
-    if any(len(event) < len(Event._fields) for event in row["events"]):
+    if any(len(event) <= Event._fields.index("pieces") for event in row["events"]):
         events = with_all_said(events, row["settings"].get("ahead", 1))
     memory = [MemorySample(t_s, PLACES[place], used) for t_s, place, used in row["memory"]]
     header = {name: row[name] for name in ("step", "device", "names", "settings")}
-    return Trace.of(events, memory, **header)
+    return Trace.of(events, memory, **header, worker=Worker(**row.get("worker", {})))
 
 
 # Values --------------------------------------------------------------------------------------------------------------

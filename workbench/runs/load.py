@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from workbench.runs.file import DAMAGE, damaged, find_run, lines_of
+from workbench.runs.file import DAMAGE, damaged, files_of_others, find_run, lines_of
 from workbench.runs.lines import READ, SCHEMA, Row, Told
 from workbench.runs.look_lines import Look, look_of
 from workbench.runs.race_lines import race_of
@@ -16,11 +17,17 @@ from workbench.session import Race
 def load_run(path: str | Path) -> RecordedRun:
     """Read a recorded run, a file or the folder of the demo; what its last line lost in a crash is left out.
 
+    A run of several workers is a folder with `rank0.jsonl`, `rank1.jsonl` and so on, one by each worker's `Recorder`.
+
     Raises:
         FileNotFoundError: there is none.
         ValueError: a damaged line, which is named, another version of the format, or nothing to show.
     """
     file = find_run(Path(path))
+    return replace(_load(file), others=tuple(_load(other) for other in files_of_others(file)))
+
+
+def _load(file: Path) -> RecordedRun:
     reader = _Reader(file)
     lines = list(lines_of(file))
     for number, (line, is_whole) in enumerate(lines, start=1):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from l2l_core import Trace
+from l2l_core import Trace, Traces
 from workbench.runs.file import DAMAGE, damaged
 from workbench.runs.lines import Row, Told, trace_of
 from workbench.runs.look_lines import Look
@@ -33,6 +33,7 @@ class RecordedRun:
         races: each with the number of the moment after which it was over.
         looks: likewise, each with the number of the moment after which somebody looked inside.
         complete: whether it was closed, and not cut short by the end of its process.
+        others: the same run as the other workers have recorded it, by rank; empty where one trained alone.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class RecordedRun:
     looks: Sequence[tuple[int, Look]]
     complete: bool
     _traces: Mapping[int, tuple[int, Row]]  # by moment, the line and its row
+    others: Sequence[RecordedRun] = ()
 
     def snapshot(self, number: int | None = None) -> Snapshot:
         """Show the session after a step or a change; by default at the end.
@@ -87,6 +89,13 @@ class RecordedRun:
             raise ValueError(f"number={number}: whole steps were recorded at moments {there}")
         return _read_trace(self, number)
 
+    def traces(self, number: int | None = None) -> Traces | None:
+        """Read what all workers did in the step that `snapshot` shows; None where one trained alone, or one did not record it."""
+        of = self.whole(number)
+        if of is None or not self.others or not all(of in other.traced for other in self.others):
+            return None
+        return Traces([self.trace(of), *(other.trace(of) for other in self.others)])
+
     def until(self, number: int) -> RecordedRun:
         """Cut the run after this moment, and name the moment in its title; what was found out about the run stays.
 
@@ -110,6 +119,7 @@ class RecordedRun:
             races=tuple((at, race) for at, race in self.races if at <= number),
             looks=tuple((at, look) for at, look in self.looks if at <= number),
             _traces=traces,
+            others=tuple(other.until(min(number, len(other.moments) - 1)) for other in self.others),
         )
 
 

@@ -42,7 +42,7 @@ from workbench.runs.comparison import Named, compare_runs
 from workbench.runs.load import load_run
 from workbench.runs.recorded import RecordedRun, name_runs
 from workbench.runs.recorder import Recorder
-from workbench.runs.report_parts import changes_of, kept_of, look_of, machine_of, race_of
+from workbench.runs.report_parts import changes_of, kept_of, look_of, machine_of, race_of, workers_of
 from workbench.session import Snapshot
 
 Context = dict[str, Any]
@@ -55,6 +55,8 @@ WORDS = {
     "load, push": "Copies of a layer's weights to the device, and of its gradient back to the host.",
     "stash": "Inputs of layers, kept for the backward pass, which computes each layer once more from its input.",
     "overlap, exposed": "The share of copy time that is hidden under compute; the rest is exposed, and makes a step longer.",
+    "worker, gather, exchange": "One of several processes that train together, each on its own rows. Before a layer is loaded "
+    "its parts are gathered from all workers; its gradients are exchanged, and each updates its part.",
     "in core": "Ordinary training, with the whole model on the device.",
     "probe": "A few fixed batches whose losses are measured, in evaluation mode, before and after an edit. The change is the "
     "mean over the batches, ± its standard deviation over them; ▲ worse and ▼ better by more than that.",
@@ -147,6 +149,7 @@ def _describe_run(one: Named, when: str) -> Context:
         "loss": _loss(now, run),
         "loss_words": _say_loss(now, run),
         "step": _step(now) if now.last is not None else None,
+        "workers": workers_of(run),
         "budget": now.budget_bytes is not None,
         "heat": _heat(now),
         "layers": replace(layers_table(now.layers), title=f"Layers {now.state_words}"),
@@ -188,7 +191,7 @@ def _bound(trace: Trace) -> list[Card]:
     longest = max(trace.bound_by(), key=lambda bound: bound.span_s, default=None)
     if longest is None:
         return []
-    waits = {"h2d": "loads", "d2h": "pushes", "eps": "updates", "idle": "waiting"}
+    waits = {"h2d": "loads", "d2h": "pushes", "eps": "updates", "idle": "waiting", "others": "other workers"}
     seconds = longest.busy_s["compute"] if longest.lane == "compute" else longest.exposed_s
     shown = f"{format_seconds(seconds)} of {format_seconds(longest.span_s)} in {longest.phase}"
     return [Card("bound by", waits.get(longest.lane, longest.lane), shown)]

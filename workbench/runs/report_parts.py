@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from l2l_core.trace import format_bytes
-from workbench.pictures import AXES, Table, draw_race, format_seconds, inside_pages, row_words, show_race
+from l2l_core import Traces
+from l2l_core.trace import NETWORK, format_bytes
+from workbench.pictures import (
+    AXES,
+    Table,
+    draw_race,
+    format_seconds,
+    inside_pages,
+    row_words,
+    show_lanes,
+    show_race,
+    show_stragglers,
+)
 from workbench.readings import number_layers
 from workbench.runs.recorded import RecordedRun
 from workbench.session import Race, Snapshot
@@ -28,6 +39,40 @@ def race_of(race: Race) -> Context:
         "picture": show_race(race, "flop"),
         "others": [{"over": AXES[axis], "svg": draw_race(race, axis)} for axis in others],
     }
+
+
+def workers_of(run: RecordedRun) -> Context | None:
+    """Draw who waited for whom, and the lanes of every worker; None where one trained alone, or no step is known of all."""
+    traces = run.traces()
+    if traces is None:
+        return None
+    lanes = [{"name": f"worker {rank}", "timeline": shown} for rank, shown in enumerate(show_lanes(traces))]
+    return {"count": len(traces), "waits": show_stragglers(traces), "lanes": lanes, "each": _each_worker(traces)}
+
+
+def _each_worker(traces: Traces) -> Table:
+    """List what each worker did in the step."""
+    rows = []
+    for trace in traces:
+        busy = [format_seconds(trace.busy_s(lane)) for lane in ("compute", "gather", "reduce")]
+        came = format_bytes(sum(event.nbytes for lane in NETWORK for event in trace.lanes[lane]))
+        waited_s = sum(wait.exposed_s for wait in trace.waits())
+        peaks = [format_bytes(trace.peak_bytes(place)) for place in ("device", "host")]
+        rows.append(
+            (f"worker {trace.worker.rank}", format_seconds(trace.span_s), *busy, format_seconds(waited_s), came, *peaks)
+        )
+    header = (
+        "worker",
+        "step",
+        "computes",
+        "gathers",
+        "exchanges",
+        "waits for others",
+        "came",
+        "device peak",
+        "host peak",
+    )
+    return Table(f"Workers in step {traces[0].step + 1}", header, rows)
 
 
 def look_of(run: RecordedRun) -> Context | None:

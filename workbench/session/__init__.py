@@ -33,11 +33,14 @@ from workbench.session.race_values import Racer as Racer
 from workbench.session.rates import Scheduler as Scheduler
 from workbench.session.rows import snapshot_of as snapshot_of
 from workbench.session.rows import step_row as step_row
+from workbench.session.run import Run as Run
+from workbench.session.run import checked_steps as checked_steps
 from workbench.session.script import apply_code as apply_code
 from workbench.session.session import Session as Session
 from workbench.session.shown_step import ShownStep as ShownStep
 from workbench.session.snapshot import Snapshot as Snapshot
 from workbench.session.source import Source as Source
+from workbench.session.source import Steered as Steered
 from workbench.session.statistics import FIGURES as FIGURES
 from workbench.session.statistics import Statistics as Statistics
 from workbench.session.statistics import Track as Track
@@ -51,3 +54,5 @@ from workbench.session.values import LayerRow as LayerRow
 from workbench.session.values import ProbeRow as ProbeRow
 from workbench.session.values import Remedy as Remedy
 from workbench.session.values import StepRow as StepRow
+from workbench.session.worker import Command as Command
+from workbench.session.worker import Worker as Worker

@@ -7,6 +7,17 @@ from threading import Condition
 from workbench.session.values import Failure, State
 
 
+def checked_steps(steps: int | None) -> int | None:
+    """Return a number of steps to run, or None.
+
+    Raises:
+        ValueError: not a positive number.
+    """
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise ValueError(f"steps={steps!r}: must be a positive integer, or None to go on")
+    return steps
+
+
 class Run:
     """The run of a session, from its beginning to its end; the next one begins where it has ended.
 

@@ -27,6 +27,7 @@ from workbench.session.race_values import Race
 from workbench.session.races import Races
 from workbench.session.rates import Scheduler
 from workbench.session.rows import settings_words
+from workbench.session.run import checked_steps
 from workbench.session.settings import check_names, check_settings
 from workbench.session.standing import CLOSED, TAKEN_OVER, TRAIN, Standing
 from workbench.session.trainer import Trainer
@@ -96,8 +97,7 @@ class Session(Questions):
         Raises:
             ValueError: not a positive number; or none during a race, which goes on by itself.
         """
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise ValueError(f"steps={steps!r}: must be a positive integer, or None to go on")
+        steps = checked_steps(steps)
         with self._changed:  # what the call means depends on what is under way and waits now
             if steps is None and self._races.goes_on():
                 return

@@ -18,7 +18,11 @@ from l2l_core.eps.blocks.checks import refuse_cached as refuse_cached
 from l2l_core.eps.blocks.checks import refuse_checkpointing as refuse_checkpointing
 from l2l_core.eps.blocks.checks import refuse_scripted as refuse_scripted
 from l2l_core.eps.blocks.layout import Layout as Layout
+from l2l_core.eps.blocks.layout import Piece as Piece
 from l2l_core.eps.blocks.layout import aligned as aligned
+from l2l_core.eps.blocks.ranges import assemble as assemble
+from l2l_core.eps.blocks.ranges import is_absent as is_absent
+from l2l_core.eps.blocks.ranges import new_piece as new_piece
 from l2l_core.eps.blocks.stamps import check_stamps as check_stamps
 from l2l_core.eps.blocks.stamps import stamps_of as stamps_of
 from l2l_core.eps.blocks.stamps import weights_changed as weights_changed

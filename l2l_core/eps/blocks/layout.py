@@ -17,11 +17,16 @@ _ALIGN_BYTES = 64  # as PyTorch aligns what it allocates on the CPU
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Is one tensor's place in a flat buffer; offset and strides in elements."""
+    """Is the place in a flat buffer of a tensor, or of a range of its elements; offset and strides in elements.
+
+    Attributes:
+        first: where the range begins among the tensor's elements, in the order in which these lie in memory.
+    """
 
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    first: int = 0
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """View this piece of `flat`: (numel,) -> `size`."""
@@ -71,7 +76,7 @@ def _between(piece: Piece, start: int, stop: int) -> Piece:
     first, last = max(piece.offset, start), min(end, stop)
     if (first, last) == (piece.offset, end):
         return Piece(piece.offset - start, piece.size, piece.stride)
-    return Piece(first - start, (last - first,), (1,)) if first < last else Piece(0, (0,), (1,))
+    return Piece(first - start, (last - first,), (1,), first - piece.offset) if first < last else Piece(0, (0,), (1,))
 
 
 def aligned(numel: int, element_size: int = 4) -> int:

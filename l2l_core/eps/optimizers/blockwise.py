@@ -32,7 +32,7 @@ from l2l_core.eps.optimizers.settings import (
 )
 from l2l_core.eps.optimizers.states import clone_state, differing
 from l2l_core.eps.optimizers.toys import RATE, Form, Grads, Toy, check_keys, fill, mixed
-from l2l_core.model import Tensors, decode, encode
+from l2l_core.model import Tensors, copies_of, decode, encode
 from l2l_core.surgery import same_random_numbers
 
 _STEPS, _JOINS = 10, 4
@@ -170,14 +170,14 @@ def _resumed(form: Form, toy: Toy) -> Toy:
             "Use an optimizer that keeps ordinary tensors and plain data"
         ) from error
     del held
-    new, read = form.toy(), dict[str, torch.Tensor]()
+    new, take = form.toy(), copies_of(tensors)
     with torch.no_grad():
         for param, value, values in zip(new.params, toy.params, encoded, strict=True):
             param.copy_(value)
             new.optimizer.state.pop(param, None)  # a toy begins with what the user's optimizer knows
-            if known := decode(values, tensors, read):
+            if known := decode(values, take):
                 new.optimizer.state[param] = known
-    put(new.optimizer, [held for part in plain for held in decode(part, tensors, read)])
+    put(new.optimizer, [held for part in plain for held in decode(part, take)])
     return new
 
 

@@ -35,7 +35,7 @@ from zoo import BY_NAME, Chain, ResidualMlp, sequences
 from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Relay, RelayConfig, Swap, saves
 from l2l_core.devices import disk
 from l2l_core.model import Tensors, encode
-from l2l_core.saves import folder as files
+from l2l_core.saves import files, folder
 from l2l_core.saves.history import parts_of
 
 HERE = str(Path(__file__).parent)
@@ -346,7 +346,8 @@ def test_a_random_state_of_cuda_is_left_out_where_there_is_none(
 ) -> None:
     state = relay._saved_state()
     other = replace(state.random_state, torch_cuda=torch.arange(16, dtype=torch.uint8))
-    saves.save(tmp_path, replace(state, random_state=other))
+    with saves.NewGeneration(tmp_path, relay._company) as new:
+        saves.save(new, replace(state, random_state=other))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING), load(tmp_path, chain()):
         assert "no CUDA here" in caplog.text
@@ -437,7 +438,7 @@ def test_failures_of_every_call_keep_a_good_save(error: BaseException, relay: Re
 
 
 def weights_of(folder: Path) -> list[torch.Tensor]:
-    tensors = files.read(folder).tensors
+    tensors = saves.folder.read(folder).tensors
     return [tensors[f"weights/{name}"] for name, _ in chain().named_parameters()]
 
 
@@ -692,11 +693,24 @@ def test_no_such_folder_and_another_schema(relay: Relay, tmp_path: Path) -> None
         saves.load(tmp_path / "elsewhere")
     relay.save(tmp_path)
     [path] = tmp_path.glob("*/manifest.json")
-    content = path.read_bytes().replace(b'"schema": 1', b'"schema": 2')
+    content = path.read_bytes().replace(b'"schema": 1', b'"schema": 3')
     path.write_bytes(content)
-    files._point(tmp_path, path.parent.name, content)
-    with pytest.raises(ValueError, match=r"manifest.json has schema 2.*reads 1"):
+    folder.point(tmp_path, path.parent.name, hashlib.sha256(content).hexdigest())
+    with pytest.raises(ValueError, match=r"manifest.json has schema 3.*reads 1 and 2"):
         saves.load(tmp_path)
+
+
+def test_a_save_of_before_shapes_were_listed(relay: Relay, tmp_path: Path) -> None:
+    """And one of another model, whose shapes its tensors tell."""
+    relay.save(tmp_path)
+    [path] = tmp_path.glob("*/manifest.json")
+    content = json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "shapes"}).encode()
+    path.write_bytes(content)
+    folder.point(tmp_path, path.parent.name, hashlib.sha256(content).hexdigest())
+    with load(tmp_path, chain()) as again:
+        assert fingerprint(again) == fingerprint(relay)
+    with refused(r"layers.1.fc1.weight: \(64, 32\) float32 in the save, \(7, 32\) float32 here", other := wider()):
+        load(tmp_path, other)
 
 
 def wider() -> nn.Module:

@@ -17,7 +17,7 @@ from oracle import assert_equal, both
 from torch import nn
 from zoo import BY_NAME, Kind, ResidualMlp
 
-from l2l_core import Relay, RelayConfig
+from l2l_core import Relay, RelayConfig, Trace
 from l2l_core.devices import Ticket
 from l2l_core.eps import Alone, Gradients, InHostMemory, Masters, Place, Reducer, Update
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
@@ -54,7 +54,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         def make(config: RelayConfig, way: Sequence[Unit]) -> Plan:
             return replace(Plan.of(config, way), **{name: of(way) for name, of in attributes.items()})
 
-        monkeypatch.setattr("l2l_core.relay.Plan", SimpleNamespace(of=make))
+        monkeypatch.setattr("l2l_core.runner.Plan", SimpleNamespace(of=make))
 
     yield let
 
@@ -119,8 +119,8 @@ class Elsewhere:
         self._inner, self._lent = inner, dict[Block, list[torch.Tensor]]()
         self.most, self.count = 0, 0
 
-    def begin(self, units: Sequence[Unit], dtype: torch.dtype) -> None:
-        self._inner.begin(units, dtype)
+    def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
+        self._inner.begin(units, dtype, trace)
 
     def expect(self, units: Sequence[Unit]) -> None:
         self._inner.expect(units)
@@ -206,8 +206,8 @@ class Descent:
             block.version -= 1
         self.updated = [] if self._logged else self.updated
 
-    def state_bytes_of(self, block: Block) -> int:
-        return 0
+    def state_of(self, block: Block) -> list[dict[str, Any]]:
+        return [{} for _ in block.params]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

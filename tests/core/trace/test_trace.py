@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l2l_core.trace.events import LANES, Event, MemorySample
+from l2l_core.trace.events import ALL_LANES, LANES, Event, MemorySample, Worker
 from l2l_core.trace.export import chrome_trace
 from l2l_core.trace.intervals import intersect, measure, merge
 from l2l_core.trace.trace import Trace
@@ -272,7 +272,7 @@ def rows_of(chrome: dict[str, Any], ph: str) -> list[dict[str, Any]]:
 
 def test_chrome_slices() -> None:
     chrome = chrome_trace(a_step())
-    assert chrome["schemaVersion"] == 1 and chrome["distributedInfo"] == {"rank": 0}
+    assert chrome["schemaVersion"] == 1 and chrome["distributedInfo"] == {"rank": 0, "world_size": 1}
     names = {row["args"]["name"]: row.get("tid") for row in rows_of(chrome, "M") if "name" in row["args"]}
     assert names == {"relay step 7 on emulated": None, "compute": 1, "h2d": 2, "d2h": 3, "eps": 4}
     slices = {row["name"]: row for row in rows_of(chrome, "X")}
@@ -359,7 +359,7 @@ def test_to_chrome_goes_by_suffix(tmp_path: Path) -> None:
 
 
 def assert_same(a: Trace, b: Trace) -> None:
-    assert (a.step, a.device, a.names, a.settings) == (b.step, b.device, b.names, b.settings)
+    assert (a.step, a.device, a.names, a.settings, a.worker) == (b.step, b.device, b.names, b.settings, b.worker)
     assert a.since(0) == b.since(0)
     assert a.memory == b.memory
 
@@ -368,14 +368,14 @@ def test_jsonl_round_trip(tmp_path: Path) -> None:
     trace, path = a_step(), tmp_path / "t.jsonl"
     trace.to_jsonl(path)
     assert_same(trace, Trace.from_jsonl(path))
-    assert json.loads(path.read_text().splitlines()[0])["version"] == 2
+    assert json.loads(path.read_text().splitlines()[0])["version"] == 3
     Trace().to_jsonl(path)
     assert_same(Trace(), Trace.from_jsonl(str(path)))
 
 
-@given(st.lists(st.tuples(st.sampled_from(LANES), st.text(), unit, unit, st.text(), st.integers(-1))))
+@given(st.lists(st.tuples(st.sampled_from(ALL_LANES), st.text(), unit, unit, st.text(), st.integers(-1))))
 def test_jsonl_round_trip_of_anything(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
-    trace = Trace(names={"a": "ü\n\u2028"})
+    trace = Trace(names={"a": "ü\n\u2028"}, worker=Worker(1, 2, 0.5, 0.25, 0))
     for lane, kind, a, b, layer, n in rows:
         trace.add(Event(lane, kind, min(a, b), max(a, b), layer, nbytes=n))
     path = tmp_path_factory.mktemp("jsonl") / "t.jsonl"
@@ -393,7 +393,7 @@ def replace_line(lines: list[str], number: int, old: str, new: str) -> list[str]
     [
         (lambda lines: [], 1, "JSONDecodeError"),
         (lambda lines: lines[1:], 1, "KeyError: 'schema'"),
-        (lambda lines: replace_line(lines, 1, '"version": 2', '"version": 3'), 1, "version 3, expected 'l2l-trace'"),
+        (lambda lines: replace_line(lines, 1, '"version": 3', '"version": 4'), 1, "version 4, expected 'l2l-trace'"),
         (lambda lines: replace_line(lines, 1, '"settings": {', '"settings": 3, "x": {'), 1, "TypeError"),
         (lambda lines: lines[:5], 5, "ends after 4 rows of the 13"),
         (lambda lines: [*lines[:5], lines[5][:20]], 6, "JSONDecodeError"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks import Block, build_layer
+from l2l_core.eps.blocks import Block, Piece, assemble, build_layer, is_absent, new_piece
 from l2l_core.workers.cuts import Cut
 
 
@@ -39,6 +39,27 @@ def test_parts_are_all_of_a_block_and_each_element_is_in_one(block: Block, count
             assert held.shape in (view.shape, (0,)) or elementwise  # whole parameters have one owner
             found.append(held.flatten() if held.dim() == 1 or held.shape != view.shape else in_memory(held))
         assert torch.equal(torch.cat(found), in_memory(view))
+
+
+@pytest.mark.parametrize("there", [1, 2, 3, 64])
+@pytest.mark.parametrize("here", [1, 3, 4])
+def test_pieces_of_one_cut_become_those_of_another(block: Block, there: int, here: int) -> None:
+    """As when other workers load than have saved; whole tensors of a file have no strides of their own."""
+    before, after = (Cut.of(block.layout, count, elementwise=True) for count in (there, here))
+    for i, (whole, view) in enumerate(zip(block.layout.pieces, block.views, strict=True)):
+        pieces = [before.part(rank).pieces[i] for rank in range(there)]
+        held = [(piece, view.contiguous() if piece.size == whole.size else between(view, piece)) for piece in pieces]
+        for rank in range(here):
+            wanted = after.part(rank).pieces[i]
+            expected = view if wanted.size == whole.size else between(view, wanted)
+            if not is_absent(wanted, whole):
+                assert torch.equal(new_piece(wanted, whole, held), expected)
+            with pytest.raises(AssertionError, match="are in no piece"):
+                assemble(torch.empty_strided(whole.size, whole.stride), whole, whole, held[:0])
+
+
+def between(view: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return in_memory(view)[piece.first : piece.first + piece.size[0]]
 
 
 @pytest.mark.parametrize("elementwise", [True, False])

@@ -77,18 +77,35 @@ def assert_lost(seen: dict[str, Any], who: int) -> None:
     assert f"worker {who} of" in seen["again"] and seen["seconds"] < 15 and seen["closing_s"] < 15, seen
 
 
-@pytest.mark.parametrize("phase", ["gather", "reduce"])
+@pytest.mark.parametrize("phase", [pytest.param("gather", marks=pytest.mark.slow), "reduce"])
 def test_a_worker_is_killed(phase: str) -> None:
     with Crew(2) as crew:
-        assert_lost(crew.run_while_one_dies(one_dies, phase)[0], 1)
+        assert_lost(crew.run_while_one_dies(one_dies, phase, 1)[0], 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_one_of_four_workers_is_killed(phase: str) -> None:
     with Crew(4) as crew:
-        for seen in crew.run_while_one_dies(one_dies, phase)[:3]:
+        for seen in crew.run_while_one_dies(one_dies, phase, 3)[:3]:
             assert_lost(seen, 3)
+
+
+@pytest.mark.parametrize(
+    "phase", ["gather", *(pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES if phase != "gather")]
+)
+def test_the_worker_that_holds_the_store_is_killed(phase: str) -> None:
+    """Started by hand, worker 0 holds the store in which the others leave word of what is lost."""
+    with Crew(3, by_hand=True) as crew:
+        for seen in crew.run_while_one_dies(one_dies, phase, 0)[1:]:
+            assert_lost(seen, 0)
+
+
+@pytest.mark.slow
+def test_another_worker_is_killed_where_one_holds_the_store() -> None:
+    with Crew(3, by_hand=True) as crew:
+        for seen in crew.run_while_one_dies(one_dies, "reduce", 2)[:2]:
+            assert_lost(seen, 2)
 
 
 @pytest.mark.parametrize("what", ["batch_norm", "spectral_norm", "verify", "hook"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from patience import HANG_S
 
 from l2l_core import RelayConfig
-from l2l_core.trace.events import CATEGORIES, LANES, PLACES, Event, MemorySample
+from l2l_core.trace.events import ALL_LANES, CATEGORIES, LANES, PLACES, Event, MemorySample
 from l2l_core.trace.trace import Trace
 from workbench.pictures import svg, theme
 from workbench.pictures.header import STATE_COLOURS, header_html, header_picture, pending_html, progress_html
@@ -50,7 +50,7 @@ def contrast(a: str, b: str) -> float:
 
 def test_everything_that_a_trace_can_hold_has_a_colour() -> None:
     assert set(theme.CATEGORY_COLOURS) == set(CATEGORIES)
-    assert set(theme.LANE_NAMES) == set(LANES)
+    assert set(theme.LANE_NAMES) == set(ALL_LANES)
     assert set(theme.KIND_LETTERS) == set(theme.KIND_COLOURS)
     assert theme.kind_colour("load") == theme.CATEGORY_COLOURS["weights"], "a load brings weights"
     assert theme.kind_colour("push") == theme.CATEGORY_COLOURS["gradients"]

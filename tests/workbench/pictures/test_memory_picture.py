@@ -12,8 +12,8 @@ from torch import nn
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
 from l2l_core.forecast.formula import Machine, Shapes
 from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.replay import simulate
-from l2l_core.trace.events import CATEGORIES, Event, MemorySample
+from l2l_core.forecast.simulate import simulate
+from l2l_core.trace.events import CATEGORIES, LANES, Event, MemorySample
 from l2l_core.trace.words import format_bytes
 from workbench.pictures.memory import DEVICE, HOST, draw_memory, memory_table, show_memory
 from workbench.pictures.theme import category_colour
@@ -75,6 +75,7 @@ def big(layers: int = 1000, micro_batches: int = 32) -> Columns:
         slot=np.full(count, -1),
         piece=np.zeros(count, np.int64),
         pieces=np.ones(count, np.int64),
+        lanes=LANES,
         kinds=("forward", "backward"),
         layers=[f"L{i:03d}" for i in range(layers)],
         sample_s=np.repeat(start_s, 2) + np.tile([0.95e-3, 0.951e-3], count),

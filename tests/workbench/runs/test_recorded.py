@@ -252,7 +252,7 @@ def change(lines: list[str], number: int, **fields: Any) -> list[str]:
         (lambda lines: lines[1:], "line 1: .* of the type 'moment' cannot be here"),
         (
             lambda lines: change(lines, 1, version=99),
-            "line 1: .* version 99; this program reads 'l2l-run' versions 1 to 5",
+            "line 1: .* version 99; this program reads 'l2l-run' versions 1 to 6",
         ),
         (lambda lines: change(lines, 1, schema="other"), "line 1: .*'other'"),
         (lambda lines: change(lines, 2, lists={"steps": [3, []]}), "line 2: .*keeps 3 of 0 steps"),

@@ -1,0 +1,101 @@
+"""What the EPS has of every block, and what of it each of several workers would have: counted, whole or in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from l2l_core.eps import Update
+from l2l_core.eps.blocks import SHELL, Layout, Trained, Unit
+from l2l_core.eps.optimizers import state_bytes
+from l2l_core.forecast.fleet import Share
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A block.
+
+    Attributes:
+        key: of the block.
+        layout, trained: of its weights and of its gradient.
+        state: of every parameter, bytes of the optimizer's state that follow its elements, and of the rest.
+    """
+
+    key: str
+    layout: Layout
+    trained: Trained
+    state: tuple[tuple[int, int], ...]
+
+    def state_bytes(self, part: Layout | None = None) -> int:
+        """Count the bytes of the optimizer's state of a part of the block; default all of it."""
+        part = self.layout if part is None else part
+        total = 0
+        for whole, here, (spread, rest) in zip(self.layout.pieces, part.pieces, self.state, strict=True):
+            if here.size == whole.size:
+                total += spread + rest
+            elif math.prod(here.size):
+                total += spread * math.prod(here.size) // math.prod(whole.size) + rest
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """All blocks.
+
+    Attributes:
+        units: the blocks of every layer, and of the shell, by its key; a shared one is with each of them.
+        elementwise: whether updates treat every element by itself, so that blocks can be cut anywhere.
+    """
+
+    units: Mapping[str, tuple[Held, ...]]
+    elementwise: bool
+
+    @staticmethod
+    def of(units: Sequence[Unit], update: Update, elementwise: bool) -> Holdings:
+        """Look at what is there now, or will be after an update."""
+        blocks = {block: _held(block, update) for unit in units for block in unit.blocks}
+        return Holdings({unit.key: tuple(blocks[block] for block in unit.blocks) for unit in units}, elementwise)
+
+    def shares(self, count: int) -> dict[str, list[Share]]:
+        """Cut every block for so many workers."""
+        return {
+            key: [Share.of(held.key, held.layout, held.trained, count, self.elementwise) for held in each]
+            for key, each in self.units.items()
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        return sum(held.state_bytes() for held in self._blocks())
+
+    def of_worker(self, shares: Mapping[str, Sequence[Share]], rank: int) -> dict[str, int]:
+        """Count the bytes of masters and of the optimizer's state that a worker has."""
+        cuts = {share.key: share.cut for each in shares.values() for share in each}
+        return {
+            "weights": sum(4 * cuts[held.key].size(rank) for held in self._blocks()),
+            "optimizer": sum(held.state_bytes(cuts[held.key].part(rank)) for held in self._blocks()),
+        }
+
+    def layers_of_worker(self, shares: Mapping[str, Sequence[Share]], rank: int) -> dict[str, int]:
+        """Count the same by layer, without what layers share; the shell is none."""
+        found = {}
+        for key, each in self.units.items():
+            pairs = zip(each, shares[key], strict=True)
+            own = [(held, share.cut) for held, share in pairs if held.key == key]
+            found[key] = sum(4 * cut.size(rank) + held.state_bytes(cut.part(rank)) for held, cut in own)
+        return {key: nbytes for key, nbytes in found.items() if key != SHELL}
+
+    def _blocks(self) -> list[Held]:
+        return list({held.key: held for each in self.units.values() for held in each}.values())
+
+
+def _held(block: Any, update: Update) -> Held:
+    sizes = []
+    for param, known in zip(block.params, update.state_of(block), strict=True):
+        spread = sum(v.nbytes for v in known.values() if isinstance(v, torch.Tensor) and v.shape == param.shape)
+        sizes.append((spread, state_bytes(known) - spread))
+    return Held(block.key, block.layout, block.trained, tuple(sizes))

@@ -1,0 +1,128 @@
+"""Files of a save that are on the disk when they are said to be, with a fingerprint to know them by.
+
+Memory: tensors are written from where they are and mapped when read, file by file, without a second copy of the model.
+
+Checksums: sha256, so that `sha256sum` can check them too. At 1.2 GB/s it is a quarter to a half of what writing a file
+takes, and is taken while the next file is written: a save of 2 GB in 20 layers takes as long as one without. (crc32
+would be at 2.7 GB/s. Measured on an AMD EPYC with SHA instructions and a disk of about 1 GB/s.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from l2l_core.devices import write_tensors
+from l2l_core.model import Tensors
+
+Seal = dict[str, Any]  # bytes and sha256 of a file
+
+
+# -- write -------------------------------------------------------------------------------------------------------------
+
+
+def write_files(folder: Path, contents: Mapping[str, Tensors]) -> dict[str, Seal]:
+    """Write the tensors of each file, by its name without suffix; seals are taken while the next one is being written."""
+    with ThreadPoolExecutor(1) as pool:  # leaving it waits: nobody deletes a file that is still being read
+        paths = {f"{name}.safetensors": tensors for name, tensors in contents.items()}
+        sealed = {name: pool.submit(_seal, _write_file(folder / name, tensors)) for name, tensors in paths.items()}
+    return {name: seal.result() for name, seal in sealed.items()}
+
+
+def write_plain(path: Path, plain: Mapping[str, Any]) -> Seal:
+    """Write plain data as JSON."""
+    content = json.dumps(plain).encode()
+    write_bytes(path, content)
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of files of a folder, is on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_file(path: Path, tensors: Tensors) -> Path:
+    content = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    # Buffers may overlap, and safetensors refuses tensors that do.
+    write_tensors({name: t.clone() if name.startswith("buffers/") else t for name, t in content.items()}, path)
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors leaves it to the owner alone
+    return path
+
+
+def _seal(path: Path) -> Seal:
+    sync(path)
+    return _fingerprint(path)
+
+
+def _fingerprint(path: Path) -> Seal:
+    with open(path, "rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+# -- read --------------------------------------------------------------------------------------------------------------
+
+
+def read_plain(path: Path, sha256: str, said_by: Path) -> dict[str, Any]:
+    """Read plain data.
+
+    Args:
+        sha256: what it must have.
+        said_by: the file that says so, for messages.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise damaged(path, "it is missing") from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise damaged(path, f"its sha256 is not the one in {said_by}")
+    return json.loads(content)
+
+
+def read_file(path: Path, seal: Seal, read_all: bool = True) -> Tensors:
+    """Map the tensors of a file.
+
+    Args:
+        seal: what it must be like.
+        read_all: whether its content is compared too, and not its size alone: somebody else does that.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    try:
+        found = _fingerprint(path) if read_all else {**seal, "bytes": path.stat().st_size}
+        if found["bytes"] != seal["bytes"]:
+            raise damaged(path, f"it has {found['bytes']:,} bytes and should have {seal['bytes']:,}")
+        if found != seal:
+            raise damaged(path, "its content has changed (sha256)")
+        return load_file(path)
+    except FileNotFoundError:
+        raise damaged(path, "it is missing") from None
+    except SafetensorError as error:
+        raise damaged(path, str(error)) from error
+
+
+def damaged(path: Path, cause: str) -> ValueError:
+    return ValueError(
+        f"{path} is damaged: {cause}. Restore the file or the whole folder from a copy, or load another save; nothing "
+        "has been loaded"
+    )

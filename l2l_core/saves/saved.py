@@ -1,0 +1,163 @@
+"""A save as it is found in a folder, and how a relay gets its values: all of them, or a worker its pieces.
+
+Pieces of a save need not be those of whoever loads it: each value is taken from wherever it is, so any number of workers
+loads what any number has saved. Files are mapped, and what is not needed is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from l2l_core.config import RelayConfig
+from l2l_core.eps.blocks import Piece, assemble, new_piece
+from l2l_core.eps.optimizers import put
+from l2l_core.model import Take, Tensors, copies_of, decode
+from l2l_core.saves.codec import Part as PlainPart
+from l2l_core.saves.codec import read_random
+from l2l_core.saves.folder import Part, read
+from l2l_core.saves.new_generation import Company
+from l2l_core.saves.stacks import Edited
+from l2l_core.saves.state import State, Weight
+
+Held = tuple[Piece, int]  # what a part has of a parameter, and the number of the part
+
+
+def load(folder: Path) -> Saved:
+    """Read what `save` wrote, and check every file of it.
+
+    Raises:
+        ValueError: there is no save, it is damaged or incomplete, or of another schema; names the file.
+    """
+    return Saved(*read(folder))
+
+
+def load_together(folder: Path, company: Company) -> Saved:
+    """Read it with all workers, who share out among them what takes long: the comparing of files.
+
+    Raises:
+        ValueError: the same as `load`, or workers have found different saves.
+    """
+    saved = Saved(*read(folder, company.rank, company.count))
+    found = company.every([saved.path.parent.name], "find a save")
+    if len({*found}) > 1:
+        listed = ", ".join(f"worker {rank}: {name}" for rank, name in enumerate(found))
+        raise ValueError(
+            f"workers find different saves in {folder} ({listed}): all must read one folder, on a file system that all machines "
+            "share, and nobody may save to it meanwhile. Nothing has been loaded"
+        )
+    return saved
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Is a save whose files are complete and undamaged.
+
+    Attributes:
+        path: of the manifest.
+        manifest: what `save` wrote, without tensors.
+        tensors: what is there once, mapped from files; of one worker alone all there is.
+        parts: of each worker, by its number.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    tensors: Tensors
+    parts: Sequence[Part]
+
+    @property
+    def config(self) -> RelayConfig:
+        return RelayConfig(**self.manifest["config"])
+
+    @property
+    def steps(self) -> int:
+        return self.manifest["steps"]
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """Dotted names of the layers by key, in order."""
+        return dict(self.manifest["units"][1:])
+
+    @property
+    def edited(self) -> Edited:
+        """What was edited; nothing, in a save that knows nothing of edits."""
+        return Edited.of(self.manifest.get("edits", {}))
+
+    def past(self) -> dict[str, PlainPart]:
+        """Decode what `State.past` was, in memory of its own; every call takes that memory anew."""
+        past = self.manifest.get("past", {})
+        return {name: decode(part, copies_of(self.tensors)) for name, part in past.items()}
+
+    def restore_into(self, state: State) -> None:
+        """Give the relay that `state` was taken from the saved weights, buffers, optimizer and random state.
+
+        The relay must have passed `check` of `agreement.py`.
+        """
+        manifest, take = self.manifest, copies_of(self.tensors)
+        optimizer = state.store.optimizer
+        settings = decode(manifest["settings"], take)
+        own_settings = decode(manifest.get("own_settings", []), take)
+        random_state = read_random(decode(manifest["random"], take))
+        takes = [copies_of(part.tensors) for part in self.parts]  # one each, so that what parameters share stays one
+        weights = [(weight, self._held(weight)) for _, weight in state.weights()]
+        optimizer_state = {w.master: known for w, held in weights if (known := self._known(w, held, takes)) is not None}
+        # All memory is taken and nothing can fail from here on, where the relay begins to change.
+        with torch.no_grad():
+            for weight, held in weights:
+                sources = [(piece, self.parts[i].tensors[f"weights/{weight.name}"]) for piece, i in held]
+                assemble(weight.view, weight.piece, weight.whole, sources)
+            for _, name, buffer in state.buffers():
+                _copy(buffer, self.parts[0].tensors[f"buffers/{name}"])
+        only = bool(optimizer.state)  # it has trained before: what it has counted goes
+        optimizer.state.clear()
+        optimizer.state.update(optimizer_state)
+        put(optimizer, [*own_settings, *settings], only)
+        state.store.masters.book_state()
+        for block in state.blocks:
+            block.version = manifest["versions"][block.key]
+            block.warmup = manifest.get("warmups", {}).get(block.key, 0)
+        random_state.put()
+
+    def _held(self, weight: Weight) -> list[Held]:
+        """Find the parts that have something of a parameter, and what."""
+
+        def pieces() -> Iterator[Held]:
+            for number, part in enumerate(self.parts):
+                if weight.name in (ranges := part.plain.get("ranges", {})):
+                    first, numel = ranges[weight.name]
+                    yield Piece(0, (numel,), (1,), first), number
+                elif f"weights/{weight.name}" in part.tensors:
+                    yield Piece(0, weight.whole.size, weight.whole.stride), number
+
+        return list(pieces())
+
+    def _known(self, weight: Weight, held: Sequence[Held], takes: Sequence[Take]) -> dict[str, Any] | None:
+        """Decode what an optimizer knew of a parameter, for the piece of it that is here.
+
+        A tensor of the size of each piece is of the parameter's elements, and is cut as the parameter is; anything else is the
+        same in all parts.
+        """
+        piece, number = held[0]
+        encoded, take = self.parts[number].plain["optimizer_state"], takes[number]
+        as_it_is = weight.piece.size == weight.whole.size == piece.size
+
+        def taken(name: str, stride: Sequence[int]) -> torch.Tensor:
+            sources = [] if as_it_is else [(piece, self.parts[i].tensors.get(name)) for piece, i in held]
+            found = [(piece, tensor) for piece, tensor in sources if tensor is not None and tensor.shape == piece.size]
+            return (
+                new_piece(weight.piece, weight.whole, found)
+                if found and len(found) == len(held)
+                else take(name, stride)
+            )
+
+        return decode(encoded[weight.name], taken) if weight.name in encoded else None
+
+
+def _copy(target: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copy into `target`, which may be an expanded buffer: each element once."""
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
+    target[once].copy_(saved[once])

@@ -1,0 +1,153 @@
+"""Ranks in processes of their own: what reaches all of them, what is seen of each, and how they end."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import rank_training
+from patience import HANG_S
+
+from l2l_core import Drop, Duplicate, Relay
+from workbench.launch import Conductor, LaunchError, Ranks
+from workbench.replayed import Replay
+from workbench.runs import RecordedRun, load_run
+from workbench.runs.report import render_report
+
+
+def alone(relay: Relay, steps: int) -> list[float]:
+    """Losses of one process with the rows of both."""
+    import torch
+
+    rows = [rank_training.batches_of(rank) for rank in (0, 1)]
+    both = [tuple(torch.cat(parts) for parts in zip(*pair, strict=True)) for pair in zip(*rows, strict=True)]
+    return [relay.step(both[step % len(both)]).loss for step in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def conductor(folder: Path) -> Iterator[Conductor]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RANKS_RECORDED_IN", str(folder))
+        made = Conductor(Ranks(rank_training.train, 2))
+    yield made
+    made.close()
+    assert not any(one.process.is_alive() for one in made.ranks)
+
+
+def test_steps_edits_and_settings_reach_all_ranks(conductor: Conductor) -> None:
+    """Whenever they are asked for, and the loss is that of one process with all rows."""
+    conductor.run(3)
+    conductor.wait(HANG_S)
+    conductor.run()
+    conductor.edit(Duplicate(1)).result(HANG_S)  # in the middle of a run
+    conductor.undo().result(HANG_S)
+    conductor.reconfigure(ahead=0).result(HANG_S)
+    conductor.pause()
+    now = conductor.wait(HANG_S)
+    assert now.state == "paused" and now.failure is None and now.device.startswith("2 workers, ")
+    first, second = (one.snapshot() for one in conductor.ranks)
+    assert [row.loss for row in first.steps] == [row.loss for row in second.steps] and len(first.steps) > 3
+    assert first.config.ahead == second.config.ahead == 0
+    assert [change.what for change in first.changes] == [change.what for change in second.changes]
+    assert [entry.kind for entry in first.journal] == [entry.kind for entry in second.journal] == ["edit", "undo"]
+    with rank_training.relay_of(workers=None) as relay:
+        relay.config = relay.config.__class__(micro_batches=4)
+        assert [row.loss for row in first.steps][:3] == pytest.approx(alone(relay, 3), rel=1e-6)
+    conductor.stop()
+
+
+def test_each_rank_shows_its_own_step(conductor: Conductor) -> None:
+    conductor.step()
+    conductor.wait(HANG_S)
+    traces = [one.snapshot().last for one in conductor.ranks]
+    assert [trace.worker.rank for trace in traces] == [0, 1] and len({trace.step for trace in traces}) == 1
+    shown = conductor.ranks[0].snapshot().shown
+    assert conductor.ranks[0].snapshot().shown is shown  # a player that looks at it keeps its place
+
+
+def test_an_edit_that_is_refused_changes_no_rank(conductor: Conductor) -> None:
+    before = [one.snapshot().layers for one in conductor.ranks]
+    with pytest.raises(ValueError, match=r"worker 0: .*; worker 1: "):
+        conductor.edit(Drop("nothing")).result(HANG_S)
+    assert [[row.key for row in one.snapshot().layers] for one in conductor.ranks] == [
+        [row.key for row in rows] for rows in before
+    ]
+    with pytest.raises(TypeError, match=r"give edits, as Drop\(2\)"):
+        conductor.edit(print)  # type: ignore[arg-type]
+    assert conductor.snapshot().failure is None
+
+
+def test_a_rank_that_is_killed_is_named_and_all_end(conductor: Conductor) -> None:
+    """The last test of these ranks."""
+    conductor.run()
+    os.kill(conductor.ranks[1].process.pid, signal.SIGKILL)
+    now = conductor.wait(HANG_S)
+    assert now.state == "failed" and now.failure is not None
+    assert now.failure.message == "worker 1 is gone: its process was ended by SIGKILL"
+    assert "start all of them anew" in now.failure.after
+    assert conductor.ranks[1].snapshot().ended and not conductor.ranks[0].snapshot().ended
+    failure = conductor.ranks[0].snapshot().failure
+    assert failure is not None and failure.error == "WorkerLostError"
+    conductor.close()
+    assert not any(one.process.is_alive() for one in conductor.ranks)
+    assert conductor.snapshot().state == "closed" and "were ended" in conductor.snapshot().ended
+
+
+@pytest.fixture(scope="module")
+def recorded(conductor: Conductor, folder: Path) -> RecordedRun:
+    if not conductor.snapshot().step:
+        conductor.run(2)
+        conductor.wait(HANG_S)
+    conductor.close()
+    return load_run(folder)
+
+
+def test_a_recorded_run_shows_every_rank(recorded: RecordedRun) -> None:
+    """Rank 1 may have been killed: what it had written by then is there."""
+    number = max({*recorded.traced} & {*recorded.others[0].traced})
+    traces = recorded.traces(number)
+    assert traces is not None and [trace.worker.rank for trace in traces] == [0, 1]
+    assert all({*trace.lanes} >= {"gather", "reduce"} and trace.lanes["gather"] for trace in traces)
+    text = render_report([recorded.until(number)])
+    assert "<h2>2 workers</h2>" in text and "Who waits for whom in step" in text and "Lanes of worker 1" in text
+
+
+def test_a_replay_shows_every_ranks_lanes(recorded: RecordedRun) -> None:
+    replay = Replay(recorded)
+    number = max({*recorded.traced} & {*recorded.others[0].traced})
+    replay.session.select(number)
+    replay.views.turn_to("waits")
+    (panel,) = replay.views.seen
+    panel.show(replay.snapshot())
+    shown = panel.still(replay.snapshot())
+    assert len(shown) == 3 and shown[0].table.title.startswith("Who waits for whom")
+    assert panel.widget.children[2].value.count("<svg") == 2, "the lanes of both"
+    replay.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_begin_ends_all() -> None:
+    with pytest.raises(LaunchError, match="rank 1 of 2 could not begin(.|\n)*FileNotFoundError: no data on this rank"):
+        Ranks(rank_training.train_but_one, 2)
+
+
+@pytest.mark.slow
+def test_relays_that_train_alone_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"Relay\(..., workers=Workers\(\)\)"):
+        Ranks(rank_training.train_alone, 2)
+
+
+def test_functions_that_processes_cannot_import_are_refused() -> None:
+    def train() -> None: ...
+
+    for wrong in (train, lambda: None, 7):
+        with pytest.raises(TypeError, match="must be a function in a module"):
+            Ranks(wrong, 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="workers=1: must be 2 or more"):
+        Ranks(rank_training.train, 1)

@@ -1,0 +1,212 @@
+"""Steers all ranks as a session steers one relay: what is asked reaches every rank at the same place between two steps.
+
+    commands ──► queue ──► thread: one command, or else one step, at a time ──► every rank does it ──► all have answered
+
+So ranks cannot disagree on what comes next, whenever somebody presses a button; the price is a message to each rank and back
+per step. The queue and the run are those of a session.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from l2l_core import Edit
+from workbench.launch.messages import Answer
+from workbench.launch.ranks import END_S, Ranks
+from workbench.session import Command, Failure, Run, Snapshot, Worker, checked_steps
+
+_TRAIN = "train"
+_CLOSED = "These workers were ended: run the cell again to start others."
+
+
+class Conductor:
+    """What can be done with ranks together, and how they stand; `ranks` has each of them by itself.
+
+    Invariant: a rank is asked by the conductor's thread alone, and all are asked the same.
+
+    Args:
+        ranks: are the conductor's alone, and end with it.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._worker = Worker(self._due, lambda command, error: None)  # whoever asked gets the error, by the future
+        self._changed, self._ended = self._worker.changed, ""
+        self._run = Run(self._changed)
+        ranks.listen = self._worker.touch
+        self._worker.start(lambda: None, self._last)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Return how the first rank stands, with the run and the queue of all of them."""
+        first = self.ranks[0].snapshot()
+        with self._changed:
+            run, queue = self._run, list(self._worker.queue)
+            waiting = tuple(command.said for command in queue)
+            return replace(
+                first,
+                number=self._worker.number,
+                state="closed" if self._ended else run.state,
+                pausing=run.state == "running" and (run.pauses or bool({"pause", "stop"} & {*waiting})),
+                device=f"{len(self.ranks)} workers, {first.device}",
+                queued=waiting,
+                tickets=tuple(command.ticket for command in queue),
+                done=run.done,
+                target=run.target,
+                failure=run.failure,
+                ended=self._ended,
+                probe=None,
+            )
+
+    def wait_for_change(self, number: int, timeout_s: float) -> None:
+        """Wait until a snapshot would have another number than this one, at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._worker.number != number, timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> Snapshot:
+        """Wait until nothing runs and nothing is queued; an interrupt pauses the run.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        try:
+            with self._changed:
+                if not self._changed.wait_for(self._rests, timeout_s):
+                    raise TimeoutError(f"the workers are still {self._run.state}: wait longer, or pause()")
+        except KeyboardInterrupt:
+            with suppress(RuntimeError):  # closed meanwhile
+                self.pause()
+            raise
+        return self.snapshot()
+
+    def _rests(self) -> bool:
+        return self._run.state != "running" and not self._worker.is_busy
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def run(self, steps: int | None = None) -> None:
+        """Train for so many steps, as `Session.run`."""
+        steps = checked_steps(steps)
+        with self._changed:
+            goes_on = steps is None and self._run.state == "running"
+            self._worker.submit(Command("run", lambda: self._run.begin(steps, goes_on=goes_on)))
+
+    def step(self) -> None:
+        """Train one step; a run under way pauses after it."""
+        self._worker.submit(Command("step", self._run.begin_one))
+
+    def pause(self) -> None:
+        """Pause when the step under way is over."""
+        self._worker.submit(Command("pause", self._run.halt))
+
+    def stop(self) -> None:
+        """End the run when the step under way is over."""
+        self._worker.submit(Command("stop", self._run.end))
+
+    def skip(self) -> None:
+        """Leave out the batch that a step has failed on, on every rank."""
+        self._submit("skip the batch", "skip")
+
+    def edit(self, *edits: Edit, what: str = "", trust: bool = False) -> Future[None]:
+        """Edit the stack of layers on all ranks between two steps, as `Session.edit`. The future gets a ValueError if refused.
+
+        Raises:
+            TypeError: not edits: a function cannot be sent to another process.
+        """
+        if not edits or not all(isinstance(edit, Edit) for edit in edits):
+            raise TypeError(f"{edits!r}: give edits, as Drop(2)")
+        return self._submit(what or ", ".join(map(repr, edits)), "edit", *edits, what=what, trust=trust)
+
+    def undo(self) -> Future[None]:
+        """Undo the last edit on all ranks."""
+        return self._submit("undo", "undo")
+
+    def redo(self) -> Future[None]:
+        """Do again what was undone last, on all ranks."""
+        return self._submit("redo", "redo")
+
+    def reconfigure(self, **settings: Any) -> Future[None]:
+        """Give the next step of all ranks other settings, as `Session.reconfigure`. The future gets a ValueError if refused."""
+        words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return self._submit(words, "reconfigure", **settings)
+
+    def cancel(self, ticket: int) -> bool:
+        """Take a command out of the queue; False if its turn has come already."""
+        return self._worker.cancel(ticket)
+
+    def close(self, wait: bool = True) -> None:
+        """Let the step under way finish, for so long as ranks may take to end, and end every process. Closing twice is fine.
+
+        Args:
+            wait: until they have ended.
+        """
+        with self._changed:
+            self._ended = _CLOSED
+        self._worker.close(wait=False)
+        ender = threading.Thread(
+            target=self._end, name="end ranks"
+        )  # no daemon: a process must not end before its ranks
+        ender.start()
+        if wait:
+            ender.join()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._run.state == "closed", END_S)
+        self.ranks.close(0.0)  # for whoever hangs; the thread that waits for its answer ends with it
+        self._worker.join()
+
+    # -- on the thread -------------------------------------------------------------------------------------------------
+
+    def _submit(self, words: str, verb: str, *args: Any, **options: Any) -> Future[None]:
+        return self._worker.submit(Command(words, lambda: self._all(verb, *args, **options)))
+
+    def _due(self) -> Command | None:
+        return Command(_TRAIN, self._step) if self._run.is_due(bool(self._worker.queue)) else None
+
+    def _step(self) -> None:
+        before = self.ranks[0].snapshot().step
+        with self._changed:
+            self._run.owes_step = False
+        if self._has_failed(self.ranks.ask("step")):
+            return
+        with self._changed:
+            if self.ranks[0].snapshot().step == before:  # the batches have come to their end
+                self._run.end()
+            else:
+                self._run.count()
+
+    def _all(self, verb: str, *args: Any, **options: Any) -> None:
+        answers = self.ranks.ask(verb, *args, **options)
+        if self._has_failed(answers):
+            return
+        refused = {rank: answer.refused for rank, answer in enumerate(answers) if answer.refused}
+        if refused:
+            raise ValueError("; ".join(f"worker {rank}: {why}" for rank, why in refused.items()))
+
+    def _has_failed(self, answers: Sequence[Answer]) -> bool:
+        """Show the failure that was the cause of the others, if there is one."""
+        failures = [(rank, answer.failure) for rank, answer in enumerate(answers) if answer.failure is not None]
+        if not failures:
+            return False
+        rank, failure = min(failures, key=lambda each: _distance(self.ranks[each[0]].ended, each[1]))
+        told = failure if self.ranks[rank].ended else replace(failure, message=f"worker {rank}: {failure.message}")
+        self._run.fail(told)
+        return True
+
+    def _last(self) -> None:
+        self.ranks.close()
+        with self._changed:
+            self._run.state = "closed"
+            self._worker.touch()
+
+
+def _distance(ended: str, failure: Failure) -> int:
+    """How far a failure is from the cause: first a worker that is gone, then one that failed by itself, then the others."""
+    return 0 if ended else 1 if failure.error not in ("WorkerError", "WorkerLostError") else 2

@@ -1,0 +1,77 @@
+"""Ranks beside one another: each with its relay picture, what it waits for, and what went wrong with it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from html import escape
+
+import ipywidgets
+
+from workbench.launch import Conductor, Remote
+from workbench.panels.panel import Panel, failure_html
+from workbench.panels.relay import RelayPanel
+from workbench.pictures import Picture, Table, format_seconds
+from workbench.session import Snapshot
+
+
+class RanksPanel(Panel):
+    """Shows every rank's relay picture, live, side by side; each has a player of its own for its last step."""
+
+    looks_at = Conductor
+    says_whose = True  # each rank's picture does
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._columns = [_Column(one) for one in self.session.ranks]
+        row = ipywidgets.HBox([column.widget for column in self._columns])
+        row.add_class("l2l-ranks")
+        return ipywidgets.VBox([row])
+
+    def draw(self, now: Snapshot) -> None:
+        for column in self._columns:
+            column.draw()
+
+    def still(self, now: Snapshot) -> Sequence[Picture | Table]:
+        return [picture for column in self._columns for picture in column.still()]
+
+
+class _Column:
+    """One rank: a caption, its trouble if it has any, and its picture."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote, self._panel = remote, RelayPanel(remote)
+        self._caption, self._trouble = ipywidgets.HTML(), ipywidgets.HTML(layout={"display": "none"})
+        self.widget = ipywidgets.VBox([self._caption, self._trouble, self._panel.widget])
+        self.widget.add_class("l2l-rank")
+
+    def draw(self) -> None:
+        now = self._remote.snapshot()
+        waits = f" · {_waits(now)}" if now.last is not None else ""
+        self._caption.value = f'<div class="l2l-heading">Worker {self._remote.rank}{escape(waits)}</div>'
+        self._draw_trouble(now)
+        self._panel.show(now)
+
+    def still(self) -> Sequence[Picture | Table]:
+        return self._panel.page(self._remote.snapshot())
+
+    def _draw_trouble(self, now: Snapshot) -> None:
+        broken, failure = self._remote.broken, now.failure
+        if self._remote.ended or broken is not None:
+            message = self._remote.ended or "it can be shown no more"
+            words = f"Worker {self._remote.rank}: {message}", broken.traceback if broken is not None else ""
+        elif failure is not None:
+            words = f"Worker {self._remote.rank}: {failure.error}: {failure.message}", failure.traceback
+        else:
+            words = "", ""
+        self._trouble.value = failure_html(*words) if words[0] else ""
+        self._trouble.layout.display = "" if words[0] else "none"
+
+
+def _waits(now: Snapshot) -> str:
+    """For whom the rank has waited most in its last step, while it could not compute."""
+    assert now.last is not None, "no step yet"
+    lost_s: dict[int, float] = defaultdict(float)
+    for wait in now.last.waits():
+        lost_s[wait.last] += wait.exposed_s
+    most = max(lost_s, key=lambda rank: lost_s[rank], default=None)
+    return "waited for nobody" if most is None else f"waited {format_seconds(lost_s[most])} for worker {most}"

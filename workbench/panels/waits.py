@@ -1,0 +1,73 @@
+"""Who waits for whom among several workers, and the lanes of each: of a run under way, or of a recorded one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import ipywidgets
+
+from l2l_core import Traces
+from workbench.launch import Conductor
+from workbench.panels.fold import Fold
+from workbench.panels.panel import Panel
+from workbench.pictures import Picture, Table, show_lanes, show_stragglers
+from workbench.runs import Recording
+from workbench.session import Snapshot
+
+
+class WaitsPanel(Panel):
+    """Shows who waited for whom in a step that all workers have finished, and below it every worker's lanes."""
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._drawn: object = None  # the first trace of those that are shown
+        self._picture, self._fold, self._lanes = (
+            ipywidgets.HTML(),
+            Fold("Who waits for whom, as a table"),
+            ipywidgets.HTML(),
+        )
+        return ipywidgets.VBox([self._picture, self._fold.widget, self._lanes])
+
+    @abstractmethod
+    def traces(self) -> Traces | None:
+        """Put the traces of the step together; None if there is none of which all are known."""
+
+    def draw(self, now: Snapshot) -> None:
+        traces = self.traces()
+        if traces is None:
+            self._drawn, self._lanes.value = None, ""
+            self._picture.value = '<p class="l2l-empty">What workers waited for appears with a step of all of them.</p>'
+        elif traces[0] is not self._drawn:
+            self._drawn, shown = traces[0], show_stragglers(traces)
+            self._picture.value = shown.svg
+            self._fold.show(lambda: shown.table)
+            heads = [f'<div class="l2l-heading">Worker {trace.worker.rank}</div>' for trace in traces]
+            self._lanes.value = "".join(a + b.svg for a, b in zip(heads, show_lanes(traces), strict=True))
+
+    def still(self, now: Snapshot) -> Sequence[Picture | Table]:
+        traces = self.traces()
+        return [show_stragglers(traces), *show_lanes(traces)] if traces is not None else []
+
+    def whose(self, now: Snapshot) -> str:
+        return now.shown_words
+
+
+class LaunchedWaitsPanel(WaitsPanel):
+    """Shows the last step of ranks that were launched."""
+
+    looks_at = Conductor
+
+    def traces(self) -> Traces | None:
+        found = [one.snapshot().last for one in self.session.ranks]
+        traces = [trace for trace in found if trace is not None]
+        is_one_step = len({trace.step for trace in traces}) == 1  # else some rank is a step ahead
+        return Traces(traces) if len(traces) == len(found) and is_one_step else None
+
+
+class RecordedWaitsPanel(WaitsPanel):
+    """Shows the newest step by a moment of a recorded run that all workers have recorded whole."""
+
+    looks_at = Recording
+
+    def traces(self) -> Traces | None:
+        return self.session.run.traces(self.session.number)
