@@ -15,13 +15,7 @@ REFUSED = {
     "mixtral": "out of sight",
     "qwen3_moe": "out of sight",
 }
-QUICK = ["norm_outside", "batch_norm", "gpt2_padded", "t5", "unet", "albert", "spectral_norm", "frozen_prefix"]
-CASES = [
-    pytest.param(kind.name, count, marks=[] if kind.name in QUICK and count == 3 else pytest.mark.slow)
-    for kind in KINDS
-    for count in (1, 3)
-    if kind.name not in REFUSED
-]
+CASES = [(kind.name, count) for kind in KINDS for count in (1, 3) if kind.name not in REFUSED]
 
 
 @pytest.mark.parametrize(("name", "micro_batches"), CASES)
