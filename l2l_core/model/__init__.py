@@ -36,6 +36,8 @@ from l2l_core.model.plain_data import Tensors as Tensors
 from l2l_core.model.plain_data import copies_of as copies_of
 from l2l_core.model.plain_data import decode as decode
 from l2l_core.model.plain_data import encode as encode
+from l2l_core.model.reference import accumulate as accumulate
+from l2l_core.model.reference import copy_tensors as copy_tensors
 from l2l_core.model.reference import train_step as train_step
 from l2l_core.model.stacks import Resolver as Resolver
 from l2l_core.model.stacks import Stack as Stack

@@ -1,0 +1,20 @@
+"""Ways to train in less memory, as plans over one executor: recompute, offload, both; exact bytes before and after.
+
+May import `step.traffic`, `step.graph`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`, `batches`, `model`,
+`trace`, `config`.
+Begin reading at `plan.py`, `execution.py`, `walk.py`; `lab.py` is the facade.
+"""
+
+from l2l_core.strategies.lab import Lab as Lab
+from l2l_core.strategies.lab import LabResult as LabResult
+from l2l_core.strategies.plan import Operation as Operation
+from l2l_core.strategies.plan import Plan as Plan
+from l2l_core.strategies.plan import check_operations as check_operations
+from l2l_core.strategies.policies import Combined as Combined
+from l2l_core.strategies.policies import Full as Full
+from l2l_core.strategies.policies import Offload as Offload
+from l2l_core.strategies.policies import Periodic as Periodic
+from l2l_core.strategies.policies import Plain as Plain
+from l2l_core.strategies.policies import Policy as Policy
+from l2l_core.strategies.policies import Rotor as Rotor
+from l2l_core.strategies.proof import Proof as Proof

@@ -1,0 +1,146 @@
+"""Ways to save memory as policies: each makes a plan from what stages cost, what the device holds, and its link."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+from l2l_core.devices import DeviceOutOfMemory
+from l2l_core.strategies import recipes
+from l2l_core.strategies.prices import Prices
+from l2l_core.strategies.recipes import KEEP, OFFLOAD, RECOMPUTE, Operations
+from l2l_core.trace import format_bytes
+
+
+class Policy(ABC):
+    """Makes plans. Without a plan that fits, `operations` raises DeviceOutOfMemory, which states the smallest budget."""
+
+    @property
+    def name(self) -> str:
+        """Return what it is called in tables."""
+        return type(self).__name__
+
+    @abstractmethod
+    def operations(self, prices: Prices) -> Operations:
+        """Make the plan for one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Plain(Policy):
+    """Keep every record: what plain training does."""
+
+    def operations(self, prices: Prices) -> Operations:
+        return recipes.plain(prices.stages)
+
+
+@dataclass(frozen=True)
+class Full(Policy):
+    """Keep the inputs of stages, and recompute every one."""
+
+    def operations(self, prices: Prices) -> Operations:
+        return recipes.full(prices.stages)
+
+
+@dataclass(frozen=True)
+class Periodic(Policy):
+    """Recompute segments of `length` stages, by default about the root of their number (Chen et al., arXiv 1604.06174)."""
+
+    length: int | None = None
+
+    def operations(self, prices: Prices) -> Operations:
+        return recipes.periodic(prices.stages, self.length)
+
+
+@dataclass(frozen=True)
+class Rotor(Policy):
+    """The fastest persistent plan for a chain (Beaumont et al., arXiv 1911.13214) whose exact peak fits.
+
+    Args:
+        budget_bytes: of the device; default the device's own.
+    """
+
+    budget_bytes: int | None = None
+
+    def operations(self, prices: Prices) -> Operations:
+        solution = prices.rotor
+        limits = range(len(solution.cost[0, prices.stages - 1]))
+        # The program's own bytes are rounded up, so what a plan needs is read off the exact walk.
+        plans = dict.fromkeys(solution.plan(m) for m in limits if solution.seconds(m) < float("inf"))
+        return fastest(self.name, prices, [recipes.plain(prices.stages), *plans], self.budget_bytes)
+
+
+@dataclass(frozen=True)
+class Offload(Policy):
+    """Send every record to the host but the last ones, and bring each back `ahead` stages before it is read.
+
+    Args:
+        ahead: 0 brings each back when it is needed: synchronous.
+        keep: how many stages before the loss keep theirs on the device.
+    """
+
+    ahead: int = 1
+    keep: int = 0
+
+    def operations(self, prices: Prices) -> Operations:
+        sent = max(0, prices.stages - 1 - self.keep)
+        return recipes.mixed(OFFLOAD * sent + KEEP * (prices.stages - 1 - sent), self.ahead)
+
+
+@dataclass(frozen=True)
+class Combined(Policy):
+    """For each stage keep, recompute or offload: the fastest of all choices that fits, tried one by one.
+
+    Exhaustive up to `most` layers; above that it is refused, because nothing here would be sure to find the fastest.
+
+    Args:
+        budget_bytes: of the device; default the device's own.
+        choices: the letters of `recipes.py` to choose from.
+        most: 3 ** most plans are walked through.
+    """
+
+    budget_bytes: int | None = None
+    choices: str = KEEP + RECOMPUTE + OFFLOAD
+    most: int = 8
+
+    def operations(self, prices: Prices) -> Operations:
+        layers = prices.stages - 1
+        if layers > self.most:
+            raise ValueError(
+                f"{self.name} tries {len(self.choices)} ** {layers} plans: it is exhaustive for up to {self.most} layers. Name "
+                "fewer layers=, or use Karma() or Rotor()"
+            )
+        plans = (recipes.mixed(choice) for choice in product(self.choices, repeat=layers))
+        return fastest(self.name, prices, plans, self.budget_bytes)
+
+
+def fastest(name: str, prices: Prices, plans: Iterable[Operations], budget_bytes: int | None) -> Operations:
+    """Choose the fastest plan whose exact peak fits.
+
+    Raises:
+        DeviceOutOfMemory: there is none; it states the smallest budget for which there is one.
+    """
+    budget = prices.budget if budget_bytes is None else budget_bytes
+    best, best_s, least = None, float("inf"), None
+    for plan in plans:
+        peak = prices.peak_device_bytes(plan)
+        least = peak if least is None else min(least, peak)
+        if (budget is None or peak <= budget) and (seconds := prices.seconds(plan)) < best_s:
+            best, best_s = plan, seconds
+    if best is None:
+        raise out_of_budget(name, least or 0, budget or 0)
+    return best
+
+
+def out_of_budget(name: str, least: int, budget: int) -> DeviceOutOfMemory:
+    """Make the error that a policy has no plan within a budget."""
+    error = DeviceOutOfMemory(
+        f"{name} has no plan within {format_bytes(budget)} ({budget} bytes): the smallest budget for which it has one is "
+        f"{format_bytes(least)} ({least} bytes)",
+        least,
+        budget,
+        {},
+    )
+    error.least_bytes = least
+    return error

@@ -1,0 +1,112 @@
+"""What a plan needs on this model and this device, before it runs: exact bytes, and seconds on virtual lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from l2l_core.strategies.costs import Costs, stage_bytes
+from l2l_core.strategies.plan import FALL, OFF, OFFX, PRE, PREX, B
+from l2l_core.strategies.recipes import Operations, plain
+from l2l_core.strategies.rotor import Chain, Solution, in_units, solve
+from l2l_core.strategies.walk import walk
+
+SLOTS = 500  # into which memory is divided for Rotor; sizes are rounded up
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Judges plans for one step.
+
+    Attributes:
+        costs: of every micro-batch.
+        fixed_bytes: weights, buffers and optimizer state.
+        update_bytes: the most that an update needs besides, gradients included.
+        figures: of the device, as `Device.figures` has them.
+    """
+
+    costs: Sequence[Costs]
+    fixed_bytes: int
+    update_bytes: int
+    figures: Mapping[str, Any]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, that of the loss included."""
+        return self.costs[0].structure.stages
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of the device; None if it has no limit."""
+        return self.figures.get("memory_bytes")
+
+    def peak_device_bytes(self, operations: Operations) -> int:
+        """Return the highest bytes on the device during a step."""
+        highest = max(step.high for costs in self._unlike for step in walk(costs, operations))
+        return self.fixed_bytes + max(highest, self.update_bytes)
+
+    def peak_host_bytes(self, operations: Operations) -> int:
+        """Return the most bytes that wait on the host."""
+        return max(step.host for costs in self._unlike for step in walk(costs, operations))
+
+    def seconds(self, operations: Operations) -> float:
+        """Simulate a step: compute in order, copies on one lane each way; updates are left out."""
+        return sum(self._micro_batch_s(costs, operations) for costs in self.costs)
+
+    @cached_property
+    def _unlike(self) -> list[Costs]:
+        return list({id(costs): costs for costs in self.costs}.values())
+
+    def _micro_batch_s(self, costs: Costs, operations: Operations) -> float:
+        now = out_s = in_s = 0.0
+        leaving: list[float] = []
+        back_s: dict[tuple[str, int], float] = {}
+        for step in walk(costs, operations):
+            kind, i = step.operation
+            if kind in (OFF, OFFX):
+                out_s = max(out_s, now) + self._copy_s("d2h", step.moved)
+                leaving.append(out_s)
+            elif kind in (PRE, PREX):
+                now = max([now, *leaving])  # as the executor: what leaves has left before anything comes
+                leaving.clear()
+                in_s = max(in_s, now) + self._copy_s("h2d", step.moved)
+                back_s[OFF if kind == PRE else OFFX, i] = in_s
+            else:
+                now = max(now, back_s.pop((OFF, i), 0.0), back_s.pop((OFFX, i), 0.0)) + costs.tells(step.operation)
+                now = max([now, *leaving])
+                leaving.clear()
+        return now
+
+    def _copy_s(self, lane: str, nbytes: int) -> float:
+        bytes_per_s = self.figures.get(f"{lane}_bytes_per_s")
+        return (self.figures.get("latency_s") or 0.0) + (nbytes / bytes_per_s if bytes_per_s else 0.0)
+
+    # -- the chain that Rotor sees -------------------------------------------------------------------------------------
+
+    @cached_property
+    def rotor(self) -> Solution:
+        """Rotor's plans for every budget up to what the plan that keeps everything needs."""
+        costs = max(self.costs, key=lambda each: each.base)
+        s, n = costs.structure, costs.structure.stages
+        unit = max(step.high - costs.base for step in walk(costs, plain(n))) / SLOTS
+        inputs = [stage_bytes(s, s.live[i]) for i in range(n)] + [0]
+        records = [
+            max(costs.record.get((i, True), 0), costs.record.get((i, False), 0)) + stage_bytes(s, s.made(i))
+            for i in range(n)
+        ]
+        after = [stage_bytes(s, s.live[i + 1]) for i in range(n)]
+        run_s = [costs.tells_kind("F0", i) for i in range(n)]
+        keep_s = [costs.tells_kind(FALL, i) for i in range(n)]
+        chain = Chain(
+            in_units(inputs, unit),
+            in_units(records, unit),
+            tuple(run_s),
+            tuple(keep_s),
+            tuple(costs.tells_kind(B, i) for i in range(n)),
+            in_units([max(0, costs.worst("F0", i) - after[i]) for i in range(n)], unit),
+            in_units([max(0, costs.worst(FALL, i) - records[i]) for i in range(n)], unit),
+            in_units([costs.worst(B, i) for i in range(n)], unit),
+        )
+        return solve(chain, 2 * SLOTS)

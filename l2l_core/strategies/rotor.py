@@ -1,0 +1,127 @@
+"""Rotor: the fastest memory-persistent plan for a chain of unlike stages within a number of bytes.
+
+Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214. Persistent: what is kept stays
+until its backward. To drop and rebuild kept tensors can be better still, and is NP-hard. Where the paper has one temporary
+per stage, here are three: a run that keeps nothing makes a record and drops it, and to count that in every run would make
+budgets look too small that are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from l2l_core.strategies.plan import F0, FALL, FCK, B, Operation
+from l2l_core.strategies.recipes import Operations
+
+Floats = np.ndarray
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of n stages, the last one the loss, in whole units of memory and any unit of time.
+
+    Attributes:
+        inputs: what enters each stage, and 0 at the end.
+        records: what the record of each stage adds to its input; its output is in it.
+        run_s, keep_s, back_s: seconds of a run that keeps nothing, of one that keeps its record, of backward.
+        run_more: what a run that keeps nothing needs beyond its output.
+        keep_more: what a run that keeps its record needs beyond the record.
+        back_more: what backward needs beyond the record and the gradient that comes in.
+    """
+
+    inputs: tuple[int, ...]
+    records: tuple[int, ...]
+    run_s: tuple[float, ...]
+    keep_s: tuple[float, ...]
+    back_s: tuple[float, ...]
+    run_more: tuple[int, ...]
+    keep_more: tuple[int, ...]
+    back_more: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.records)
+
+
+class Solution:
+    """The fastest plans of a chain for every whole budget up to a limit.
+
+    `cost[s, t][m]` is the least time of forward and backward of stages s to t within m units, of which the input of s is
+    not a part and the gradient of the output of t is one:
+
+        s = t:       keep s, back s                             if both fit
+        keep record: keep s, then (s+1, t) within m - record of s, then back s
+        keep input:  run s to j-1, then (j, t) within m - input of j, then (s, j-1) within m
+    """
+
+    def __init__(self, chain: Chain, limit: int) -> None:
+        self.chain = chain
+        self._units = np.arange(limit + 1)
+        self.cost: dict[tuple[int, int], Floats] = {}
+        self._choice: dict[tuple[int, int], np.ndarray] = {}
+        for length in range(chain.stages):
+            for s in range(chain.stages - length):
+                self._solve(s, s + length)
+
+    def seconds(self, budget: int) -> float:
+        """Return the least time within a budget; infinite if there is no plan."""
+        return float(self.cost[0, self.chain.stages - 1][budget])
+
+    def plan(self, budget: int) -> Operations:
+        """Return the plan that takes it."""
+        return tuple(self._build(0, self.chain.stages - 1, budget))
+
+    def _solve(self, s: int, t: int) -> None:
+        c, units = self.chain, self._units
+        gradient = c.inputs[t + 1]
+        best = self._keep_record(s, t, gradient)
+        choice = np.full(len(units), s)
+        need, run_s = 0, 0.0
+        for j in range(s + 1, t + 1):
+            q = j - 1
+            need = max(need, gradient + (c.inputs[q] if q > s else 0) + c.inputs[j] + c.run_more[q])
+            run_s += c.run_s[q]
+            value = run_s + _less(self.cost[j, t], c.inputs[j]) + self.cost[s, q]
+            value[units < need] = np.inf
+            choice[value < best] = j
+            best = np.minimum(best, value)
+        self.cost[s, t], self._choice[s, t] = best, choice
+
+    def _keep_record(self, s: int, t: int, gradient: int) -> Floats:
+        c = self.chain
+        value = np.full(len(self._units), float(c.keep_s[s] + c.back_s[s]))
+        value[self._units < gradient + c.records[s] + c.keep_more[s]] = np.inf
+        value[self._units < c.inputs[s + 1] + c.records[s] + c.back_more[s]] = np.inf
+        return value + _less(self.cost[s + 1, t], c.records[s]) if t > s else value
+
+    def _build(self, s: int, t: int, m: int) -> list[Operation]:
+        j = int(self._choice[s, t][m])
+        if j == s:
+            inner = self._build(s + 1, t, m - self.chain.records[s]) if t > s else []
+            return [Operation(FALL, s), *inner, Operation(B, s)]
+        runs = [Operation(FCK, s), *(Operation(F0, q) for q in range(s + 1, j))]
+        return [*runs, *self._build(j, t, m - self.chain.inputs[j]), *self._build(s, j - 1, m)]
+
+
+@lru_cache(maxsize=8)
+def solve(chain: Chain, limit: int) -> Solution:
+    """Solve a chain for all budgets up to `limit` units, once."""
+    return Solution(chain, limit)
+
+
+def _less(cost: Floats, units: int) -> Floats:
+    """Return what `cost` is with so many units less."""
+    moved = np.full(len(cost), np.inf)
+    if units < len(cost):
+        moved[units:] = cost[: len(cost) - units]
+    return moved
+
+
+def in_units(nbytes: Sequence[int], unit: float) -> tuple[int, ...]:
+    """Return bytes in units, rounded up."""
+    return tuple(int(np.ceil(each / unit - 1e-12)) for each in nbytes)

@@ -1,0 +1,44 @@
+"""Every plan trains to the bits of plain training: loss, gradients, buffers, random state; and needs what it says."""
+
+from collections.abc import Callable
+
+import pytest
+from zoo import KINDS
+
+from l2l_core.strategies import Full, Lab, Offload, Periodic, Plain
+from l2l_core.strategies.recipes import mixed
+
+POLICIES = [Plain(), Full(), Periodic(), Offload(ahead=1)]
+REFUSED = {
+    "inplace": "in place",
+    "random_skip": "another way",
+    "mixtral": "out of sight",
+    "qwen3_moe": "out of sight",
+}
+CASES = [(kind.name, count) for kind in KINDS for count in (1, 3) if kind.name not in REFUSED]
+
+
+@pytest.mark.parametrize(("name", "micro_batches"), CASES)
+def test_plans_equal_plain_training(lab_of: Callable[..., Lab], name: str, micro_batches: int) -> None:
+    lab = lab_of(name, micro_batches=micro_batches)  # 7 rows: the last micro-batch is smaller
+    layers = lab.prices.stages - 1
+    for policy in [*POLICIES, mixed(("ROHK" * layers)[:layers])]:
+        plan = lab.plan(policy)
+        proof = lab.verify(plan)
+        assert proof.equal, f"{plan.name}: {proof}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_plan_can_run_again_is_refused_before_training(lab_of: Callable[..., Lab], name: str) -> None:
+    with pytest.raises(RuntimeError, match=REFUSED[name]):
+        lab_of(name, micro_batches=2)
+
+
+def test_forwards_follow_the_formulas(lab_of: Callable[..., Lab]) -> None:
+    lab = lab_of("gpt2")
+    layers = lab.prices.stages - 1
+    last = (lab.prices.stages - 1) // 2 * 2  # where the last segment starts
+    expected = {Plain(): layers, Full(): 2 * layers, Periodic(2): layers + last, Offload(): layers}
+    for policy, forwards in expected.items():
+        plan = lab.plan(policy)
+        assert lab.step(plan).layer_forwards == plan.layer_forwards == forwards
