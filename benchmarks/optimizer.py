@@ -59,7 +59,7 @@ class Done:
 def clocked(relay: Relay) -> Iterator[Clock]:
     """Measure the EPS's thread during the block; the store is as it was afterwards."""
     store, clock = relay.store, Clock(layers={unit.key for unit in relay.stack})
-    update, check = store._update, eps_store._checked
+    update, check = store._update, eps_store.checked
 
     def timed_update(block: Block) -> None:
         began_s = time.thread_time()
@@ -74,12 +74,12 @@ def clocked(relay: Relay) -> Iterator[Clock]:
         clock.check_s += time.perf_counter() - began_s
         return norm
 
-    store._update, eps_store._checked = timed_update, timed_check  # type: ignore[method-assign]
+    store._update, eps_store.checked = timed_update, timed_check  # type: ignore[method-assign]
     try:
         yield clock
     finally:
         del store._update  # the method of the class again
-        eps_store._checked = check
+        eps_store.checked = check
 
 
 def main() -> None:
