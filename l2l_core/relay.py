@@ -728,9 +728,8 @@ class Relay:
                     saves.check(saved, relay._saved_state())
                     past = Restorer(relay._editor, relay._history, relay._branches, resumption, relay.device.host_empty)
                     fill = past.restore(parts)
-                saved.restore_into(
-                    relay._saved_state()
-                )  # from here on the caller's model changes, and nothing can fail
+                present = relay._saved_state()
+                saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail
                 fill()
             back.pop_all()
         relay._history.forget()  # layers of the model that the save has no more
