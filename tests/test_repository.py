@@ -223,11 +223,12 @@ MAY_IMPORT = {
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
         "workers": "eps eps.blocks devices batches trace config",
         "forecast": "workers step step.traffic eps eps.optimizers eps.blocks devices batches trace config rules",
-        "strategies": "step.traffic step.graph eps.optimizers eps.blocks surgery devices batches model trace config",
         "inside": "step.micro_batch eps.blocks batches model",
         "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",
         "relay": "runner workers inside saves forecast edits step eps eps.optimizers eps.blocks surgery devices batches model "
         "trace config",
+        "strategies": "relay forecast step.traffic step.graph eps.optimizers eps.blocks surgery devices batches model trace "
+        "rules config",
     },
     "workbench": {
         "readings": "",

@@ -1,7 +1,7 @@
 """Ways to train in less memory, as plans over one executor: recompute, offload, both; exact bytes before and after.
 
-May import `step.traffic`, `step.graph`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`, `batches`, `model`,
-`trace`, `config`.
+May import `relay`, `forecast`, `step.traffic`, `step.graph`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`,
+`batches`, `model`, `trace`, `rules`, `config`.
 Begin reading at `plan.py`, `execution.py`, `walk.py`; `lab.py` is the facade.
 """
 
@@ -16,5 +16,8 @@ from l2l_core.strategies.policies import Offload as Offload
 from l2l_core.strategies.policies import Periodic as Periodic
 from l2l_core.strategies.policies import Plain as Plain
 from l2l_core.strategies.policies import Policy as Policy
+from l2l_core.strategies.policies import RelayPolicy as RelayPolicy
 from l2l_core.strategies.policies import Rotor as Rotor
 from l2l_core.strategies.proof import Proof as Proof
+from l2l_core.strategies.table import Row as Row
+from l2l_core.strategies.table import Table as Table

@@ -3,6 +3,8 @@
 Every run of a layer has gradients on, also where its graph is dropped at once: under `no_grad` PyTorch may take other
 kernels. A run again replays the stage's tape and calls its layer, under the random state and from the buffers that the
 first run found. Gradients pass from cut to cut through sinks, so autograd adds them in the order of plain training.
+
+It is long because first runs, runs again and backward share what is held between two operations.
 """
 
 from __future__ import annotations

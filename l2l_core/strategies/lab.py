@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,15 +14,18 @@ from torch.optim import Optimizer
 
 from l2l_core.batches import Batch, Mean, ModelCall, Objective, RowsOf, Weight, form_of
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Device, EmulatedDevice
+from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.eps.blocks import refuse_checkpointing, refuse_scripted
 from l2l_core.model import copy_tensors, resolve_layers
+from l2l_core.rules import weight_slots
 from l2l_core.strategies.course import Course, Ran, Work, nbytes_of, optimizer_bytes
 from l2l_core.strategies.measure import Known, measure, small_losses, unlimited, update_costs
 from l2l_core.strategies.plan import Operation, Plan, check_operations
 from l2l_core.strategies.policies import Policy
 from l2l_core.strategies.prices import Prices
 from l2l_core.strategies.proof import Proof, prove
+from l2l_core.strategies.relayed import relayed
+from l2l_core.strategies.table import Row, Table, Way
 from l2l_core.trace import Trace
 
 
@@ -89,6 +92,7 @@ class Lab:
         self.steps = 0
         self._layers = tuple(resolve_layers(model, layers))
         self._call = ModelCall(model, loss, objective)
+        self._options = {"loss": loss, "objective": objective, "weight": weight}
         rows = RowsOf(batch)
         self._call.check(batch)
         self._micro_batches = [copy_tensors(each) for each in rows.split(micro_batches)]
@@ -157,6 +161,28 @@ class Lab:
         with unlimited(self.device), course.metered() as meter:
             ran = course.run(plan.operations, self._work, meter)
         return prove(course, ran, theirs, self._work, self._call.objective)
+
+    def compare(self, ways: Iterable[Way]) -> Table:
+        """Make a step in each way on a copy of the model, without a budget, and put what they needed side by side."""
+        return Table([way.row(self) for way in ways], self.device.memory_bytes)
+
+    def planned(self, policy: Policy) -> Row:
+        """Make a step by the plan of a policy on a copy; a policy that has none for the device's budget says so in its row."""
+        try:
+            plan = self.plan(policy)
+        except DeviceOutOfMemory as error:
+            return Row(policy.name, why=str(error))
+        model, optimizer = self._twins()
+        course = self._course(model)
+        with unlimited(self.device):
+            ran, peak = self._run(course, optimizer, plan)
+        return Row(policy.name, peak, course.host.peak, ran.layer_forwards, plan.seconds)
+
+    def relayed(self, name: str, keep: int, ahead: int, stash: str) -> Row:
+        """Make a step by relay on a copy, with weights of as many layers on the device as graphs are kept of."""
+        resident = max(0, keep - weight_slots(ahead))
+        config = replace(self.config, keep=keep, ahead=ahead, stash=stash, resident=resident)
+        return relayed(name, self._twins(), self._layers, self.batch, config, self.device, self._options)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

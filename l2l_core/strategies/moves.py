@@ -86,10 +86,9 @@ class Moves:
             ticket.wait()
 
     def abandon(self) -> None:
-        """A step has failed: wait for every copy, and free the host's side."""
+        """A step has failed: wait for every copy. The host's ledger is the step's own, and goes with it."""
         for ticket, _ in [*self._leaving, *self._coming.values()]:
             ticket.abandon()
-        self._host.release("stash", "", 0)
 
 
 class _Away:

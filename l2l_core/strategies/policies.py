@@ -11,11 +11,16 @@ from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.strategies import recipes
 from l2l_core.strategies.prices import Prices
 from l2l_core.strategies.recipes import KEEP, OFFLOAD, RECOMPUTE, Operations
+from l2l_core.strategies.table import Bench, Row
 from l2l_core.trace import format_bytes
 
 
 class Policy(ABC):
     """Makes plans. Without a plan that fits, `operations` raises DeviceOutOfMemory, which states the smallest budget."""
+
+    def row(self, bench: Bench) -> Row:
+        """Make a step by its plan on a copy, and say what it needed."""
+        return bench.planned(self)
 
     @property
     def name(self) -> str:
@@ -109,10 +114,29 @@ class Combined(Policy):
         if layers > self.most:
             raise ValueError(
                 f"{self.name} tries {len(self.choices)} ** {layers} plans: it is exhaustive for up to {self.most} layers. Name "
-                "fewer layers=, or use Karma() or Rotor()"
+                "fewer layers=, or use Rotor()"
             )
         plans = (recipes.mixed(choice) for choice in product(self.choices, repeat=layers))
         return fastest(self.name, prices, plans, self.budget_bytes)
+
+
+@dataclass(frozen=True)
+class RelayPolicy:
+    """The relay: weights and optimizer state on the host too, one layer on the device at a time. It is no plan over stages.
+
+    Args:
+        keep: of how many of the last layers weights and graphs stay on the device.
+        ahead, stash: as of `RelayConfig`.
+    """
+
+    keep: int = 0
+    ahead: int = 1
+    stash: str = "host"
+
+    def row(self, bench: Bench) -> Row:
+        """Make two steps by relay on a copy, and say what the second one needed."""
+        kept = f", {self.keep} graphs kept" if self.keep else ""
+        return bench.relayed(f"Relay, stash on the {self.stash}{kept}", self.keep, self.ahead, self.stash)
 
 
 def fastest(name: str, prices: Prices, plans: Iterable[Operations], budget_bytes: int | None) -> Operations:

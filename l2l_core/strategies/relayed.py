@@ -1,0 +1,43 @@
+"""The relay as one way among others: the same model, batch, ledger and link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from l2l_core.batches import Batch
+from l2l_core.config import RelayConfig
+from l2l_core.devices import Device, EmulatedDevice
+from l2l_core.forecast import Profile, simulate
+from l2l_core.relay import Relay
+from l2l_core.rules import kept_of
+from l2l_core.strategies.table import Row
+
+
+def relayed(
+    name: str,
+    twin: tuple[nn.Module, Optimizer],
+    layers: Sequence[str],
+    batch: Batch,
+    config: RelayConfig,
+    link: Device,
+    options: Mapping[str, Any],
+) -> Row:
+    """Make two steps by relay, without a budget, and say what the second one needed.
+
+    Args:
+        name: of the row.
+        twin: a model and its optimizer; they are trained.
+        layers, options: as `Relay` takes them.
+        link: the device whose link is simulated.
+    """
+    with Relay(twin[0], twin[1], EmulatedDevice(), layers=layers, config=config, **options) as relay:
+        relay.step(batch)  # metered; the optimizer's state comes into being
+        result = relay.step(batch)
+        seconds = simulate(Profile.of(result.trace), config, link).span_s
+        host = relay.host.peak
+    forwards = 2 * len(layers) - kept_of(result.trace.settings, len(layers))
+    return Row(name, result.peak_device_bytes, host, forwards * config.micro_batches, seconds)

@@ -1,0 +1,92 @@
+"""Ways beside one another: what each needs, and which of them no other beats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from l2l_core.trace import format_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a step in one way needs.
+
+    Attributes:
+        name: of the way.
+        peak_device_bytes: metered, with weights, gradients and optimizer state as far as they are on the device.
+        peak_host_bytes: metered: what waits there, and with a relay the EPS.
+        layer_forwards: how often layers run forward, all micro-batches together.
+        seconds: simulated on the device's link, updates on the device left out.
+        why: where there is no such step, the reason; the numbers are zero then.
+    """
+
+    name: str
+    peak_device_bytes: int = 0
+    peak_host_bytes: int = 0
+    layer_forwards: int = 0
+    seconds: float = 0.0
+    why: str = ""
+
+
+class Way(Protocol):
+    """Is something that a step can be made by."""
+
+    def row(self, bench: Bench) -> Row:
+        """Make a step on a copy, and say what it needed."""
+
+
+class Bench(Protocol):
+    """Makes steps on copies of one model."""
+
+    def planned(self, policy: Any) -> Row:
+        """Make one by the plan of a policy."""
+
+    def relayed(self, name: str, keep: int, ahead: int, stash: str) -> Row:
+        """Make one by relay."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows in the order in which they were asked for.
+
+    Attributes:
+        rows: one per way.
+        memory_bytes: of the device; None without a budget.
+    """
+
+    rows: Sequence[Row]
+    memory_bytes: int | None = None
+
+    def fits(self, row: Row) -> bool:
+        """Whether there is such a step, and the device has room for it."""
+        return not row.why and (self.memory_bytes is None or row.peak_device_bytes <= self.memory_bytes)
+
+    def pareto(self) -> list[Row]:
+        """List the rows that no other beats: none is as fast with less on the device, or as small and faster."""
+        made = [row for row in self.rows if not row.why]
+        return [row for row in made if not any(_beats(other, row) for other in made)]
+
+    def __str__(self) -> str:
+        front = self.pareto()
+        header = ("way", "device, metered", "host, metered", "layer forwards", "seconds, simulated", "")
+        lines = [header, *(self._cells(row, row in front) for row in self.rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(5)]
+        budget = "" if self.memory_bytes is None else f"device memory: {format_bytes(self.memory_bytes)}\n"
+        return budget + "\n".join(
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:5], widths[1:]), line[5]]).rstrip()
+            for line in lines
+        )
+
+    def _cells(self, row: Row, in_front: bool) -> tuple[str, ...]:
+        if row.why:
+            return row.name, "", "", "", "", row.why
+        said = [*(["no other beats it"] if in_front else []), *([] if self.fits(row) else ["does not fit"])]
+        device, host = format_bytes(row.peak_device_bytes), format_bytes(row.peak_host_bytes)
+        return row.name, device, host, str(row.layer_forwards), f"{row.seconds:.4g}", ", ".join(said)
+
+
+def _beats(one: Row, other: Row) -> bool:
+    mine, theirs = (one.seconds, one.peak_device_bytes), (other.seconds, other.peak_device_bytes)
+    return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))

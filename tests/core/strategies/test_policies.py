@@ -1,0 +1,54 @@
+"""Policies against one another: what a better one must do better, and what links and budgets must bring about."""
+
+from collections.abc import Callable
+
+import pytest
+
+from l2l_core import EmulatedDevice
+from l2l_core.strategies import Combined, Full, Lab, Offload, Periodic, Plain, Rotor
+from l2l_core.strategies.plan import OFF, OFFX
+
+SLOW, FAST = EmulatedDevice(h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4), EmulatedDevice()
+
+
+def test_rotor_needs_less_memory_and_fewer_forwards_than_periodic_where_stages_are_unlike(
+    lab_of: Callable[..., Lab],
+) -> None:
+    lab = lab_of("resnet")
+    periodic = lab.plan(Periodic())
+    found = lab.plan(Rotor(periodic.peak_device_bytes - 1))
+    assert found.peak_device_bytes < periodic.peak_device_bytes
+    assert found.layer_forwards < periodic.layer_forwards
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_a_step_by_rotor_stays_within_its_budget(lab_of: Callable[..., Lab], name: str) -> None:
+    lab = lab_of(name)
+    most, least = lab.plan(Plain()).peak_device_bytes, lab.plan(Full()).peak_device_bytes
+    for share in (0.2, 0.5, 0.9):
+        budget = round(least + share * (most - least))
+        result = lab.step(lab.plan(Rotor(budget)))
+        assert result.peak_device_bytes <= budget
+
+
+def test_offload_takes_bytes_off_the_device_and_ahead_hides_them(lab_of: Callable[..., Lab]) -> None:
+    lab = lab_of("gpt2", device=EmulatedDevice(h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8))
+    plain, late, ahead = (lab.plan(policy) for policy in (Plain(), Offload(ahead=0), Offload(ahead=1)))
+    assert late.peak_device_bytes <= ahead.peak_device_bytes < plain.peak_device_bytes
+    assert plain.seconds < ahead.seconds <= late.seconds
+    assert lab.verify(ahead).equal
+    result = lab.step(ahead)
+    went = sum(event.nbytes for event in result.trace.events if event.lane == "d2h")
+    came = sum(event.nbytes for event in result.trace.events if event.lane == "h2d")
+    assert went == came == result.peak_host_bytes == ahead.peak_host_bytes > 0  # all of it waits there at one time
+
+
+@pytest.mark.parametrize("device", [SLOW, FAST], ids=["slow link", "fast link"])
+def test_combined_follows_the_link(lab_of: Callable[..., Lab], device: EmulatedDevice) -> None:
+    lab = lab_of("gpt2", device=device)
+    budget = (lab.plan(Plain()).peak_device_bytes + lab.plan(Full()).peak_device_bytes) // 2
+    found = lab.plan(Combined(budget))
+    either = [lab.plan(Combined(budget, choices=choices)).seconds for choices in ("KR", "KO")]
+    assert found.seconds <= min(either) and found.peak_device_bytes <= budget
+    moves = any(kind in (OFF, OFFX) for kind, _ in found.operations)
+    assert moves == (device is FAST)
