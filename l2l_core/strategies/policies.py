@@ -134,7 +134,7 @@ class RelayPolicy:
     stash: str = "host"
 
     def row(self, bench: Bench) -> Row:
-        """Make two steps by relay on a copy, and say what the second one needed."""
+        """Make steps by relay on a copy, and say what one needed."""
         kept = f", {self.keep} graphs kept" if self.keep else ""
         return bench.relayed(f"Relay, stash on the {self.stash}{kept}", self.keep, self.ahead, self.stash)
 
