@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 
-from workbench.launch import Conductor, Ranks
 from workbench.panels.board import Board, Kind, steered
 from workbench.panels.header import HeaderPanel
 from workbench.panels.loss import LossPanel
@@ -13,6 +12,7 @@ from workbench.panels.memory import MemoryPanel
 from workbench.panels.rank_edits import RankEditsPanel
 from workbench.panels.ranks import RanksPanel
 from workbench.panels.waits import LaunchedWaitsPanel
+from workbench.ranks import Conductor, Ranks
 from workbench.session import Session, Snapshot
 
 VIEWS: Mapping[str, Sequence[Kind]] = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import ipywidgets
 
-from workbench.launch import Conductor
 from workbench.panels.edit_questions import EditQuestions
 from workbench.panels.panel import Panel, failure_html
 from workbench.pictures import Table, draw_journal, journal_table
+from workbench.ranks import Conductor
 from workbench.session import Snapshot
 
 

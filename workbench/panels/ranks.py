@@ -8,10 +8,10 @@ from html import escape
 
 import ipywidgets
 
-from workbench.launch import Conductor, Remote
 from workbench.panels.panel import Panel, failure_html
 from workbench.panels.relay import RelayPanel
 from workbench.pictures import Picture, Table, format_seconds
+from workbench.ranks import Conductor, Remote
 from workbench.session import Snapshot
 
 

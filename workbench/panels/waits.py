@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import ipywidgets
 
 from l2l_core import Traces
-from workbench.launch import Conductor
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
 from workbench.pictures import Picture, Table, show_lanes, show_stragglers
+from workbench.ranks import Conductor
 from workbench.runs import Recording
 from workbench.session import Snapshot
 

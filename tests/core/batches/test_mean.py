@@ -24,6 +24,7 @@ from l2l_core.batches.batch import RowsOf
 from l2l_core.batches.mean import Mean, shares
 from l2l_core.batches.recent import Recent
 from l2l_core.batches.targets import candidates
+from l2l_core.runner import Runner
 
 Batch = dict[str, Any]
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -448,8 +449,8 @@ def test_a_look_leaves_no_trace(stash: Any) -> None:
 
 def test_a_look_is_made_once_and_never_where_nothing_is_uneven(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    real = Relay._losses_of
-    monkeypatch.setattr(Relay, "_losses_of", lambda self, *small: made.append(small) or real(self, *small))
+    real = Runner._losses_of
+    monkeypatch.setattr(Runner, "_losses_of", lambda self, *small: made.append(small) or real(self, *small))
     with Relay(gpt(), sgd, config=THREE) as relay:
         relay.step(uneven((8,) * 6))
         relay.step(uneven((8, 3, 3, 8, 8, 3)))
@@ -579,7 +580,7 @@ def test_a_refused_step_has_trained_nothing() -> None:
 
 def test_outputs_are_joined_without_a_look_where_they_have_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch whose mean cannot be found out is none to the outputs, unless there is a loss among them."""
-    monkeypatch.setattr(Relay, "_losses_of", lambda self, small, shaken: [1.0] * len(small))
+    monkeypatch.setattr(Runner, "_losses_of", lambda self, small, shaken: [1.0] * len(small))
     with Relay(Around(gpt().transformer), sgd, config=THREE) as relay:
         batch = {"input_ids": uneven()["labels"].clamp(min=0), "position_ids": uneven()["labels"].clamp(0, 7)}
         batch["token_type_ids"] = uneven()["labels"].clamp(min=0)

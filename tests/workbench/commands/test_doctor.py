@@ -149,3 +149,8 @@ def test_outside_a_clone_the_installed_package_says_what_it_needs(
 def test_what_the_package_imports_on_first_use_is_there() -> None:
     for name in workbench._WHERE:
         assert name in dir(workbench) and getattr(workbench, name).__name__ == name
+
+
+def test_no_name_of_the_package_is_hidden_by_a_folder() -> None:
+    """A folder of that name would take its place as soon as something imports it."""
+    assert not {path.stem for path in Path(workbench.__file__).parent.iterdir()} & {*workbench._WHERE}

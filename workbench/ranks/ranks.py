@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from workbench.launch.messages import Answer, Ask
-from workbench.launch.rank import serve
-from workbench.launch.remote import Remote
+from workbench.ranks.messages import Answer, Ask
+from workbench.ranks.rank import serve
+from workbench.ranks.remote import Remote
 from workbench.session import Failure, Session
 
 START_S, END_S = 180.0, 20.0  # how long ranks may take to begin, and to end when they are asked to

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from workbench.launch.messages import Answer, Ask, Broken, Seen
+from workbench.ranks.messages import Answer, Ask, Broken, Seen
 from workbench.session import Session, ShownStep
 
 HZ, SHARE = 10.0, 0.03  # at most so many messages a second, and of a core for them

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from l2l_core import Edit
-from workbench.launch.messages import Answer
-from workbench.launch.ranks import END_S, Ranks
+from workbench.ranks.messages import Answer
+from workbench.ranks.ranks import END_S, Ranks
 from workbench.session import Command, Failure, Run, Snapshot, Worker, checked_steps
 
 _TRAIN = "train"

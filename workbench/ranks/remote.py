@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Condition
 
-from workbench.launch.messages import Answer, Ask, Broken, Seen
+from workbench.ranks.messages import Answer, Ask, Broken, Seen
 from workbench.session import ShownStep, Snapshot
 
 

@@ -10,7 +10,7 @@ import rank_training
 from patience import HANG_S
 
 from l2l_core import Drop, Duplicate, Relay
-from workbench.launch import Conductor, LaunchError, Ranks
+from workbench.ranks import Conductor, LaunchError, Ranks
 from workbench.replayed import Replay
 from workbench.runs import RecordedRun, load_run
 from workbench.runs.report import render_report
