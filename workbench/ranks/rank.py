@@ -38,9 +38,8 @@ def serve(
         port: of the store through which the process group is made, on this machine.
         pipe: to whoever steers.
     """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # an interrupted cell: that is for the kernel, whose children get it too
+    # An interrupted cell: that is for the kernel, whose children get it too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     try:
         _join_group(rank, count, port)
