@@ -12,6 +12,7 @@ from l2l_core.strategies.plan import Plan as Plan
 from l2l_core.strategies.plan import check_operations as check_operations
 from l2l_core.strategies.policies import Combined as Combined
 from l2l_core.strategies.policies import Full as Full
+from l2l_core.strategies.policies import Karma as Karma
 from l2l_core.strategies.policies import Offload as Offload
 from l2l_core.strategies.policies import Periodic as Periodic
 from l2l_core.strategies.policies import Plain as Plain

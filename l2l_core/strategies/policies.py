@@ -114,10 +114,38 @@ class Combined(Policy):
         if layers > self.most:
             raise ValueError(
                 f"{self.name} tries {len(self.choices)} ** {layers} plans: it is exhaustive for up to {self.most} layers. Name "
-                "fewer layers=, or use Rotor()"
+                "fewer layers=, or use Karma() or Rotor()"
             )
         plans = (recipes.mixed(choice) for choice in product(self.choices, repeat=layers))
         return fastest(self.name, prices, plans, self.budget_bytes)
+
+
+@dataclass(frozen=True)
+class Karma(Policy):
+    """Send records to the host but those of the last stages that fit, then recompute instead wherever that is faster.
+
+    A greedy search in the manner of KARMA (Wahib et al., arXiv 2008.11421), which has a solver for it: one stage at a time, the
+    one that gains most.
+
+    Args:
+        budget_bytes: of the device; default the device's own.
+    """
+
+    budget_bytes: int | None = None
+
+    def operations(self, prices: Prices) -> Operations:
+        layers = prices.stages - 1
+        swaps = [recipes.mixed(OFFLOAD * sent + KEEP * (layers - sent)) for sent in range(layers + 1)]
+        found = fastest(self.name, prices, swaps, self.budget_bytes)
+        choice = OFFLOAD * swaps.index(found) + KEEP * (layers - swaps.index(found))
+        while OFFLOAD in choice:
+            others = [choice[:i] + RECOMPUTE + choice[i + 1 :] for i in range(layers) if choice[i] == OFFLOAD]
+            plans = {recipes.mixed(other): other for other in others}
+            best = fastest(self.name, prices, [found, *plans], self.budget_bytes)
+            if best == found:
+                break
+            found, choice = best, plans[best]
+        return found
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from l2l_core import EmulatedDevice
-from l2l_core.strategies import Combined, Full, Lab, Offload, Periodic, Plain, Rotor
+from l2l_core.strategies import Combined, Full, Karma, Lab, Offload, Periodic, Plain, Rotor
 from l2l_core.strategies.plan import OFF, OFFX
 
 SLOW, FAST = EmulatedDevice(h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4), EmulatedDevice()
@@ -52,3 +52,22 @@ def test_combined_follows_the_link(lab_of: Callable[..., Lab], device: EmulatedD
     assert found.seconds <= min(either) and found.peak_device_bytes <= budget
     moves = any(kind in (OFF, OFFX) for kind, _ in found.operations)
     assert moves == (device is FAST)
+
+
+@pytest.mark.parametrize("speed", [1e6, 1e8, 1e9])
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_karma_lies_between_swapping_alone_and_the_best_of_all_choices(
+    lab_of: Callable[..., Lab], name: str, speed: float
+) -> None:
+    lab = lab_of(name, device=EmulatedDevice(h2d_bytes_per_s=speed, d2h_bytes_per_s=speed))
+    most, least = lab.plan(Plain()).peak_device_bytes, lab.plan(Offload(ahead=1)).peak_device_bytes
+    for share in (0.1, 0.5):
+        budget = round(least + share * (most - least))
+        found = lab.plan(Karma(budget))
+        swaps = [lab.plan(Offload(ahead=1, keep=keep)) for keep in range(lab.prices.stages)]
+        swap_s = min(plan.seconds for plan in swaps if plan.peak_device_bytes <= budget)
+        assert lab.plan(Combined(budget)).seconds <= found.seconds <= swap_s
+        assert found.peak_device_bytes <= budget
+        if speed == 1e6:
+            assert found.seconds < swap_s  # behind such a link recompute is faster
+    assert lab.verify(found).equal
