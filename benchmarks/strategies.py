@@ -105,7 +105,7 @@ def measure(name: str, links: list[float]) -> list[dict[str, Any]]:
         device = EmulatedDevice(h2d_bytes_per_s=speed, d2h_bytes_per_s=speed)
         lab = Lab(model, batch, device=device, micro_batches=MICRO_BATCHES, **options)
         budget = lab.plan(Periodic()).peak_device_bytes - 1
-        combined = {"combined, the same": Combined(budget)} if len(lab.prices.costs[0].structure.names) <= 9 else {}
+        combined = {"combined, the same": Combined(budget)} if lab.prices.stages <= 9 else {}
         ways = {
             "plain": Plain(),
             "full": Full(),
