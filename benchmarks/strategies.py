@@ -6,7 +6,8 @@
 GPT-2, BERT, a ResNet and a U-Net, small, in two micro-batches; AdamW. Bytes are metered in a step of each way on a copy,
 with all that is on the device: weights, gradients, optimizer state, activations. Rotor, KARMA's greedy and all choices of
 keeping, recompute and offload (up to eight layers) get a byte less than periodic recompute needs. Seconds are simulated from
-measured operations of this machine and the stated speed of the link, one column per link.
+measured operations of this machine and the stated speed of the link, one column per link; stages are measured anew for each.
+Where a plan depends on the link, bytes and forwards are those for the last one.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fast import beyond_a_dozen, is_left_out, sample
+from fast import is_left_out, rare_cases, sample
 from hypothesis import settings
 
 settings.register_profile(
@@ -41,7 +41,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Choose; and let the longest files begin, so that no worker is left alone with one of them in the end."""
-    rare = beyond_a_dozen(item.nodeid for item in items if not item.get_closest_marker("all_cases"))
+    rare = rare_cases(item.nodeid for item in items if not item.get_closest_marker("all_cases"))
     for item in items:
         if item.nodeid in rare:
             item.add_marker(pytest.mark.slow)

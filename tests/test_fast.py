@@ -1,10 +1,10 @@
-"""What `make test-fast` runs: something in every folder but those left out, and a share that cannot creep up; and the dozen."""
+"""What `make test-fast` runs: something in every folder but those left out, and a share that cannot creep up; and rare cases."""
 
 import ast
 from pathlib import Path
 
 import pytest
-from fast import DOZEN, FOLDERS, ONE_OF, beyond_a_dozen, is_left_out, sample
+from fast import CASES, FOLDERS, ONE_OF, is_left_out, rare_cases, sample
 
 TESTS = Path(__file__).resolve().parent
 
@@ -58,16 +58,16 @@ def test_it_does_not_depend_on_order_or_on_other_functions(order: int) -> None:
     assert {name for name in ours if not name.startswith(f"{file}::")} == drawn_elsewhere
 
 
-def test_of_many_cases_a_dozen_runs_by_default_and_other_functions_draw_others() -> None:
+def test_of_many_cases_a_few_run_by_default_and_other_functions_draw_others() -> None:
     few, one, two = (
         [f"tests/a/test_a.py::test_{f}[{case}]" for case in range(n)]
-        for f, n in (("few", 12), ("one", 30), ("two", 30))
+        for f, n in (("few", CASES), ("one", 30), ("two", 30))
     )
-    rare = beyond_a_dozen([*few, "tests/a/test_a.py::test_alone", *one, *two])
+    rare = rare_cases([*few, "tests/a/test_a.py::test_alone", *one, *two])
     assert not rare & {*few, "tests/a/test_a.py::test_alone"}
     kept = [{name.partition("[")[2] for name in cases if name not in rare} for cases in (one, two)]
-    assert [len(each) for each in kept] == [DOZEN, DOZEN] and kept[0] != kept[1]
+    assert [len(each) for each in kept] == [CASES, CASES] and kept[0] != kept[1]
 
 
 def test_a_case_that_is_asked_for_by_name_runs() -> None:
-    assert not beyond_a_dozen(["tests/a/test_a.py::test_one[29]"])
+    assert not rare_cases(["tests/a/test_a.py::test_one[29]"])

@@ -1,6 +1,6 @@
 """What runs how often, by rules about files and names, so that it stays fair, without a list, as tests come and go.
 
-`beyond_a_dozen` are the cases that only the long run (-m slow) tries; `sample` is what `--fast` runs.
+`rare_cases` are those that only the long run (-m slow) tries; `sample` is what `--fast` runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 SUPPORT = Path(__file__).resolve().parent
 FOLDERS = ("browser", "notebooks")
 ONE_OF = 6  # functions, of each file
-DOZEN = 12  # cases of a function that the default run tries
+CASES = 8  # of a function that the default run tries
 
 
 def is_left_out(file: Path) -> bool:
@@ -31,12 +31,12 @@ def _starts_processes(file: Path) -> bool:
     return "subprocess" in names or any(_starts_processes(each) for each in shared if each.exists())
 
 
-def beyond_a_dozen(names: Iterable[str]) -> set[str]:
-    """Return the node ids of a function's cases beyond twelve, if it has more. Functions with the same parameters keep others."""
+def rare_cases(names: Iterable[str]) -> set[str]:
+    """Return the node ids of a function's cases beyond eight, if it has more. Functions with the same parameters keep others."""
     functions: dict[str, list[str]] = defaultdict(list)
     for name in names:
         functions[name.partition("[")[0]].append(name)
-    return {name for cases in functions.values() for name in sorted(cases, key=_draw)[DOZEN:]}
+    return {name for cases in functions.values() for name in sorted(cases, key=_draw)[CASES:]}
 
 
 def sample(names: Iterable[str]) -> set[str]:

@@ -48,6 +48,7 @@ def assert_equal(answers: list[dict[str, Any]]) -> None:
         assert seen["nan"] and seen["left whole"], f"worker {rank}: {seen}"
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("name", BY_DEFAULT)
 def test_two_workers_equal_plain_training(name: str, two: Crew) -> None:
     assert_equal(two.run(train_beside_plain, Case(name)))
