@@ -11,14 +11,14 @@ instead; pytorch-optimizer's applies the bias corrections after the ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from l2l_core.optim.by_parameter import ByParameter
 
 
-class LAMB(Optimizer):
+class LAMB(ByParameter):
     """Layer-wise adaptive moments.
 
     Give biases and norms a group with ``weight_decay=0``, as with AdamW; what begins with zeros takes AdamW's steps until it
@@ -50,19 +50,6 @@ class LAMB(Optimizer):
             )
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_norm": max_norm}
         super().__init__(params, settings)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; see the formula above."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[param], group["betas"]

@@ -9,14 +9,14 @@ Source: You et al., Large Batch Training of Convolutional Networks, arXiv 1708.0
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from l2l_core.optim.by_parameter import ByParameter
 
 
-class LARS(Optimizer):
+class LARS(ByParameter):
     """Layer-wise adaptive rate scaling.
 
     Give biases and norms a group with ``weight_decay=0``; what begins with zeros takes SGD's steps until it has a norm. Large
@@ -40,19 +40,6 @@ class LARS(Optimizer):
                 "least 0, momentum from 0 to below 1, trust more than 0"
             )
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; see the formula above."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state, decay = self.state[param], group["weight_decay"]

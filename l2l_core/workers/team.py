@@ -6,12 +6,10 @@ numbers micro-batches through all workers, and sees to it that all do the same.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,59 +23,15 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
 from l2l_core.workers.errors import WorkerError
-from l2l_core.workers.network import Network
 from l2l_core.workers.place import Gathered
 from l2l_core.workers.reducer import Exchanged
 from l2l_core.workers.refusals import Unchanged, refuse_batch_norm
 from l2l_core.workers.rounds import init_round
+from l2l_core.workers.settings import Workers, settings_of
 from l2l_core.workers.shares import Shares
 
 T = TypeVar("T")
-ReduceMode = Literal["sum", "ordered"]
-WireType = Literal["fp32", "bf16"]
-BufferMode = Literal["same", "own"]
 Facts = Callable[[], Mapping[str, str]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workers:
-    """Says with whom a relay trains, and how their gradients are added up.
-
-    Args:
-        group: a process group; or "auto": the default one of `torch.distributed`, which under torchrun is made if there is
-            none yet, and ended by `Relay.close` in that case. Without either a relay is alone.
-        reduce: "sum" adds up each worker's gradients first and sends the sum. "ordered" sends the gradient of every
-            micro-batch, and adds in the order of one worker with all micro-batches: to the bit what that one would have, for as
-            many times the bytes as there are micro-batches.
-        wire: type in which gradients are sent. "bf16" halves the bytes; each worker's own, and the sums, stay float32.
-        buffers: "same" refuses models whose forward changes buffers (BatchNorm). "own" lets each worker have its own of its own
-            rows, as DDP does with ``broadcast_buffers=False``; a save has worker 0's.
-        timeout_s: how long to wait for another worker before it counts as lost, in seconds. It must be longer than the longest
-            visit of a layer, and than a worker may be late at a step or in writing its part of a save.
-        network: an emulated one, the same for all: nothing that workers send comes sooner than it would there. Of one without
-            figures there is nothing to see.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    group: dist.ProcessGroup | Literal["auto"] = "auto"
-    reduce: ReduceMode = "sum"
-    wire: WireType = "fp32"
-    buffers: BufferMode = "same"
-    timeout_s: float = 300.0
-    network: Network = Network()  # noqa: RUF009 - frozen
-
-    def __post_init__(self) -> None:
-        for name, kind in {"reduce": ReduceMode, "wire": WireType, "buffers": BufferMode}.items():
-            if (value := getattr(self, name)) not in get_args(kind):
-                raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, get_args(kind)))}")
-        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
-            raise ValueError(f"timeout_s={self.timeout_s!r}: must be a positive number of seconds")
-        if self.group != "auto" and not isinstance(self.group, dist.ProcessGroup):
-            raise ValueError(
-                f'group={self.group!r}: give a process group this process is a member of, or "auto" for the default one'
-            )
 
 
 class Company(Protocol):
@@ -280,7 +234,7 @@ def company(workers: Workers | dist.ProcessGroup | str | Solo | Team | None, mod
         return Solo()
     if isinstance(workers, Solo | Team):
         return workers
-    settings = workers if isinstance(workers, Workers) else _settings(workers)
+    settings = settings_of(workers)
     if not dist.is_available():
         raise ValueError("workers: this PyTorch was built without torch.distributed")
     made = False
@@ -298,11 +252,3 @@ def company(workers: Workers | dist.ProcessGroup | str | Solo | Team | None, mod
     if dist.get_world_size(group) == 1:
         return Solo()
     return Team(Crew(group, settings.timeout_s, made, settings.network), settings)
-
-
-def _settings(workers: Any) -> Workers:
-    if workers == "auto" or isinstance(workers, dist.ProcessGroup):
-        return Workers(group=workers)
-    raise TypeError(
-        f'workers={workers!r}: give "auto", a process group of torch.distributed, Workers(...), or None to train alone'
-    )
