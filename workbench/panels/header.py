@@ -115,7 +115,6 @@ class HeaderPanel(Panel):
         return widgets
 
     def draw(self, now: Snapshot) -> None:
-        self._title.value = header_html(now)
         self._draw_progress(now)
         self._run.button_style = "success" if now.state == "running" else "primary"
         self._pause.button_style = "warning" if now.state == "paused" or now.pausing else ""
@@ -129,6 +128,8 @@ class HeaderPanel(Panel):
         # what the panel itself has refused is in no snapshot: it stays until the next press
         elif self._trouble_box.layout.display != "none" and not self._refused:
             self._trouble_box.layout.display = "none"
+        # last: a page gets one change after the other, and "failed" must not stand there without its reason
+        self._title.value = header_html(now)
 
     def still(self, now: Snapshot) -> Sequence[Picture]:
         return [header_picture(now)]
