@@ -72,6 +72,8 @@ LANE_NAMES: Mapping[str, str] = {
     "eps": "EPS",
     "gather": "gather",
     "reduce": "reduce",
+    "disk read": "disk read",
+    "disk write": "disk write",
 }
 
 # On these hues white would have a contrast of about 3 or less; on the others it has more.
