@@ -222,7 +222,7 @@ class Trace:
 
     def summary(self) -> str:
         """Write a few lines of text: span and overlap, busy and exposed seconds per lane, peak bytes per place."""
-        span_s = self.span_s
+        span_s, wide = self.span_s, max(8, *map(len, self.lane_names))
         lines = [
             f"step {self.step} on {self.device or '?'}: {span_s:.4g} s, {len(self._events)} events, "
             f"{self.overlap():.1%} of copy time hidden under compute"
@@ -231,15 +231,16 @@ class Trace:
         for lane in self.lane_names:
             busy_s = self.busy_s(lane)
             share = busy_s / span_s if span_s else 0.0
-            lines.append(f"  {lane:<10} busy {busy_s:9.4g} s ({share:6.1%}), exposed {self.exposed_s(lane):9.4g} s")
+            lines.append(f"  {lane:<{wide}} busy {busy_s:9.4g} s ({share:6.1%}), exposed {self.exposed_s(lane):9.4g} s")
         for wait in self.waits():
             lines.append(
-                f"  {wait.where:<10} waited {wait.seconds:6.4g} s for worker {wait.last}, {wait.exposed_s:.4g} s of it exposed"
+                f"  {wait.where:<{wide}} waited {wait.seconds:6.4g} s for worker {wait.last}, {wait.exposed_s:.4g} s of it "
+                "exposed"
             )
         for place in PLACES:
             if (peak := self.peak_sample(place)) is not None:
                 parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in peak.bytes_by_category.items() if n)
-                lines.append(f"  {place:<10} peak {format_bytes(peak.total)} at {peak.t_s:.4g} s ({parts})")
+                lines.append(f"  {place:<{wide}} peak {format_bytes(peak.total)} at {peak.t_s:.4g} s ({parts})")
         return "\n".join(lines)
 
     def to_chrome(self, path: str | Path, *, compress: bool | None = None) -> None:
