@@ -32,7 +32,7 @@ def _starts_processes(file: Path) -> bool:
 
 
 def rare_cases(names: Iterable[str]) -> set[str]:
-    """Return the node ids of a function's cases beyond so many, if it has more. Functions with the same parameters keep others."""
+    """Return the node ids of a function's cases beyond `CASES`, drawn. Functions with the same parameters keep others."""
     functions: dict[str, list[str]] = defaultdict(list)
     for name in names:
         functions[name.partition("[")[0]].append(name)
