@@ -72,17 +72,24 @@ class OnFiles(Solo):
     # -- set up, in this order -----------------------------------------------------------------------------------------
 
     def settle(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
-        (self.folder / "records").mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.folder)  # before the model gives anything away
-
         def send_away(block: Block) -> None:
+            if not self._given:
+                self._open()  # what may fail comes before the model gives anything away, and after it was checked
             self._given[block] = [param.data for param in block.params]
             block.send_away()
 
         return send_away
 
+    def _open(self) -> None:
+        (self.folder / "records").mkdir(parents=True, exist_ok=True)
+        self._lock = lock(self.folder)
+        try:
+            self._records = Records(self.folder / "records")
+        except BaseException:
+            os.close(self._lock)
+            raise
+
     def place(self, device: Device, host: Ledger) -> Place:
-        self._records = Records(self.folder / "records")
         self._loads, self._updates = (Pool(0, device.host_empty, host, kind) for kind in ("weights", "optimizer"))
         return InFiles(self._records, self._loads, casts=not device.in_host_memory)
 
@@ -210,6 +217,7 @@ class OnFiles(Solo):
 
     def _blocks(self) -> Iterator[dict[str, torch.Tensor]]:
         """Read block by block: its parameters by name."""
+        self._records.trace = Trace()  # not that of the last step, which is over
         for block in self._all_blocks:
             buffer = self._loads.take(pages(4 * block.layout.numel))
             if buffer is None:

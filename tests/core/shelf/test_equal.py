@@ -15,6 +15,10 @@ from torch import nn
 from zoo import BY_NAME, KINDS, Chain, Kind, ResidualMlp, loss_of
 
 from l2l_core import LAMB, EmulatedDevice, FileShelf, Relay, RelayConfig, in_bf16
+from l2l_core.devices import Ledger
+from l2l_core.shelf import direct
+from l2l_core.shelf.place import InFiles
+from l2l_core.shelf.pool import Pool
 from l2l_core.trace import Trace
 
 FEW = ("chain", "gpt2", "lora_tied", "tied_layers")  # a plain stack; the shell's; blocks that are shared and frozen
@@ -186,6 +190,48 @@ def test_lanes_of_the_disk_are_in_the_trace(folder: Path, tmp_path: Path) -> Non
     assert Trace.from_jsonl(tmp_path / "trace.jsonl").lanes == trace.lanes
 
 
+def test_going_through_weights_leaves_the_last_trace_alone(folder: Path) -> None:
+    kind = BY_NAME["chain"]
+    with relay_on(folder, kind) as relay:
+        trace = relay.step(kind.make_batch(ROWS, 0)).trace
+        count = len(trace.events)
+        assert weights_of(relay)
+        assert len(trace.events) == count
+
+
+def test_a_file_system_without_direct_access_has_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_O_DIRECT", 0)
+    with compared(folder, BY_NAME["chain"]) as (relay, plain):
+        train(relay, plain, 2)
+        assert relay.trace.settings["shelf"] == "buffered"
+
+
+def test_weights_are_cast_for_a_device_whose_copies_cannot(folder: Path) -> None:
+    """As a GPU's: they are lent in its type, and the float32 that was read goes back to the pool."""
+    kind = BY_NAME["chain"]
+    with relay_on(folder, kind) as relay:
+        expected = weights_of(relay)
+        block = relay.stack[1].blocks[0]
+        assert relay.shelf is not None
+        host, size = Ledger("host", "Host memory"), direct.pages(4 * block.layout.numel)
+        pool = Pool(size + direct.pages(size // 2) + 2 * direct.PAGE, _empty, host, "weights")
+        place = InFiles(relay.shelf._records, pool, casts=True)
+        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+            place.begin([], dtype, Trace())
+            place.expect([relay.stack[1]])
+            lent = place.lend(block)
+            for name, view in zip(block.names, block.layout.views(lent), strict=True):
+                assert torch.equal(view, expected[name].to(dtype))
+            place.take_back(block, None)
+            place.end()
+        pool.close()
+        assert host.total == 0 and host.peak <= pool.limit_bytes
+
+
+def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
 def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
     kind = BY_NAME["chain"]
     batch = kind.make_batch(ROWS, 0)
@@ -207,6 +253,7 @@ def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
             with pytest.raises(ValueError, match="in files"):
                 verb()
         assert relay.probe([batch]) == [relay.evaluate(batch)]
+        assert relay.look(batch).keys == tuple(unit.key for unit in relay.stack)
         assert_same(weights_of(relay), before)
         assert relay.step(batch).loss > 0
     with pytest.raises(RuntimeError, match="nothing but NaN"):  # nor when it is closed
