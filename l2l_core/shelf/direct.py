@@ -18,6 +18,7 @@ import torch
 
 PAGE = 4096  # of memory, of a file, and what the blocks of all common disks divide
 _AT_ONCE = 1 << 26  # bytes per call of the system, which takes less than 2 GiB
+_sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
 
 
@@ -76,7 +77,7 @@ class DirectFiles:
                 done += count
             if os.fstat(file).st_size != len(view):
                 os.ftruncate(file, len(view))
-            os.fdatasync(file)  # the size too, where it is another one
+            _sync_data(file)  # the size too, where it is another one
             self._forget(file)
 
     @contextmanager

@@ -76,10 +76,9 @@ class InFiles:
     def end(self) -> None:
         for block in list(self._coming):
             self._forget(block)
-        for buffer in (
-            buffer for lent in self._lent.values() for buffer in lent
-        ):  # a pass has failed before it took it back
-            self._pool.give_back(buffer)
+        for lent in self._lent.values():  # a pass has failed before it took them back
+            for buffer in lent:
+                self._pool.give_back(buffer)
         self._lent.clear()
 
     def close(self) -> None:
@@ -100,9 +99,10 @@ class InFiles:
             numel = block.layout.numel
             target = cast.flat[: self._dtype.itemsize * numel].view(self._dtype)
             target.copy_(raw.flat[: 4 * numel].view(torch.float32))
-            pool.give_back(raw)
 
-        return cast, self._records.read(block, raw.flat, then)
+        done = self._records.read(block, raw.flat, then)
+        done.add_done_callback(lambda _: pool.give_back(raw))  # also where it could not be read
+        return cast, done
 
     def _forget(self, block: Block) -> None:
         buffer, done = self._coming.pop(block)

@@ -1,8 +1,8 @@
 """The files of a shelf: two halves per block, of which one holds the last whole step and the other takes the next.
 
 An update writes the half that is not current, so whatever happens meanwhile, the step before is whole. When all of a step is
-written, one manifest says which halves are current now (`manifest.py`), and `turn` follows it here. It is the undo log of
-a step too: who forgets what was written has the old step.
+written, one manifest says which halves are current now (`manifest.py`), and so does `commit` here. That is the undo log of a
+step too: who forgets what was written has the old step.
 """
 
 from __future__ import annotations

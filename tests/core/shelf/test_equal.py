@@ -262,6 +262,7 @@ def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
         Relay(relay.model, adamw(relay.model), EmulatedDevice(), loss=kind.loss)
 
 
+@pytest.mark.slow
 def test_an_emulated_link_in_bf16_is_the_same_as_from_memory(folder: Path) -> None:
     kind, config = BY_NAME["gpt2"], RelayConfig(micro_batches=2, precision="bf16")
     model = kind.make_model()
