@@ -36,6 +36,8 @@ KIND_COLOURS: Mapping[str, str] = {
     "gather": BLUE,
     "exchange": VERMILION,
     "end": GREY,
+    "read": BLUE,
+    "write": VERMILION,
 }
 
 CATEGORY_COLOURS: Mapping[str, str] = {
@@ -63,6 +65,8 @@ KIND_LETTERS: Mapping[str, str] = {
     "gather": "G",
     "exchange": "X",
     "end": "end",
+    "read": "r",
+    "write": "w",
 }
 
 LANE_NAMES: Mapping[str, str] = {

@@ -1,6 +1,8 @@
 """Training from files is training in core, to the bit, in memory that does not grow with the model."""
 
+import json
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -188,6 +190,21 @@ def test_lanes_of_the_disk_are_in_the_trace(folder: Path, tmp_path: Path) -> Non
     assert trace.busy_s("disk write") > 0 and "disk write" in trace.summary()
     trace.to_jsonl(tmp_path / "trace.jsonl")
     assert Trace.from_jsonl(tmp_path / "trace.jsonl").lanes == trace.lanes
+    trace.to_chrome(tmp_path / "trace.json")
+    assert {"disk read", "disk write"} <= {row["args"].get("name") for row in rows_of(tmp_path / "trace.json")}
+
+
+def test_a_slow_disk_is_what_binds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, read = stack(5), direct.DirectFiles.read
+    monkeypatch.setattr(direct.DirectFiles, "read", lambda *args: (time.sleep(0.05), read(*args))[1])
+    with compared(folder, kind) as (relay, plain):
+        train(relay, plain, 2)
+        forward = next(bound for bound in relay.trace.bound_by() if bound.phase == "forward")
+    assert forward.lane == "disk read" and "a disk of" in str(forward)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [row for row in json.loads(path.read_text())["traceEvents"] if "args" in row]
 
 
 def test_going_through_weights_leaves_the_last_trace_alone(folder: Path) -> None:
