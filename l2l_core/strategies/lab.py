@@ -176,7 +176,8 @@ class Lab:
         course = self._course(model)
         with unlimited(self.device):
             ran, peak = self._run(course, optimizer, plan)
-        return Row(policy.name, peak, course.host.peak, ran.layer_forwards, plan.seconds)
+        trace = self.prices.trace(plan.operations)
+        return Row(policy.name, peak, course.host.peak, ran.layer_forwards, plan.seconds, trace=trace, plan=plan)
 
     def relayed(self, name: str, keep: int, ahead: int, stash: str) -> Row:
         """Make a step by relay on a copy, with weights of as many layers on the device as graphs are kept of."""
@@ -235,4 +236,4 @@ class Lab:
         self._shared = course.keep_apart()
         costs = [self._known[form_of(each)].costs[min(k, 1)] for k, each in enumerate(self._micro_batches)]
         fixed = nbytes_of([*twin.parameters(), *twin.buffers()]) + self._optimizer_bytes
-        self.prices = Prices(costs, fixed, update_bytes, self.device.figures())
+        self.prices = Prices(costs, fixed, self._optimizer_bytes, update_bytes, self.device.figures())
