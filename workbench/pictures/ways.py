@@ -80,8 +80,9 @@ def verdict_of_ways(table: Table) -> str:
 
 def ways_table(table: Table) -> picture.Table:
     """List all ways in the order in which they were asked for."""
-    rows = [(row.name, *_cells(table, row)) for row in table.rows]
-    return picture.Table("Ways to train, side by side", HEADER, rows, f"{verdict_of_ways(table)} {_HOW}")
+    rows = [(row.name, *(["–"] * 4 + ["no plan"] if row.why else _cells(table, row))) for row in table.rows]
+    why = [f"{row.name}: {row.why}." for row in table.rows if row.why]
+    return picture.Table("Ways to train, side by side", HEADER, rows, " ".join([verdict_of_ways(table), *why, _HOW]))
 
 
 _HOW = (
@@ -114,8 +115,6 @@ def ways_html(table: Table, chosen: int | None = None) -> str:
 
 
 def _cells(table: Table, row: Row) -> Sequence[str]:
-    if row.why:
-        return "", "", "", "", row.why
     said = [*(["on the front"] if _is_in(row, table.pareto()) else []), *([] if table.fits(row) else ["does not fit"])]
     device, host = (
         format_bytes(row.peak_device_bytes),

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from zoo import BY_NAME
 
-from l2l_core import EmulatedDevice, Relay, RelayConfig
+from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
 from l2l_core.strategies import Full, Karma, Lab, Offload, Periodic, Plain, RelayPolicy, Rotor, Row, Table
 
 
@@ -91,6 +91,16 @@ def test_a_copy_that_nothing_hides_is_waited_for_and_one_with_room_is_not(lab_of
     assert fast.seconds(operations) == pytest.approx(compute_s, rel=1e-6)
     moved = sum(event.nbytes for event in slow.trace(operations).lanes["d2h"])
     assert slow.seconds(operations) == pytest.approx(2 * moved / 1e3, rel=1e-2)
+
+
+def test_a_lab_on_another_device_has_the_same_stages_and_another_budget_and_link(lab_of: Callable[..., Lab]) -> None:
+    lab = lab_of("norm_outside", rows=6)
+    other = lab.on(EmulatedDevice(10_000, d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3))
+    one, two = lab.plan(Offload()), other.plan(Offload())
+    assert one.peak_device_bytes == two.peak_device_bytes and two.seconds > 10 * one.seconds
+    lab.plan(Rotor())
+    with pytest.raises(DeviceOutOfMemory, match="10 kB"):
+        other.plan(Rotor())
 
 
 def test_names_in_a_table_tell_settings_apart() -> None:

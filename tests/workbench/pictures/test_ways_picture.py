@@ -50,15 +50,15 @@ def test_a_mark_lies_where_its_row_says_and_tells_its_cells() -> None:
 
 
 def test_the_table_and_its_page_say_the_same_and_keep_measured_and_simulated_apart() -> None:
-    rows, html = ways_table(TABLE).rows, ways_html(TABLE, chosen=1)
+    (rows, note), html = (ways_table(TABLE).rows, ways_table(TABLE).note), ways_html(TABLE, chosen=1)
     assert rows[0] == ("Plain", "9 MB", "–", "4", "10 ms", "on the front, does not fit")
     assert rows[1] == ("Full <b>", "3 MB", "–", "8", "16 ms", "on the front")
-    assert rows[2][-1] == "" and rows[3][-1] == "Rotor has no plan within 1 B"
+    assert rows[2][-1] == "" and rows[3] == ("Rotor", "–", "–", "–", "–", "no plan") and ROWS[3].why in note
     assert "<b>" not in html and "<b>" not in draw_ways(TABLE)
     for i, row in enumerate(rows):
         (body,) = re.findall(rf'<tr data-key="way-{i}"[^>]*>(.*?)</tr>', html)
         cells = re.findall(r"<td[^>]*>(.*?)</td>", body)
-        assert cells == ([row[-1]] if i == 3 else list(row[1:]))
+        assert cells == ([ROWS[3].why] if i == 3 else list(row[1:]))
     groups = re.findall(r'<th[^>]*class="l2l-how">(\w+)</th>', html)
     assert groups == ["measured", "counted", "simulated"] and html.count("l2l-chosen") == 1
 
