@@ -15,7 +15,6 @@ import ipywidgets as widgets
 
 from l2l_core import EmulatedDevice
 from l2l_core.strategies import Combined, Lab, Plain, Row
-from l2l_core.strategies.plan import FCK, OFF
 from workbench.lessons.exercises import WIDGET_VIEW
 from workbench.pictures import BLUE, GREEN, VERMILION, Picture, Scale, Table, show_way, svg, ticks
 
@@ -52,7 +51,7 @@ class OnLink:
         plan = self.rows[name].plan
         if plan is None:
             return "–"
-        what = {i: letter for kind, letter in ((FCK, "R"), (OFF, "O")) for k, i in plan.operations if k == kind}
+        what = {i: {"Fck": "R", "Off": "O"}[kind] for kind, i in plan.operations if kind in ("Fck", "Off")}
         return "".join(what.get(i, "K") for i in range(plan.stages - 1))
 
 
