@@ -174,5 +174,5 @@ def _curve(name: str, found: Sequence[OnLink], across: Scale, up: Scale) -> Iter
     for (x, y), (_, percent) in zip(points, known, strict=True):
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
         if percent > up.high:
-            yield svg.text(x + 9, TOP + 14, f"▲ {percent:.0f} %", style="small")
+            yield svg.text(x + 9, TOP - 5, f"▲ {percent:.0f} %", style="small")
     yield svg.seamed(svg.text(RIGHT + 8, points[-1][1] + _AT[name], name, style="small strong"))

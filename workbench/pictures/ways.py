@@ -39,6 +39,7 @@ STYLE = """
 .l2l-ways-table thead th{font-weight:600;vertical-align:bottom;white-space:normal}
 .l2l-ways-table .l2l-how{font-weight:400;opacity:.75;border-bottom:1px solid;text-align:center!important}
 .l2l-ways-table tr.l2l-chosen>*{font-weight:700}
+.l2l-ways .l2l-caption{font-size:12px;opacity:.75}
 .l2l-ways p{font-size:13px;margin:2px 0 6px;line-height:1.45}
 """.replace("\n", "")
 
