@@ -103,7 +103,7 @@ class Lab:
     # -- what is asked of it -------------------------------------------------------------------------------------------
 
     def on(self, device: Device) -> Lab:
-        """Return a lab with the same model, batch and measurements for another device: another budget, another link."""
+        """Return a lab with the same measurements for another device: another budget, another link. The model is the same one."""
         other = copy.copy(self)
         other.device, other.prices = _checked(device), replace(self.prices, figures=device.figures())
         return other

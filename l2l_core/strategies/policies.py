@@ -29,7 +29,7 @@ class Policy(ABC):
     @property
     def name(self) -> str:
         """Return what it is called in tables: its class, and what is not as by default."""
-        chosen = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]  # type: ignore[arg-type]
+        chosen = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
         said = [
             f"within {format_bytes(value)}" if name == "budget_bytes" else f"{name}={value}"
             for name, value, default in chosen

@@ -33,7 +33,7 @@ table = Table(rows, (rows[0].peak_device_bytes + rows[1].peak_device_bytes) // 2
 SHOW = "ways = workbench.Ways(table)\nways"
 
 
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
+@pytest.mark.parametrize("theme", ["Dark", pytest.param("Light", marks=pytest.mark.slow)])
 def test_a_way_is_chosen_and_its_plan_is_shown(
     open_notebook: Callable[..., Notebook], page: Page, lab: Lab, theme: str
 ) -> None:
@@ -70,6 +70,7 @@ def test_a_way_is_chosen_and_its_plan_is_shown(
     keep(root, f"ways_{theme.lower()}_narrow")
 
 
+@pytest.mark.slow
 def test_without_a_kernel_the_chosen_way_stays(open_notebook: Callable[..., Notebook], page: Page) -> None:
     notebook = open_notebook(TABLE, SHOW)
     notebook.run_cell(0), notebook.run_cell(1)

@@ -14,7 +14,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from l2l_core import EmulatedDevice
-from l2l_core.strategies import Combined, Lab, Plain, Row
+from l2l_core.strategies import Combined, Lab, Offload, Plain, Row
 from workbench.lessons.exercises import WIDGET_VIEW
 from workbench.pictures import BLUE, GREEN, VERMILION, Picture, Scale, Table, show_way, svg, ticks
 
@@ -62,15 +62,19 @@ def try_links(lab: Lab, budget_bytes: int, shares: Sequence[float] = (0.5, 1.0, 
         lab: with at most eight layers, since all plans are tried.
         budget_bytes: of the device, in which plain training does not fit.
         shares: of links, from slow to fast.
+
+    Raises:
+        ValueError: no plan fits into the budget, on whatever link; or too many layers.
     """
-    plain = lab.on(EmulatedDevice()).compare([Plain()]).rows[0]
-    offloaded = lab.prices.peak_host_bytes(Combined(budget_bytes, "O").operations(lab.on(EmulatedDevice()).prices))
+    plain_s, records_bytes = lab.plan(Plain()).seconds, lab.plan(Offload()).peak_host_bytes
     found = []
     for share in shares:
-        speed = share * offloaded / plain.seconds
+        speed = share * records_bytes / plain_s
         device = EmulatedDevice(memory_bytes=budget_bytes, h2d_bytes_per_s=speed, d2h_bytes_per_s=speed)
         table = lab.on(device).compare([Combined(choices=letters) for letters in WAYS.values()])
-        found.append(OnLink(speed, share, plain.seconds, dict(zip(WAYS, table.rows, strict=True))))
+        if table.rows[-1].why:
+            raise ValueError(table.rows[-1].why)
+        found.append(OnLink(speed, share, plain_s, dict(zip(WAYS, table.rows, strict=True))))
     return Links(found, budget_bytes)
 
 
@@ -113,7 +117,7 @@ class Links:
 
     def _made(self) -> widgets.VBox:
         if self._box is None:
-            options = [(_link_words(one), i) for i, one in enumerate(self.found)]
+            options = [(f"{one.bytes_per_s / 1e6:.3g} MB/s", i) for i, one in enumerate(self.found)]
             self.slider = widgets.SelectionSlider(
                 options=options, value=len(options) - 1, description="link", layout={"width": "620px"}
             )
@@ -126,7 +130,8 @@ class Links:
     def _show(self) -> None:
         one = self.found[self.slider.value]
         words = "; ".join(f"{name} {_percent(one.overhead(name))}" for name in WAYS)
-        self.shown.value = f"<p>{words}; layer by layer: <strong>{one.letters('both')}</strong></p>{self.plan(one).svg}"
+        said = f"{_link_words(one)}: {words}; layer by layer: <strong>{one.letters('both')}</strong>"
+        self.shown.value = f"<p>{said}</p>{self.plan(one).svg}"
 
 
 def _percent(share: float | None) -> str:

@@ -10,12 +10,16 @@ from l2l_core.strategies import Full, Lab, Plain
 from workbench.lessons.links import Links, try_links
 
 
-@pytest.fixture(scope="module")
-def links() -> Links:
+def make_lab() -> Lab:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(3)]
     model, batch = nn.Sequential(nn.Linear(8, 32), *blocks, nn.Linear(32, 1)), (torch.randn(64, 8), torch.randn(64, 1))
-    lab = Lab(model, batch, layers=blocks, loss=lambda out, batch: nn.functional.mse_loss(out, batch[1]))
+    return Lab(model, batch, layers=blocks, loss=lambda out, batch: nn.functional.mse_loss(out, batch[1]))
+
+
+@pytest.fixture(scope="module")
+def links() -> Links:
+    lab = make_lab()
     budget = (lab.plan(Plain()).peak_device_bytes + lab.plan(Full()).peak_device_bytes) // 2
     return try_links(lab, budget, shares=(0.01, 1000.0))
 
@@ -51,3 +55,8 @@ def test_picture_table_and_slider_say_the_same(links: Links) -> None:
     assert links.found[1].letters("both") in links.shown.value
     links.slider.value = 0
     assert f"<strong>{links.found[0].letters('both')}</strong>" in links.shown.value
+
+
+def test_a_budget_in_which_nothing_fits_is_refused() -> None:
+    with pytest.raises(ValueError, match="smallest budget"):
+        try_links(make_lab(), 1000, shares=(1.0,))
