@@ -82,7 +82,7 @@ def verdict_of_ways(table: Table) -> str:
 def ways_table(table: Table) -> picture.Table:
     """List all ways in the order in which they were asked for."""
     rows = [(row.name, *(["–"] * 4 + ["no plan"] if row.why else _cells(table, row))) for row in table.rows]
-    why = [f"{row.name}: {row.why}." for row in table.rows if row.why]
+    why = [f"{row.why}." for row in table.rows if row.why]
     return picture.Table("Ways to train, side by side", HEADER, rows, " ".join([verdict_of_ways(table), *why, _HOW]))
 
 
