@@ -116,7 +116,7 @@ def ways_html(table: Table, chosen: int | None = None) -> str:
 
 
 def _cells(table: Table, row: Row) -> Sequence[str]:
-    said = [*(["on the front"] if _is_in(row, table.pareto()) else []), *([] if table.fits(row) else ["does not fit"])]
+    said = [*(["front"] if _is_in(row, table.pareto()) else []), *([] if table.fits(row) else ["does not fit"])]
     device, host = (
         format_bytes(row.peak_device_bytes),
         format_bytes(row.peak_host_bytes) if row.peak_host_bytes else "–",

@@ -51,8 +51,8 @@ def test_a_mark_lies_where_its_row_says_and_tells_its_cells() -> None:
 
 def test_the_table_and_its_page_say_the_same_and_keep_measured_and_simulated_apart() -> None:
     (rows, note), html = (ways_table(TABLE).rows, ways_table(TABLE).note), ways_html(TABLE, chosen=1)
-    assert rows[0] == ("Plain", "9 MB", "–", "4", "10 ms", "on the front, does not fit")
-    assert rows[1] == ("Full <b>", "3 MB", "–", "8", "16 ms", "on the front")
+    assert rows[0] == ("Plain", "9 MB", "–", "4", "10 ms", "front, does not fit")
+    assert rows[1] == ("Full <b>", "3 MB", "–", "8", "16 ms", "front")
     assert rows[2][-1] == "" and rows[3] == ("Rotor", "–", "–", "–", "–", "no plan") and ROWS[3].why in note
     assert "<b>" not in html and "<b>" not in draw_ways(TABLE)
     for i, row in enumerate(rows):
