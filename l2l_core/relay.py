@@ -56,7 +56,7 @@ from l2l_core.forecast import (
 from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
 from l2l_core.model import Caches, RandomState, Where, keep_attributes, refuse_whole, resolve_layers
 from l2l_core.runner import Runner
-from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
+from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of, parts_of_values
 from l2l_core.step import (
     Parts,
     Stage,
@@ -628,8 +628,7 @@ class Relay:
         Raises:
             ValueError: no name, or one that there is.
         """
-        self._company.refuse("fork")
-        with interrupts_wait(), self._exclusive():
+        with interrupts_wait(), self._exclusive(), self._with_branch("make a branch", name):
             self._branches.fork(name, self._branch_state())
             self._history = self._history.copy()
             return self._present_branch()
@@ -642,11 +641,13 @@ class Relay:
         Raises:
             ValueError: there is no such branch; lists those that there are.
         """
-        self._company.refuse("switch")
-        with interrupts_wait(), self._exclusive():
+        with interrupts_wait(), self._exclusive(), self._with_branch("switch", name):
+            agree = partial(self._company.every, [], "switch")
             with self._editing():
-                state = self._branches.switch(name, self._branch_state())
+                state = self._branches.switch(name, self._branch_state(), agree)
                 self.config, self._runner.steps, self._history = state.config, state.steps, state.history
+            self._company.settle(self._editor.parking.sides)
+            self._editor.parking.book_again()
             return self._present_branch()
 
     def discard(self, name: str) -> None:
@@ -655,8 +656,7 @@ class Relay:
         Raises:
             ValueError: there is no such branch, or it is the present one.
         """
-        self._company.refuse("discard")
-        with interrupts_wait(), self._exclusive():
+        with interrupts_wait(), self._exclusive(), self._with_branch("discard a branch", name):
             self._branches.discard(name)
             self._history.forget()
 
@@ -726,7 +726,15 @@ class Relay:
                         resumption.restack(relay._editor, back)
                     edited.restore_into(relay._editor, relay._history)
                     saves.check(saved, relay._saved_state())
-                    past = Restorer(relay._editor, relay._history, relay._branches, resumption, relay.device.host_empty)
+                    past = Restorer(
+                        relay._editor,
+                        relay._history,
+                        relay._branches,
+                        resumption,
+                        relay.device.host_empty,
+                        saved.values,
+                        who.room,
+                    )
                     fill = past.restore(parts)
                 present = relay._saved_state()
                 saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail
@@ -786,6 +794,7 @@ class Relay:
         units = self._runner.parts.units
         layers = [f"{u.key} {u.numel} {''.join('-+'[flag] for flag in u.trained)}" for u in units]
         return {
+            "branch": self.branch,
             "number of the step": str(self.steps),
             "settings": repr(self.config),
             "layers, sizes, what is trained": ", ".join(layers),
@@ -795,6 +804,10 @@ class Relay:
             "optimizer": f"{type(self.optimizer).__name__} {settings_of(self.optimizer)}",
             "structure of the batch": "" if batch is None else str(structure_of(self._runner.rows_of(batch).batch)),
         }
+
+    def _with_branch(self, what: str, name: str) -> AbstractContextManager[None]:
+        """Let all workers do something with one branch."""
+        return self._company.together(what, lambda: {**self._facts(), "branch to do it with": repr(name)})
 
     @contextmanager
     def _all_changing(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
@@ -920,4 +933,5 @@ class Relay:
             RandomState.take(),
             Edited.from_(self._editor, self._history),
             parts_of(self._editor, self._history, self._branches),
+            parts_of_values(self._branches),
         )

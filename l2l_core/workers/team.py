@@ -18,8 +18,8 @@ from torch import nn
 from l2l_core.batches import Alone as AloneWithBatches
 from l2l_core.batches import Others
 from l2l_core.devices import Device, Ledger
-from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer
-from l2l_core.eps.blocks import Unit
+from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer, Side
+from l2l_core.eps.blocks import Block, Layout, Unit
 from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
 from l2l_core.workers.errors import WorkerError
@@ -67,6 +67,12 @@ class Company(Protocol):
     def whole(self) -> AbstractContextManager[None]:
         """Hold all of every block in a block of code that all workers run."""
 
+    def room(self, block: Block) -> tuple[Layout | None, int]:
+        """Say what this worker holds of a block, None for all of it, and in how many elements."""
+
+    def settle(self, waiting: Mapping[Block, Side]) -> None:
+        """Hold parts of what is in stacks, and all of what waits beside them, after blocks have changed places."""
+
     def agree_on(self, units: Sequence[Unit]) -> None:
         """Let all workers have the weights that worker 0 has, and buffers that are to be the same; blocks are whole."""
 
@@ -113,6 +119,12 @@ class Solo:
 
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def room(self, block: Block) -> tuple[Layout | None, int]:
+        return None, block.layout.numel
+
+    def settle(self, waiting: Mapping[Block, Side]) -> None:
+        pass
 
     def agree_on(self, units: Sequence[Unit]) -> None:
         pass
@@ -191,6 +203,15 @@ class Team:
             yield
         finally:
             self._shares.cut()  # of whatever is whole by now
+
+    def room(self, block: Block) -> tuple[Layout | None, int]:
+        cut = self._crew.cut_of(block)
+        return cut.part(self.rank), cut.size(self.rank)
+
+    def settle(self, waiting: Mapping[Block, Side]) -> None:
+        assert self._shares is not None
+        self._shares.cut()
+        self._shares.join_waiting(waiting)
 
     def agree_on(self, units: Sequence[Unit]) -> None:
         assert self._shares is not None
