@@ -41,6 +41,7 @@ class Company(Protocol):
         rank, count: of this worker, and how many there are.
         others: what the weighing of micro-batches asks.
         can_rehearse: whether one worker may run passes that the others do not run.
+        settings: how they train together.
         lost: the error that tells of a lost worker, if there is one.
     """
 
@@ -48,6 +49,7 @@ class Company(Protocol):
     count: int
     others: Others
     can_rehearse: bool
+    settings: Workers
 
     @property
     def lost(self) -> WorkerError | None: ...
@@ -65,7 +67,7 @@ class Company(Protocol):
         """Do something with all workers; see `Crew.together`."""
 
     def whole(self) -> AbstractContextManager[None]:
-        """Hold all of every block in a block of code that all workers run."""
+        """Hold all of every block in a block of code that all workers run; inside of another one nothing happens."""
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         """Say what this worker holds of a block, None for all of it, and in how many elements."""
@@ -103,6 +105,7 @@ class Solo:
     rank, count = 0, 1
     others: Others = AloneWithBatches()
     can_rehearse = True
+    settings = Workers()
     lost = None
 
     def place(self, device: Device, host: Ledger) -> Place:
@@ -168,11 +171,12 @@ class Team:
     can_rehearse = False
 
     def __init__(self, crew: Crew, settings: Workers) -> None:
-        self._crew, self._settings = crew, settings
+        self._crew, self.settings = crew, settings
         self.rank, self.count, self.others = crew.rank, crew.count, crew
         self.together, self.failing, self.failed = crew.together, crew.failing, crew.failed
         self.every, self.first = crew.every, crew.first
         self._shares: Shares | None = None
+        self._is_whole = False
 
     @property
     def lost(self) -> WorkerError | None:
@@ -182,13 +186,13 @@ class Team:
         return Gathered(device, host, self._crew)
 
     def reducer(self) -> Reducer:
-        wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self._settings.wire]
-        return Exchanged(self._crew, keeps_apart=self._settings.reduce == "ordered", wire=wire)
+        wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]
+        return Exchanged(self._crew, keeps_apart=self.settings.reduce == "ordered", wire=wire)
 
     def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> None:
         self._crew.elementwise = store.masters.findings.elementwise
         shares = Shares(self._crew, store.masters, host, device.host_empty)
-        modes = {name: getattr(self._settings, name) for name in ("reduce", "wire", "buffers")}
+        modes = {name: getattr(self.settings, name) for name in ("reduce", "wire", "buffers")}
         with self.together("make a relay", lambda: {**modes, **facts()}):
             shares.take_weights()
             shares.take_buffers(units)
@@ -198,10 +202,15 @@ class Team:
     @contextmanager
     def whole(self) -> Iterator[None]:
         assert self._shares is not None
+        if self._is_whole:
+            yield
+            return
+        self._is_whole = True
         try:
             self._shares.join()
             yield
         finally:
+            self._is_whole = False
             self._shares.cut()  # of whatever is whole by now
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
@@ -216,14 +225,14 @@ class Team:
     def agree_on(self, units: Sequence[Unit]) -> None:
         assert self._shares is not None
         self._shares.take_weights()
-        if self._settings.buffers == "same":
+        if self.settings.buffers == "same":
             self._shares.take_buffers(units)
 
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
-        return Unchanged(units) if self._settings.buffers == "same" else lambda: None
+        return Unchanged(units) if self.settings.buffers == "same" else lambda: None
 
     def signed(self, trace: Trace) -> Trace:
-        trace.settings |= {"workers": self.count, "reduce": self._settings.reduce, "wire": self._settings.wire}
+        trace.settings |= {"workers": self.count, "reduce": self.settings.reduce, "wire": self.settings.wire}
         return self._crew.signed(trace)
 
     def refuse(self, verb: str, instead: str = "") -> None:
