@@ -552,7 +552,7 @@ class Relay:
             )
             asked = self._runner.settled(self.config if config is None else config, batch)
             return forecast_step(
-                self._runner.rehearsal(),
+                self._runner.rehearsal(fleet),
                 batch,
                 asked,
                 self.device if device is None else device,

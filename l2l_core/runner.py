@@ -269,10 +269,11 @@ class Runner:
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------------
 
-    def rehearsal(self) -> Rehearsal:
-        """Make what runs passes that train nothing, beside the model's own weights."""
+    def rehearsal(self, fleet: Fleet | None = None) -> Rehearsal:
+        """Make what runs passes that train nothing, beside the model's own weights; as one of a fleet, default of its own."""
         learn = self.learned.take_way  # what the first step would find out the slow way
-        return Rehearsal(self.parts, self._store, self.learned.way, self._call.objective, learn)
+        reduce = "ordered" if (self.fleet() if fleet is None else fleet).keeps_apart else "sum"
+        return Rehearsal(self.parts, self._store, self.learned.way, self._call.objective, learn, reduce)
 
     def fleet(self, **other: Any) -> Fleet:
         """Say who trains along, for forecasts; `other` is what is asked for instead."""

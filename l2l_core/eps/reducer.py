@@ -79,3 +79,9 @@ class Alone:
 
     def finish(self) -> None:
         pass
+
+
+class AloneApart(Alone):
+    """Is the same where the gradient of every micro-batch comes by itself, as those of several workers may have to."""
+
+    keeps_apart = True

@@ -78,6 +78,11 @@ class Fleet:
         return self.stragglers.get(rank, 1.0)
 
     @property
+    def keeps_apart(self) -> bool:
+        """Whether the gradient of every micro-batch is sent by itself."""
+        return self.count > 1 and self.reduce == "ordered"
+
+    @property
     def around_s(self) -> float:
         """Seconds in which workers tell one another what they begin, count for and have lost, besides what a trace shows."""
         return _AROUND * self.network.delay_s(meeting_traffic(self.count))
@@ -123,10 +128,9 @@ class Share(NamedTuple):
             return [gather_traffic(itemsize * self.cut.even, count)]
         return _spreading(self.cut.edges, itemsize, rank)
 
-    @property
-    def covers(self) -> Traffic:
-        """Say what tells everybody which parameters have a gradient."""
-        return exchange_traffic([self.trained] * len(self.gradient), 0)
+    def covers(self, rounds: int) -> Traffic:
+        """Say what tells everybody which parameters have a gradient, in so many exchanges."""
+        return exchange_traffic([rounds * self.trained] * len(self.gradient), 0)
 
     def exchange(self, itemsize: int, rank: int) -> Traffic:
         """Say what brings everybody's gradients of its part to each worker, in elements of so many bytes."""
