@@ -310,7 +310,8 @@ class Relay:
             skip = _kept(skip)
             with self._company.together("make a step", partial(self._facts, batch, skip)):
                 if self._store.has_hooks:  # in here: where one worker alone has any, the others are told at once
-                    self._company.refuse("a hook around the optimizer's step", "hooks would see parts of parameters")
+                    why = "hooks would see parts of parameters; do it between steps, in `with relay.gathered()`"
+                    self._company.refuse("a hook around the optimizer's step", why)
                 config = self._runner.settled(self.config, batch)
                 with self._sitting_out(skip, trust):
                     return self._step(batch, config)

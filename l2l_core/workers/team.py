@@ -89,7 +89,7 @@ class Company(Protocol):
     def every(self, mine: Sequence[T], what: str = "") -> list[T]: ...
     def first(self, count: int) -> int: ...
 
-    def refuse(self, verb: str, instead: str = "") -> None:
+    def refuse(self, what: str, why: str) -> None:
         """Refuse what several workers cannot do."""
 
     def leave(self) -> None:
@@ -150,7 +150,7 @@ class Solo:
     def first(self, count: int) -> int:
         return 0
 
-    def refuse(self, verb: str, instead: str = "") -> None:
+    def refuse(self, what: str, why: str) -> None:
         pass
 
     def leave(self) -> None:
@@ -235,15 +235,13 @@ class Team:
         trace.settings |= {"workers": self.count, "reduce": self.settings.reduce, "wire": self.settings.wire}
         return self._crew.signed(trace)
 
-    def refuse(self, verb: str, instead: str = "") -> None:
+    def refuse(self, what: str, why: str) -> None:
         """Refuse what several workers cannot do.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            f"{verb} is not there for a relay of {self.count} workers yet{f': {instead}' if instead else ''}. Nothing was done"
-        )
+        raise ValueError(f"{what} is not there for a relay of {self.count} workers: {why}. Nothing was done")
 
     def leave(self) -> None:
         assert self._shares is not None

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crew_cases import Case, adafactor, relay_of, together, unlike_state
+from crew_cases import Case, relay_of, together, unlike_state
 from oracle import differences
+from patience import HANG_S
 from zoo import BY_NAME
 
 from l2l_core import Drop, Duplicate, Freeze, Insert, Relay, WorkerError, Workers
@@ -33,7 +34,7 @@ DEEDS: list[Do | None] = [
     lower_rate,
     lambda relay: relay.undo(),
     lambda relay: relay.switch("b"),
-    lambda relay: relay.apply(Insert(at=1, like=0, init="identity")),
+    lambda relay: relay.apply(Insert(at=1, like=0)),
     lambda relay: relay.switch("main"),
     lambda relay: relay.switch("b"),
     lambda relay: relay.undo(),
@@ -43,14 +44,13 @@ DEEDS: list[Do | None] = [
 ]
 
 
-def branches_beside_alone(rank: int, count: int, elementwise: bool, folder: str | None = None) -> dict[str, Any]:
+def branches_beside_alone(rank: int, count: int, case: Case, folder: str | None = None) -> dict[str, Any]:
     """Do all of it together, then on one worker; a step after each, and at last a look at every branch.
 
     Args:
-        elementwise: whether the optimizer is one of which blocks may be cut anywhere.
+        case: all workers have as many rows.
         folder: where to save and load on the way.
     """
-    case = Case("gpt2", rows=(4, 4, 4, 4), **({} if elementwise else {"optimizer": adafactor}))
     kind = BY_NAME[case.kind]
     whole = replace(case.settings, micro_batches=count * case.micro_batches)
 
@@ -97,7 +97,7 @@ def saved_and_loaded(relay: Relay, case: Case, folder: Path) -> Relay:
     relay.save(folder)
     relay.close()
     model = BY_NAME[case.kind].make_model()
-    options = {"loss": BY_NAME[case.kind].loss, "workers": Workers(reduce="ordered", timeout_s=60.0)}
+    options = {"loss": BY_NAME[case.kind].loss, "workers": Workers(reduce="ordered")}
     return Relay.load(folder, model, case.optimizer(model), **options)
 
 
@@ -116,3 +116,29 @@ def switch_apart(rank: int, count: int) -> dict[str, Any]:
             except (WorkerError, ValueError) as error:
                 told.append(f"{type(error).__name__}: {error}")
         return {"told": told, "branch": relay.branch, "loss": relay.step(case.rows_of(rank, 2)).loss}
+
+
+def raced_beside_alone(rank: int, count: int) -> dict[str, Any]:
+    """Let branches of a session race, on workers and on one alone: losses of each, and what they end with."""
+    from workbench.session import Session  # noqa: PLC0415 - the other cases need no workbench
+
+    case = Case("chain", rows=(4, 4))
+    mine = [case.rows_of(rank, step) for step in range(12)]
+    whole = [together([case.rows_of(worker, step) for worker in range(count)]) for step in range(12)]
+    seen: dict[str, Any] = {"losses": [], "ends": []}
+    kind, model = BY_NAME[case.kind], BY_NAME[case.kind].make_model()
+    config = replace(case.settings, micro_batches=count * case.micro_batches)
+    alone = Relay(model, case.optimizer(model), loss=kind.loss, layers=kind.layers, config=config)
+    for relay, batches in ((relay_of(case, rank), mine), (alone, whole)):
+        with relay, Session(relay, batches, probe=False) as session:
+            session.run(2)
+            session.wait(HANG_S)
+            session.fork("slim").result(HANG_S)
+            session.edit(Drop(1)).result(HANG_S)
+            race = session.race("main", "slim", steps=5).result(HANG_S)
+            seen["losses"].append([[row.loss for row in race[name].steps] for name in ("main", "slim")])
+            for name in ("main", "slim"):
+                session.switch(name).result(HANG_S)
+                with relay.gathered() as whole_model:
+                    seen["ends"].append([param.detach().clone() for param in whole_model.parameters()])
+    return seen

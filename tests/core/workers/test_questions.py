@@ -7,10 +7,17 @@ import pytest
 import torch
 from crew import Crew
 from crew_cases import Case
-from crew_questions import asked_beside_alone, fitted, verified
+from crew_questions import asked_beside_alone, fitted, settled, verified
 
 CLIPPED = {"update": "deferred", "max_grad_norm": 0.1}
-SLOW_CASES = [Case("bert"), Case("t5"), Case("lora_tied", config=CLIPPED), Case("frozen_prefix"), Case("swin")]
+SLOW_CASES = [
+    Case("gpt2", config=CLIPPED),
+    Case("bert"),
+    Case("t5"),
+    Case("lora_tied", config=CLIPPED),
+    Case("frozen_prefix"),
+    Case("swin"),
+]
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -35,7 +42,7 @@ def assert_verified(answers: list[dict[str, Any]]) -> None:
         assert seen["unchanged"]
 
 
-@pytest.mark.parametrize("case", [Case("gpt2", config=CLIPPED)], ids=str)
+@pytest.mark.parametrize("case", [Case("chain", rows=(4, 4), config=CLIPPED)], ids=str)
 def test_verify_finds_equal_bits_and_leaves_nothing_behind(case: Case, two: Crew) -> None:
     assert_verified(two.run(verified, case))
 
@@ -66,10 +73,15 @@ def test_settings_are_found_by_one_and_are_those_of_all(two: Crew) -> None:
     assert first["config"] == first["found"] == second["config"] == second["found"]
     assert first["config"].micro_batches <= 4, "the second worker has four rows"
     assert first["planned"] == second["planned"] == 2 and first["words"] == second["words"]
-    assert first["losses"] == second["losses"] and first["kept"] == second["kept"]
-    assert isinstance(first["kept"], int)
-    assert first["auto"] == second["auto"] != first["default"] and not first["fits itself"]
     for told in (first["told"], second["told"]):
         assert "worker 0: (1000000000" in told[0] and "worker 1: (1000000001" in told[0]
         assert "No settings were found" in told[1]
     assert first["told"][1].startswith("NothingFits") and second["told"][1].startswith("WorkerError")
+
+
+@pytest.mark.slow
+def test_settings_that_are_found_on_the_way_are_those_of_all(two: Crew) -> None:
+    first, second = two.run(settled)
+    assert first == second
+    assert 0 < first["kept"] < 4, "some graphs fit, and not all"
+    assert first["auto"] != first["default"] and not first["fits itself"]
