@@ -152,7 +152,11 @@ def test_networks_that_cannot_be(figures: dict[str, float]) -> None:
 def test_a_profile_is_of_sums_or_of_the_gradients_of_every_micro_batch() -> None:
     one = profile(2)
     ordered = replace(one, settings={**one.settings, "workers": 2, "reduce": "ordered"})
-    for known, asked in ((one, {"workers": 2, "reduce": "ordered"}), (ordered, {"reduce": "sum"}), (ordered, {"workers": 1})):
+    for known, asked in (
+        (one, {"workers": 2, "reduce": "ordered"}),
+        (ordered, {"reduce": "sum"}),
+        (ordered, {"workers": 1}),
+    ):
         with pytest.raises(ValueError, match=r"record a step with Workers\(reduce=|relay\.forecast\(batch"):
             simulate(known, CONFIG, **asked)
     assert simulate(one, CONFIG, workers=1, reduce="ordered").events == simulate(one, CONFIG).events

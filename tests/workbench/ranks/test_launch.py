@@ -116,6 +116,7 @@ def test_a_recorded_run_shows_every_rank(recorded: RecordedRun) -> None:
     assert all({*trace.lanes} >= {"gather", "reduce"} and trace.lanes["gather"] for trace in traces)
     text = render_report([recorded.until(number)])
     assert "<h2>2 workers</h2>" in text and "Who waits for whom in step" in text and "Lanes of worker 1" in text
+    assert "Who waited for whom in steps" in text
 
 
 def test_a_replay_shows_every_ranks_lanes(recorded: RecordedRun) -> None:
@@ -126,8 +127,10 @@ def test_a_replay_shows_every_ranks_lanes(recorded: RecordedRun) -> None:
     (panel,) = replay.views.seen
     panel.show(replay.snapshot())
     shown = panel.still(replay.snapshot())
-    assert len(shown) == 3 and shown[0].table.title.startswith("Who waits for whom")
-    assert panel.widget.children[2].value.count("<svg") == 2, "the lanes of both"
+    assert len(shown) == 4 and shown[0].table.title.startswith("Who waits for whom")
+    steps = [traces[0].step + 1 for traces in recorded.last_traces(24, number)]
+    assert steps == sorted(steps) and shown[1].table.title == f"Who waited for whom in steps {steps[0]} to {steps[-1]}"
+    assert panel.widget.children[4].value.count("<svg") == 2, "the lanes of both"
     replay.close()
 
 
