@@ -83,6 +83,23 @@ def test_an_edit_that_is_refused_changes_no_rank(conductor: Conductor) -> None:
     assert conductor.snapshot().failure is None
 
 
+def test_branches_are_made_and_left_on_all_ranks(conductor: Conductor) -> None:
+    conductor.fork("slim").result(HANG_S)
+    conductor.edit(Drop(1)).result(HANG_S)
+    conductor.step()
+    conductor.wait(HANG_S)
+    assert [len(one.snapshot().layers) for one in conductor.ranks] == [3, 3]
+    conductor.switch("main").result(HANG_S)
+    now = [one.snapshot() for one in conductor.ranks]
+    assert [(each.branch, len(each.layers)) for each in now] == [("main", 4)] * 2
+    assert [[branch.name for branch in each.branches] for each in now] == [["main", "slim"]] * 2
+    with pytest.raises(ValueError, match=r"worker 0: .*there is no branch 'wide'.*; worker 1: "):
+        conductor.switch("wide").result(HANG_S)
+    conductor.discard("slim").result(HANG_S)
+    assert [[branch.name for branch in one.snapshot().branches] for one in conductor.ranks] == [["main"]] * 2
+    assert conductor.snapshot().failure is None
+
+
 def test_a_rank_that_is_killed_is_named_and_all_end(conductor: Conductor) -> None:
     """The last test of these ranks."""
     conductor.run()
