@@ -416,7 +416,7 @@ class Relay:
             self._unseen(),
             self._sitting_out(leave_out, trust=False),
         ):
-            [batch, *_] = self._company.every([batch], "look at the rows of worker 0")
+            [batch] = self._company.every([batch] if self.rank == 0 else [], "look at the rows of worker 0")
             rows, parts = self._runner.split(batch)
             sizes = rows.sizes(len(parts))
             chosen, row, positions, generate, top = check_numbers(sizes, micro_batches, row, positions, generate, top)
@@ -846,16 +846,9 @@ class Relay:
         return self._company.together(what, lambda: {**self._facts(), "branch to do it with": repr(name)})
 
     @contextmanager
-    def _all_changing(
-        self, what: str, edits: Sequence[Edit] = (), told: Mapping[str, str] = MappingProxyType({})
-    ) -> Iterator[None]:
+    def _all_changing(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
         """Let all workers change whole layers in a block; they have what worker 0 has afterwards."""
-
-        def facts() -> dict[str, str]:
-            # Without addresses, which are other ones in every process
-            return {**self._facts(), "edits to make": re.sub(r" at 0x[0-9a-f]+", "", repr(edits)), **told}
-
-        with self._company.together(what, facts), self._company.whole():
+        with self._company.together(what, lambda: {**self._facts(), **_told(edits)}), self._company.whole():
             yield
             self._company.agree_on(self._runner.parts.units)
 
@@ -876,15 +869,19 @@ class Relay:
         self._editor.trust = trust
         told = {"number of batches": str(probes)}
         try:
-            with self._all_changing("try edits", edits, told), ExitStack() as way_back:
+            with (
+                self._company.together("try edits", lambda: {**self._facts(), **_told(edits), **told}),
+                self._company.whole(),
+                ExitStack() as way_back,
+            ):
                 way_back.enter_context(self._history.trying(edits))
+                self._runner.restack(self._editor.lineup.layers)
                 self._company.agree_on(self._runner.parts.units)  # who comes past this knows that all have edited
                 trial = way_back.pop_all()
             try:
-                self._runner.restack(self._editor.lineup.layers)
                 yield
-            finally:
-                with self._all_changing("take edits back"):  # what fails in the block has failed on all
+            finally:  # what fails in the block has failed on all
+                with self._company.together("take edits back", self._facts), self._company.whole():
                     trial.close()
         finally:
             self._editor.trust = False
@@ -981,6 +978,11 @@ class Relay:
             parts_of(self._editor, self._history, self._branches),
             parts_of_values(self._branches),
         )
+
+
+def _told(edits: Sequence[Edit]) -> dict[str, str]:
+    """Say which edits are to be made, without addresses, which are other ones in every process."""
+    return {"edits to make": re.sub(r" at 0x[0-9a-f]+", "", repr(edits))}
 
 
 def _kept(values: Any) -> Any:
