@@ -103,7 +103,7 @@ def saved_and_loaded(relay: Relay, case: Case, folder: Path) -> Relay:
 
 def switch_apart(rank: int, count: int) -> dict[str, Any]:
     """Workers go to different branches: what they raise, and that all go on where they were."""
-    case = Case("gpt2", rows=(4, 4))
+    case = Case("chain", rows=(4, 4))
     with relay_of(case, rank) as relay:
         relay.step(case.rows_of(rank, 0))
         relay.fork("a")
