@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +45,9 @@ class Bench(Protocol):
 
     def relayed(self, name: str, keep: int, ahead: int, stash: str) -> Row:
         """Make one by relay."""
+
+    def checkpointed(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Row:
+        """Make one by plain training, with every layer's forward in a wrap."""
 
 
 @dataclass(frozen=True)
