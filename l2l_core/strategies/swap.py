@@ -1,9 +1,9 @@
 """Partition and swap, within two budgets: stages in partitions, whose records wait on the host until shortly before use.
 
-After TensorFlowMem's rules for values, as far as a chain of stages has them: partitions of a fixed number of operations run one
-after another; what is used many partitions later goes to the host, and comes back shortly before. Here an operation is a stage, and
-sizes are searched for, since two budgets bind: what does not wait on the device waits on the host, and that is finite too. What is
-not here: variables on the host, which are a relay's (`RelayPolicy`); weights stay on the device, as in all plans.
+After TensorFlowMem's rules for values, as far as a chain of stages has them: partitions of a fixed number of operations run
+one after another; what is used many partitions later goes to the host, and comes back shortly before. Here an operation is a
+stage, and sizes are searched for, since two budgets bind: what is not on the device waits on the host, which is finite too.
+What is not here: variables on the host, which are a relay's (`RelayPolicy`); weights stay on the device, as in all plans.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice
-from l2l_core.strategies import Lab, Plain, Swap
+from l2l_core.strategies import Lab, Plain, RelayPolicy, Swap
 from l2l_core.strategies.plan import check_operations
 from l2l_core.strategies.swap import partitioned
 
@@ -127,3 +127,36 @@ def test_a_recurrent_networks_seconds_are_linear_in_its_length() -> None:
     fit = np.corrcoef(lengths, seconds)[0, 1] ** 2
     assert fit > 0.99
     assert has_plan(labs[-1], Swap(cap))
+
+
+class Mixture(nn.Module):
+    """Experts that are all asked, each as far as the gate says."""
+
+    def __init__(self, experts: int, width: int = 8) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1).unsqueeze(-1)
+        out = x
+        for number, expert in enumerate(self.experts):
+            out = out + shares[:, number] * expert(x)
+        return out
+
+
+def test_four_times_the_experts_fit_where_their_weights_wait_on_the_host_too() -> None:
+    def lab(experts: int) -> Lab:
+        torch.manual_seed(0)
+        model = Mixture(experts)
+        return Lab(model, (torch.randn(4, 8),), None, LINK, list(model.experts), lambda out, _: out.square().mean())
+
+    few, many = lab(3), lab(12)
+    cap = few.plan(Plain()).peak_device_bytes
+    with pytest.raises(DeviceOutOfMemory):
+        many.plan(Swap(cap))  # weights stay on the device
+    (row,) = many.compare([RelayPolicy()]).rows
+    assert row.peak_device_bytes <= cap
+    assert row.peak_host_bytes > 3.8 * few.compare([RelayPolicy()]).rows[0].peak_host_bytes  # which are what binds now
