@@ -143,11 +143,13 @@ class Rise:
 
 def older(tensors: Mapping[Tensor, int], born: Sequence[int], structure: Structure) -> dict[int, Held]:
     """Say of the storages of shell tensors what they are, by key: `tensors` has the number of each."""
-    found = {}
-    for tensor, number in tensors.items():
+    found: dict[int, Held] = {}
+    for tensor, number in sorted(
+        tensors.items(), key=lambda item: item[1]
+    ):  # a view is of the stage that made the storage
         storage = structure.storage.get(number, -1)
         if storage is not None and born[number] >= 0:
-            found[key_of(tensor)] = Held(stage=born[number]) if storage == -1 else Held(storage)
+            found.setdefault(key_of(tensor), Held(stage=born[number]) if storage == -1 else Held(storage))
     return found
 
 

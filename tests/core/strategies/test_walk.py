@@ -116,7 +116,9 @@ def test_simulated_bytes_are_the_metered_ones(name: str, data: st.DataObject) ->
 @given(data=st.data())
 @settings(max_examples=150)
 def test_simulated_bytes_are_the_metered_ones_of_many_plans(name: str, data: st.DataObject) -> None:
-    compare(lab(name), data.draw(plans(lab(name).prices.stages)))
+    plan = data.draw(plans(lab(name).prices.stages))
+    compare(lab(name), plan)
+    assert lab(name).verify(lab(name).plan(plan)).equal
 
 
 @pytest.mark.slow
