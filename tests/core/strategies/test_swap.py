@@ -159,4 +159,4 @@ def test_four_times_the_experts_fit_where_their_weights_wait_on_the_host_too() -
         many.plan(Swap(cap))  # weights stay on the device
     (row,) = many.compare([RelayPolicy()]).rows
     assert row.peak_device_bytes <= cap
-    assert row.peak_host_bytes > 3.8 * few.compare([RelayPolicy()]).rows[0].peak_host_bytes  # which are what binds now
+    assert row.peak_host_bytes > 12 * sum(param.numel() for param in many.model.parameters())  # which bind there now
