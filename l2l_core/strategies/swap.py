@@ -35,7 +35,7 @@ class Swap(Policy):
         sizes = [2**power for power in range(n.bit_length())]
         plans = {partitioned(n, size, near) for size in sizes for near in range(1, -(-n // size) + 1)}
         # Of plans that take as long, the one that moves least is first.
-        return fastest(self.name, prices, sorted(plans, key=len), self.budget_bytes, self.host_bytes)
+        return fastest(type(self).__name__, prices, sorted(plans, key=len), self.budget_bytes, self.host_bytes)
 
 
 def partitioned(n: int, size: int, near: int) -> Operations:
