@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device-mb", type=float, default=100.0, help="budget of the device, for the depth")
     parser.add_argument("--process-mb", type=float, default=300.0, help="budget of the process, for the depth")
-    parser.add_argument("--most-layers", type=int, default=48, help="deeper is not searched; 0: no search")
+    parser.add_argument("--most-layers", type=int, default=24, help="deeper is not searched; 0: no search")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cores", type=int, default=1, help="of every process")
     args = parser.parse_args()
