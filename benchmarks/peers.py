@@ -169,7 +169,7 @@ def weigh_at(layers: int, name: str, shape: Shape, crew: Crew) -> dict[str, floa
         if "reason" not in found:
             ranks.run(end)
             return found
-    if "Memory" not in found["reason"]:
+    if "memory" not in found["reason"].lower() and "exit code -9" not in found["reason"]:
         raise RuntimeError(f"{name} with {layers} layers: {found['reason']}")
     return {"device": math.inf, "process": math.inf}
 
