@@ -13,9 +13,11 @@ from l2l_core.eps.masters import Side as Side
 from l2l_core.eps.places import InHostMemory as InHostMemory
 from l2l_core.eps.places import Place as Place
 from l2l_core.eps.reducer import Alone as Alone
+from l2l_core.eps.reducer import AloneApart as AloneApart
 from l2l_core.eps.reducer import Reducer as Reducer
 from l2l_core.eps.scratch import dry_store as dry_store
 from l2l_core.eps.store import LayerStore as LayerStore
 from l2l_core.eps.updates import ByOptimizer as ByOptimizer
 from l2l_core.eps.updates import Update as Update
+from l2l_core.eps.updates import Whole as Whole
 from l2l_core.eps.updates import let_have as let_have

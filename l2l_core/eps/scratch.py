@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 
 from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, GradientPiece
+from l2l_core.eps.clock import Clock
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.optimizers import clone_state, over, step_alone
+from l2l_core.eps.reducer import Reducer
 from l2l_core.eps.store import LayerStore
 from l2l_core.eps.updates import Whole, check_rates
 
 
-def dry_store(store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor]) -> LayerStore:
+def dry_store(store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor], reducer: Reducer) -> LayerStore:
     """Make an EPS over the same masters, on the same thread, without effect; no step of `store` may be under way.
 
     It writes to nothing that `store` holds, but for `grad` of the masters while gradients are clipped, and statistics.
@@ -32,8 +34,9 @@ def dry_store(store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tens
         store: the real one.
         host: gets the bytes of gradient buffers booked.
         empty: makes a float32 host buffer of so many elements.
+        reducer: as of a store; asks no other worker.
     """
-    return LayerStore(store.masters, Gradients(host, empty), ToScratch(store.masters), store.thread)
+    return LayerStore(store.masters, Gradients(host, empty), ToScratch(store.masters), store.thread, reducer)
 
 
 class ToScratch:
@@ -50,9 +53,15 @@ class ToScratch:
             Block, Sequence[Mapping[str, Any]]
         ] = {}  # of every block that was updated so far, in whatever step
 
-    def begin(self, logged: bool, deferred: bool) -> None:
+    def begin(self, logged: bool, deferred: bool, clock: Clock) -> None:
         self._is_logged, self.updated = logged, []
         check_rates(self._masters, self._optimizer)
+
+    def expect(self, block: Block) -> None:
+        pass
+
+    def spare(self, block: Block) -> None:
+        pass
 
     def gathered(self, whole: Whole) -> None:
         pass

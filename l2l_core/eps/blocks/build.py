@@ -11,22 +11,23 @@ from torch import nn
 
 from l2l_core.eps.blocks.buffers import Buffers
 from l2l_core.eps.blocks.layout import Layout
-from l2l_core.eps.blocks.units import SHELL, Block, Unit
+from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_nowhere
 
 
 def build_units(
-    model: nn.Module, layers: Mapping[str, nn.Module], empty: Callable[[int], torch.Tensor] = torch.empty
+    model: nn.Module, layers: Mapping[str, nn.Module], settle: Callable[[Block], None] | None = None
 ) -> tuple[Unit, list[Unit]]:
     """Move the model's parameters into flat masters and return the shell and the layers.
 
     Args:
         model: any module; its parameters keep their identity, their data become views of the masters.
         layers: permanent key -> module, in stack order.
-        empty: makes a float32 host buffer of so many elements; a device's `host_empty` copies fast.
+        settle: finds a place for the weights of a block that holds none yet; default host memory.
 
     Raises:
         ValueError: a parameter that is not a dense float32 tensor on the CPU.
     """
+    settle = settle or into_memory(torch.empty)
     module_names = {module: name for name, module in model.named_modules()}
     members = {key: list(module.modules()) for key, module in layers.items()}
     members = {SHELL: outside(model, set(layers.values())), **members}
@@ -40,13 +41,13 @@ def build_units(
             if key not in users[param]:
                 users[param].append(key)
     several = [param for param, keys in users.items() if len(keys) > 1]
-    shared = {param: _make_block(shared_key(names[param]), [param], names, True, empty) for param in several}
+    shared = {param: _make_block(shared_key(names[param]), [param], names, True, settle) for param in several}
 
     units = []
     for key, held in owners.items():
         params = list(dict.fromkeys(param for _, _, param in held))
         own = [param for param in params if param not in shared]
-        blocks = [_make_block(key, own, names, False, empty)] if own else []
+        blocks = [_make_block(key, own, names, False, settle)] if own else []
         blocks += [shared[param] for param in params if param in shared]
         module = layers.get(key, model)
         name = module_names[module] if key != SHELL else SHELL
@@ -79,7 +80,7 @@ def build_layer(
     held = _owners(members)
     params = list(dict.fromkeys(param for _, _, param in held))
     own = [param for param in params if param not in shared]
-    blocks = [_make_block(key, own, names, False, empty)] if own else []
+    blocks = [_make_block(key, own, names, False, into_memory(empty))] if own else []
     blocks += [shared[param] for param in params if param in shared]
     return Unit(key, name, module, blocks, Buffers(members), held)
 
@@ -121,17 +122,35 @@ def _check_parameters(names: Mapping[nn.Parameter, str]) -> None:
             )
 
 
+def into_memory(empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+    """Make what copies the weights of a block from its parameters into a master in host memory.
+
+    Args:
+        empty: makes a float32 buffer of so many elements; a device's `host_empty` copies fast.
+    """
+
+    def settle(block: Block) -> None:
+        for param, name in zip(block.params, block.names, strict=True):
+            if is_nowhere(param):
+                raise ValueError(
+                    f"parameter {name} has no values here: the model's weights are in the files of a shelf. Go on with "
+                    "them by FileShelf(..., resume=True), or load others: model.load_state_dict(weights, assign=True)"
+                )
+        master = empty(block.layout.numel).zero_()
+        for param, view in zip(block.params, block.layout.views(master), strict=True):
+            view.copy_(param.detach())
+        block.hold(master, block.params)
+
+    return settle
+
+
 def _make_block(
     key: str,
     params: list[nn.Parameter],
     names: Mapping[nn.Parameter, str],
     shared: bool,
-    empty: Callable[[int], torch.Tensor],
+    settle: Callable[[Block], None],
 ) -> Block:
-    layout = Layout.of(params)
-    master = empty(layout.numel).zero_()
-    views = layout.views(master)
-    for param, view in zip(params, views, strict=True):
-        view.copy_(param.detach())
-        param.data = view
-    return Block(key, params, [names[param] for param in params], layout, master, shared, views=views)
+    block = Block(key, params, [names[param] for param in params], Layout.of(params), torch.empty(0), shared)
+    settle(block)
+    return block
