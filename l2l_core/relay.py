@@ -87,7 +87,8 @@ class Relay:
         loss: ``loss(outputs, batch) -> scalar``; default ``outputs.loss``.
         objective: ``objective(model, micro_batch) -> scalar``, in place of both.
         weight: what a micro-batch counts for; default what the model's loss is found to be a mean over: targets that are not
-            -100, shifted or not, or rows. See `mean.py`.
+            -100, shifted or not, or rows. See `mean.py`. Where all count alike nothing is looked for, so a mean over weighed
+            targets (``cross_entropy(weight=...)``) has to say so: the sum of their weights.
         config: how to run; may be exchanged between steps (``relay.config = ...``). With "auto", the first step begins by
             looking for the fastest settings that fit, as `fit` does.
         workers: other processes that train along, each with its own rows; see `Workers`. "auto", a process group, or

@@ -135,6 +135,7 @@ class Runner:
         began_s = time.perf_counter()
         check_model(self._model, self.parts.units)
         check_step(self._model, self.parts.shell_modules(), self.parts.units)
+        self._store.masters.check_groups()
         rows, micro_batches = self.split(batch)
         divisors = self.mean.divisors(rows, micro_batches)
         kind = self.kind_of(micro_batches, config)
