@@ -1,4 +1,4 @@
-"""What stages cost, in bytes and seconds: read off metered executions of four plans.
+"""What stages cost, in bytes and seconds: read off executions of four plans, metered ones and ones that are timed.
 
 A plan that keeps every record, one that keeps none, one that runs every stage once more without a record, and one that keeps
 the first input alone: together they show each kind of operation on each stage, and what outlives the stages that drop it.
@@ -59,6 +59,10 @@ class Costs:
     def tells_kind(self, kind: str, stage: int) -> float:
         """Return the seconds of a kind of operation on a stage; of the loss without a record, as with one."""
         return median(self.seconds.get((sort_of(kind), stage)) or self.seconds[FALL, stage])
+
+    def time(self, operation: Operation, seconds: float) -> None:
+        """Note how long an operation has taken where nothing was counted."""
+        self.seconds[sort_of(operation.kind), operation.stage].append(seconds)
 
     def rise(self, kind: str, stage: int) -> Rise:
         """Return how bytes rise in the first run of a stage."""

@@ -131,6 +131,12 @@ class Course:
             for category, nbytes in booked.items():
                 ledger.release(category, "", nbytes)
 
+    @contextmanager
+    def timed(self) -> Iterator[Meter]:
+        """Count nothing in the block, since counting takes longer than small operations do; for plans that move nothing."""
+        with self._caches.off(), same_random_numbers(), torch.enable_grad():
+            yield Meter(self._device.ledger)
+
     def run(self, operations: Operations, work: Work, meter: Meter) -> Ran:
         """Execute a plan for every micro-batch; gradients add up in ascending k, as in plain training.
 

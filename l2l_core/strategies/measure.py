@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 from l2l_core.batches import Objective
 from l2l_core.devices import Device
 from l2l_core.strategies.costs import Costs, probes
-from l2l_core.strategies.course import Course, Work, optimizer_bytes
+from l2l_core.strategies.course import Course, Ran, Work, optimizer_bytes
 from l2l_core.strategies.forward import Tensor
 from l2l_core.strategies.learning import Learning
-from l2l_core.strategies.recipes import full
+from l2l_core.strategies.recipes import Operations, full
 from l2l_core.strategies.structure import Structure
 from l2l_core.strategies.walk import learn
 from l2l_core.surgery import same_random_numbers
 
 _SEED = 0  # of measuring; steps have seeds of their own
+_TIMED = 2  # runs of each plan, of whose operations the median counts
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,21 @@ def measure(course: Course, micro_batch: Any, divisor: float, several: bool) -> 
             with course.metered() as meter:
                 ran = course.run(operations, work, meter)
             logs.append(ran)
+    timed = [_run(course, operations, work) for operations in probes(structure.stages) for _ in range(_TIMED)]
     costs = [Costs(structure, ran.bases[k], constants=ran.constants[k]) for k in range(count)]
     for k, each in enumerate(costs):
         learn(each, [ran.logs[k] for ran in logs])
+        for ran in timed:
+            for done in ran.logs[k]:
+                each.time(done.operation, done.seconds)
     return Known(structure, costs)
+
+
+def _run(course: Course, operations: Operations, work: Work) -> Ran:
+    """Run a plan for its seconds alone."""
+    course.model.zero_grad(set_to_none=True)
+    with course.timed() as meter:
+        return course.run(operations, work, meter)
 
 
 def _check_reruns(course: Course, structure: Structure, work: Work) -> None:

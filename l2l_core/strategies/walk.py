@@ -145,7 +145,6 @@ class Walk:
         """Go on by one operation that was metered, and take what it tells."""
         kind, i = done.operation
         c = self._costs
-        c.seconds[sort_of(kind), i].append(done.seconds)
         if self._next == self._s.stages:
             of_first = self._begin(kind, i)
             c.top.setdefault((sort_of(kind), i, of_first), done.high - self.bytes())
