@@ -161,7 +161,10 @@ class Relay:
 
     @property
     def stacks(self) -> dict[str, tuple[Unit, ...]]:
-        """The layers in order by the dotted name of their container; a layer that is in none is not among them."""
+        """The layers in order by the dotted name of their container; a layer that is in none is not among them.
+
+        A layer that stands in several places of a container is there several times.
+        """
         return {stack.name: tuple(self._editor.lineup.units_of(stack)) for stack in self._editor.lineup.stacks}
 
     @property

@@ -11,6 +11,7 @@ from l2l_core.edits.branches import State as State
 from l2l_core.edits.branches import Values as Values
 from l2l_core.edits.change import Barred as Barred
 from l2l_core.edits.change import Change as Change
+from l2l_core.edits.delink import Delink as Delink
 from l2l_core.edits.depth import Depth as Depth
 from l2l_core.edits.depth import dropping_by_influence as dropping_by_influence
 from l2l_core.edits.depth import gradual_stacking as gradual_stacking

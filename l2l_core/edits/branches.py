@@ -101,7 +101,7 @@ class State:
     @property
     def depth(self) -> int:
         """Number of layers."""
-        return sum(map(len, self.stacks.values()))
+        return len({unit for units in self.stacks.values() for unit in units})
 
     @property
     def nbytes(self) -> int:

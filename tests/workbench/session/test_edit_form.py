@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sessions import make_batches, make_relay
 
-from l2l_core import Drop, Duplicate, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
+from l2l_core import Delink, Drop, Duplicate, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
 from workbench.session.edit_form import END, PREVIOUS, QUESTIONS, foresee, make_edit
 from workbench.session.rows import layer_rows
 
@@ -57,6 +57,16 @@ def test_facts_name_what_changes() -> None:
         swap = foresee(Swap("L001", "L002"), rows, {}).facts(rows)
     assert drop[:3] == ("≠ computes something else", "4 → 2 layers", "288 → 144 weights")
     assert swap[1] == "4 layers"
+
+
+def test_of_shared_weights_rows_do_not_tell_who_shares_them() -> None:
+    with make_relay() as relay:
+        rows = layer_rows(relay)
+        made = make_edit("Delink", {"first": "L000", "last": "L002", **NEW, "optimizer": "copy"}, rows)
+        outlook = foresee(made, rows, {})
+    assert made == Delink(("L000", "L002"), "copy", 3)
+    assert (outlook.layers, outlook.params, outlook.nbytes) == (None, None, None) and outlook.keeps_function
+    assert outlook.facts(rows)[:2] == ("= computes the same", "a layer for every place")
 
 
 def test_replace_needs_code() -> None:
