@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from l2l_core.edits import Branches, Editor, History, Parked, Values
-from l2l_core.eps.blocks import Unit
+from l2l_core.eps.blocks import Empty, Unit
 from l2l_core.saves.codec import Part, Reader, of_kind, plain_branch, plain_history
 from l2l_core.saves.resume import Resumption
 from l2l_core.surgery import kind_of, per_layer
@@ -75,14 +73,14 @@ class Restorer:
     Args:
         editor, history, branches: of the relay.
         resumption: finds modules for parked layers.
-        empty: makes a float32 host buffer of so many elements.
+        empty: makes a host buffer of so many elements of a `dtype`.
     """
 
     editor: Editor
     history: History
     branches: Branches
     resumption: Resumption
-    empty: Callable[[int], torch.Tensor]
+    empty: Empty
 
     def restore(self, parts: Mapping[str, Part]) -> Callable[[], None]:
         """Take over what `parts_of` gave; nothing, of a save that knows no past.
@@ -154,5 +152,5 @@ class Restorer:
         per_layer.remember_entries(unit.module, part["entries"])
 
     def _values(self, part: Part) -> Values:
-        master = self.empty(part["master"].numel()).copy_(part["master"])
+        master = self.empty(part["master"].numel(), dtype=part["master"].dtype).copy_(part["master"])
         return self.branches.keep(master, part["version"], part["states"])
