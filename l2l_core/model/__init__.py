@@ -31,6 +31,7 @@ from l2l_core.model.memento import keep as keep
 from l2l_core.model.memento import keep_attributes as keep_attributes
 from l2l_core.model.memento import keep_without as keep_without
 from l2l_core.model.modules import modules_of as modules_of
+from l2l_core.model.modules import name_in as name_in
 from l2l_core.model.plain_data import Take as Take
 from l2l_core.model.plain_data import Tensors as Tensors
 from l2l_core.model.plain_data import copies_of as copies_of

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2l_core.model.modules import modules_of
+from l2l_core.model.modules import modules_of, name_in
 
 _ENTRIES = ("_compiled_call_impl", "forward")  # where a module keeps what `torch.compile` has made of it
 
@@ -58,12 +58,11 @@ def refuse_whole(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     Raises:
         ValueError: names the part and a layer, and says how to compile instead.
     """
-    for name, part in model.named_modules():
-        if entry_of(part) is None:
-            continue
+    for part in parts_of(model):
         inside = set(part.modules()) - {part}
         held = [layer for layer, module in layers.items() if module in inside]
         if held or part is model:
+            name = name_in(model, part)
             what = f"module {name!r}" if name else "the model"
             raise ValueError(
                 f"{what} is compiled as a whole, {f'layer {held[0]}' if held else 'layers'} included: one graph cannot stop "

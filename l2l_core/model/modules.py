@@ -12,6 +12,11 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def name_in(root: nn.Module, module: nn.Module) -> str:
+    """Return the name of a module below `root`; "" of `root` itself. For messages: it looks through all of them."""
+    return next(name for name, each in root.named_modules() if each is module)
+
+
 def _add(module: nn.Module, found: dict[nn.Module, None]) -> None:
     # Not by `modules()`: generators within generators, through which every module passes once per level above it.
     if module not in found:

@@ -6,6 +6,7 @@ an exception anywhere leaves no shadow, no hook, no booked byte and no moved par
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -60,6 +61,8 @@ from l2l_core.step.traffic import (
 from l2l_core.trace import Trace
 
 _SHAKEN = 0.02  # of a weight, in `Stage.shake`: as much as models begin with
+# What most attributes of modules are: sorted out first, since to be asked whether they are tensors takes them long.
+_PLAIN = frozenset((type(None), bool, int, float, str, tuple, list, dict, set, OrderedDict))
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Task = Callable[[nn.Module, Any], Any]
@@ -125,7 +128,9 @@ class Stage:
         later(RandomState.take().put)  # forwards draw from streams of their own; the caller's stands where it stood
         on_host = self.config.stash == "host"
         enter(parts.shell.buffers.on(parts.device, "shell buffers"))
-        exempt = model_tensors(parts)  # after the shell's buffers came: modules hold their copies now
+        # After the shell's buffers came: modules hold their copies now.
+        buffers, attributes = tensors_on(modules_of(parts.model))
+        exempt = [*buffers, *attributes, *(master for unit in parts.units for master in unit.masters)]
         at_work = AtWork()
         self._images = Images(parts.device, parts.host, at_work, exempt)
         self.stash = Stash(
@@ -139,7 +144,6 @@ class Stage:
             d2h=self.d2h,
             clock=self.clock,
         )
-        attributes = [v for m in modules_of(parts.model) for v in vars(m).values() if isinstance(v, torch.Tensor)]
         order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], attributes)
         later(order.close)
         self._watch = Watch(self.stash, order)
@@ -294,8 +298,8 @@ class Stage:
         return rows
 
 
-def model_tensors(parts: Parts) -> list[torch.Tensor]:
-    """List the tensors that the model keeps between passes: masters, buffers, plain attributes."""
-    modules = modules_of(parts.model)
-    held = [v for m in modules for v in [*m._buffers.values(), *vars(m).values()] if isinstance(v, torch.Tensor)]
-    return held + [master for unit in parts.units for master in unit.masters]
+def tensors_on(modules: Sequence[nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """List the tensors that modules keep between passes: buffers, and those on plain attributes."""
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    held = (value for module in modules for value in vars(module).values() if type(value) not in _PLAIN)
+    return buffers, [value for value in held if isinstance(value, torch.Tensor)]

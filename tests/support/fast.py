@@ -15,7 +15,7 @@ from pathlib import Path
 SUPPORT = Path(__file__).resolve().parent
 FOLDERS = ("browser", "notebooks")
 ONE_OF = 6  # functions, of each file
-CASES = 8  # of a function that the default run tries
+CASES = 5  # of a function that the default run tries
 
 
 def is_left_out(file: Path) -> bool:
@@ -32,7 +32,7 @@ def _starts_processes(file: Path) -> bool:
 
 
 def rare_cases(names: Iterable[str]) -> set[str]:
-    """Return the node ids of a function's cases beyond eight, if it has more. Functions with the same parameters keep others."""
+    """Return the node ids of a function's cases beyond `CASES`, drawn. Functions with the same parameters keep others."""
     functions: dict[str, list[str]] = defaultdict(list)
     for name in names:
         functions[name.partition("[")[0]].append(name)

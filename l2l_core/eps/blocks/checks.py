@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from l2l_core.eps.blocks.units import SHELL, Unit
-from l2l_core.model import refuse_hooks, refuse_whole
+from l2l_core.model import modules_of, name_in, refuse_hooks, refuse_whole
 
 _FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 _TAKEN = re.compile(r"shell|relay|history|(parked|values|branch)-.*")  # files of a save that are no layer's
@@ -67,7 +67,7 @@ def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Uni
                     )
                 if block.shared and param._backward_hooks:
                     raise ValueError(hooked(name))
-    for module in model.modules():
+    for module in modules_of(model):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
                 f"a {type(module).__name__} gives sparse gradients, and the EPS keeps dense ones: sparse=False"
@@ -110,8 +110,9 @@ def check_keys(keys: Iterable[object]) -> list[str]:
 
 def refuse_scripted(model: nn.Module) -> None:
     """Raise ValueError if a part of the model is TorchScript: its forward and its weights are not Python's to exchange."""
-    for name, module in model.named_modules():
+    for module in modules_of(model):
         if isinstance(module, torch.jit.ScriptModule):
+            name = name_in(model, module)
             how = (
                 "traced (torch.jit.trace)"
                 if isinstance(module, torch.jit.TracedModule)
@@ -127,7 +128,7 @@ def refuse_scripted(model: nn.Module) -> None:
 
 def refuse_cached(model: nn.Module) -> None:
     """Raise ValueError in the middle of ``parametrize.cached()``, if the model has parametrized weights."""
-    if parametrize._cache_enabled and any(isinstance(m, parametrize.ParametrizationList) for m in model.modules()):
+    if parametrize._cache_enabled and any(isinstance(m, parametrize.ParametrizationList) for m in modules_of(model)):
         raise ValueError(
             "the model has parametrized weights and runs in torch.nn.utils.parametrize.cached(), which keeps each of them from "
             "its first use on: micro-batches take turns, and a layer that is recomputed needs its weight with a graph of its "
@@ -137,7 +138,7 @@ def refuse_cached(model: nn.Module) -> None:
 
 def refuse_checkpointing(model: nn.Module) -> None:
     """Raise ValueError if the model recomputes layers itself."""
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules_of(model)):
         raise ValueError(
             "the model has gradient checkpointing on, and the relay recomputes layers itself: call "
             "model.gradient_checkpointing_disable()"

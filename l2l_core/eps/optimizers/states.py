@@ -38,9 +38,11 @@ class Tally:
 
     def add(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Count these as well."""
+        uses = self._uses
         for tensor in (tensor for state in states for tensor in tensors_of(state)):
-            self.nbytes += 0 if self._uses[tensor.data_ptr()] else tensor.nbytes
-            self._uses[tensor.data_ptr()] += 1
+            address = tensor.data_ptr()
+            self.nbytes += 0 if uses[address] else tensor.nbytes
+            uses[address] += 1
 
     def remove(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Count these no longer, as far as they were counted."""
@@ -51,8 +53,13 @@ class Tally:
 
 def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
     """List the tensors in what the optimizer knows of a parameter; of one that is put together from others, those."""
-    leaves = (leaf for value in state.values() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
-    return [plain for leaf in leaves for plain in _plain(leaf)]
+    found: list[torch.Tensor] = []
+    for value in state.values():
+        if type(value) is torch.Tensor:  # nearly all are, and all of them are counted after every step
+            found.append(value)
+        else:
+            found += [plain for leaf in _leaves(value) if isinstance(leaf, torch.Tensor) for plain in _plain(leaf)]
+    return found
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

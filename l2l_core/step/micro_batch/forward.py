@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from l2l_core.eps.blocks import SHELL, Unit
-from l2l_core.model import Ambient, RandomState, call_of
+from l2l_core.model import Ambient, call_of
 from l2l_core.step.micro_batch.attributes import Place
 from l2l_core.step.micro_batch.call import Call
 from l2l_core.step.micro_batch.crossing import Crossing
@@ -154,13 +154,11 @@ class Forward:
                     raise RuntimeError(_checkpointed(f"layer {call.unit.name} was called within a checkpoint"))
                 outputs = call.first(self._run, self.keeper, self.crossing)
             finally:
-                drawn = RandomState.take()
                 Ambient.clear()
             call.note(self._run, outputs)  # no mode is on: nobody sees it
             call.prove(self._run)
         finally:
-            drawn.put()
-            shell.put_all_but_random()
+            shell.put_all_but_random()  # the shell goes on in the stream where the layer has left it
         self._run.runs[call.unit] += 1
         self._attributes.update(call.attributes)
         for module, name in self._attributes:  # a layer that runs again may keep something else there, without a graph

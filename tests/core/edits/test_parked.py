@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import rarely
 from small import make_batch, make_gpt, make_relay, state_of
 from torch import nn
 
@@ -31,7 +32,7 @@ def test_a_layer_dropped_for_good_gives_its_bytes_back_and_cannot_return(relay: 
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-@pytest.mark.parametrize(("park", "freed"), [("memory", 0), ("disk", 2), (None, 2)])
+@pytest.mark.parametrize(("park", "freed"), [rarely("memory", 0), ("disk", 2), rarely(None, 2)])
 def test_bytes_of_dropped_layers_return_to_the_system(park: Any, freed: int) -> None:
     def resident_bytes() -> int:
         gc.collect()

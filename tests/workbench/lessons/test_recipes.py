@@ -15,7 +15,8 @@ from workbench.session import Session
 STEPS, DEPTH = 16, 4
 SMALL = Settings(layers=DEPTH, width=16, heads=2, context=8, rows=4, micro_batches=2)
 DRAWN = torch.Generator().manual_seed(0)
-BATCHES = [draw_batch(load_corpus().train, SMALL, DRAWN) for _ in range(STEPS + 2)]
+TEXT = load_corpus().train
+BATCHES = [draw_batch(TEXT, SMALL, DRAWN) for _ in range(STEPS + 2)]
 DEPTHS = {
     "stacking": [1] * 2 + [2] * 2 + [4] * 12,
     "G_stack": [1] * 2 + [4] * 14,
