@@ -35,6 +35,7 @@ from l2l_core.edits.history import Inverse as Inverse
 from l2l_core.edits.history import Turn as Turn
 from l2l_core.edits.layer_drop import LayerDrop as LayerDrop
 from l2l_core.edits.lineup import Built as Built
+from l2l_core.edits.lineup import Lineup as Lineup
 from l2l_core.edits.optimizer_state import Held as Held
 from l2l_core.edits.parked import Parked as Parked
 from l2l_core.edits.schedules import Schedule as Schedule

@@ -106,7 +106,11 @@ class Restorer:
                 waiting.append((part, unit))
         reader = Reader(self.editor, units, missing)
         held = {name: self._values(part) for name, part in of_kind("values", parts).items()}
-        others = {part["name"]: reader.branch(part, held) for part in of_kind("branch", parts).values()}
+        others = {}
+        for part in of_kind("branch", parts).values():
+            placed, lineup = self.resumption.edited.placed, self.editor.lineup
+            stacks = {stack: placed(stack, keys, lineup) for stack, keys in part["stacks"].items()}
+            others[part["name"]] = reader.branch({**part, "stacks": stacks}, held)
         # Not before all of them are read: a branch that cannot be restored refuses the load
         self.branches.adopt(parts["history"]["branch"], others)
         reader.restore(self.history, parts["history"], self.history.journal)
