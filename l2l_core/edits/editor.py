@@ -123,7 +123,9 @@ class Editor:
         """Let the EPS and the books follow the model, which holds the layers `after` in place of `before`."""
         staying = set(after)
         # Dismissed first: that gives the groups new lists, and what was there is put back from the old ones
-        for unit, sides in self.store.masters.dismiss({unit: None for unit in before if unit not in staying}).items():
+        for unit, sides in self.store.masters.dismiss(
+            dict.fromkeys(unit for unit in before if unit not in staying)
+        ).items():
             self.parking.put(Parked(unit, sides))
         for unit in after:
             if unit in self.parking:

@@ -84,7 +84,8 @@ class Resolver:
         self._places: dict[nn.Module, tuple[Stack, range]] = {}  # from the first one of a layer to the last
         for stack in self._stacks:
             for i, layer in enumerate(stack.layers):
-                self._places[layer] = stack, range(self._places.get(layer, (stack, range(i, i)))[1].start, i + 1)
+                first = self._places[layer][1].start if layer in self._places else i
+                self._places[layer] = stack, range(first, i + 1)
 
     def layer(self, where: Where) -> nn.Module:
         """Return the layer at `where`."""

@@ -67,14 +67,14 @@ def in_bf16(kind: type[Optimizer], weights: bool = False) -> type[Optimizer]:
                 with torch.enable_grad():
                     loss = closure()
             moving = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-            homes = [_widen(param) for param in moving] if weights else []
+            homes = {param: _widen(param) for param in moving if weights}
             packed = [_unpack(param, self.state[param]) for param in moving]
             try:
                 plain_step(self)
             finally:
                 for param, into in zip(moving, packed, strict=True):
                     _pack(param, self.state[param], into, weights)
-                for param, home in zip(moving, homes, strict=False):
+                for param, home in homes.items():
                     _settle(param, *home)
             return None if closure is None else loss
 

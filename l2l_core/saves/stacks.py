@@ -52,7 +52,8 @@ class Edited:
         stats = {unit.key: dict(unit.stats) for unit in lineup.units}
         origin, made, journal = lineup.origin, lineup.made, history.journal
         orders = editor.group_order.to_plain(lineup.first_names)
-        return Edited(now.stacks, first.layers, origin, made, journal, kinds, sizes, stats, first, now, orders, True)
+        told = now.stacks, first.layers, origin, made, journal, kinds, sizes, stats, first, now, orders
+        return Edited(*told, by_place=True)
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Edited:
