@@ -41,7 +41,7 @@ class Settings:
 
 
 # A step costs time by the micro-batch: two in a step, and more steps, learn more in a minute than four in fewer steps.
-FULL = Settings(rows=8, micro_batches=2, steps=150, warm_up=30, judged_every=25)
+FULL = Settings(rows=8, micro_batches=2, steps=135, warm_up=30, judged_every=45)
 QUICK = Settings(layers=6, width=32, steps=30, compared=3, judged_every=10, judged_batches=2, budget_bytes=2_500_000)
 
 
