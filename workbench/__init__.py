@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from workbench.app import Workbench as Workbench
     from workbench.launched import launch as launch
+    from workbench.panels.ways import Ways as Ways
     from workbench.pictures import text_view as text_view
     from workbench.replayed import compare as compare
     from workbench.replayed import replay as replay
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
 _WHERE = {
     "Workbench": "workbench.app",
     "launch": "workbench.launched",
+    "Ways": "workbench.panels.ways",
     "Session": "workbench.session",
     "Snapshot": "workbench.session",
     "Recorder": "workbench.runs",

@@ -83,9 +83,7 @@ class Lab:
     ) -> None:
         self.model, self.batch = model, batch
         self.optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.device = device or EmulatedDevice()
-        if not self.device.in_host_memory:
-            raise ValueError(f"device is {self.device.name}: plans are metered in host memory, use an EmulatedDevice")
+        self.device = _checked(device or EmulatedDevice())
         refuse_checkpointing(model)
         refuse_scripted(model)
         self.config = RelayConfig(micro_batches=micro_batches, seed=seed)
@@ -103,6 +101,12 @@ class Lab:
         self._learn()
 
     # -- what is asked of it -------------------------------------------------------------------------------------------
+
+    def on(self, device: Device) -> Lab:
+        """Return a lab with the same measurements for another device: another budget, another link. The model is the same one."""
+        other = copy.copy(self)
+        other.device, other.prices = _checked(device), replace(self.prices, figures=device.figures())
+        return other
 
     def plan(self, policy: Policy | Sequence[Operation | tuple[str, int]], name: str = "by hand") -> Plan:
         """Make a plan by a policy, or check one that was written by hand.
@@ -176,7 +180,8 @@ class Lab:
         course = self._course(model)
         with unlimited(self.device):
             ran, peak = self._run(course, optimizer, plan)
-        return Row(policy.name, peak, course.host.peak, ran.layer_forwards, plan.seconds)
+        trace = self.prices.trace(plan.operations)
+        return Row(policy.name, peak, course.host.peak, ran.layer_forwards, plan.seconds, trace=trace, plan=plan)
 
     def relayed(self, name: str, keep: int, ahead: int, stash: str) -> Row:
         """Make a step by relay on a copy, with weights of as many layers on the device as graphs are kept of."""
@@ -235,4 +240,10 @@ class Lab:
         self._shared = course.keep_apart()
         costs = [self._known[form_of(each)].costs[min(k, 1)] for k, each in enumerate(self._micro_batches)]
         fixed = nbytes_of([*twin.parameters(), *twin.buffers()]) + self._optimizer_bytes
-        self.prices = Prices(costs, fixed, update_bytes, self.device.figures())
+        self.prices = Prices(costs, fixed, self._optimizer_bytes, update_bytes, self.device.figures())
+
+
+def _checked(device: Device) -> Device:
+    if not device.in_host_memory:
+        raise ValueError(f"device is {device.name}: plans are metered in host memory, use an EmulatedDevice")
+    return device

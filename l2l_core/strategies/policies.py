@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 
 from l2l_core.devices import DeviceOutOfMemory
@@ -15,8 +15,12 @@ from l2l_core.strategies.table import Bench, Row
 from l2l_core.trace import format_bytes
 
 
+@dataclass(frozen=True)
 class Policy(ABC):
-    """Makes plans. Without a plan that fits, `operations` raises DeviceOutOfMemory, which states the smallest budget."""
+    """Makes plans; its fields are its settings.
+
+    Without a plan that fits, `operations` raises DeviceOutOfMemory, which states the smallest budget.
+    """
 
     def row(self, bench: Bench) -> Row:
         """Make a step by its plan on a copy, and say what it needed."""
@@ -24,8 +28,14 @@ class Policy(ABC):
 
     @property
     def name(self) -> str:
-        """Return what it is called in tables."""
-        return type(self).__name__
+        """Return what it is called in tables: its class, and what is not as by default."""
+        chosen = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
+        said = [
+            f"within {format_bytes(value)}" if name == "budget_bytes" else f"{name}={value}"
+            for name, value, default in chosen
+            if value != default
+        ]
+        return ", ".join([type(self).__name__, *said])
 
     @abstractmethod
     def operations(self, prices: Prices) -> Operations:
@@ -73,7 +83,7 @@ class Rotor(Policy):
         limits = range(len(solution.cost[0, prices.stages - 1]))
         # The program's own bytes are rounded up, so what a plan needs is read off the exact walk.
         plans = dict.fromkeys(solution.plan(m) for m in limits if solution.seconds(m) < float("inf"))
-        return fastest(self.name, prices, [recipes.plain(prices.stages), *plans], self.budget_bytes)
+        return fastest(type(self).__name__, prices, [recipes.plain(prices.stages), *plans], self.budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class Combined(Policy):
                 "fewer layers=, or use Karma() or Rotor()"
             )
         plans = (recipes.mixed(choice) for choice in product(self.choices, repeat=layers))
-        return fastest(self.name, prices, plans, self.budget_bytes)
+        return fastest(type(self).__name__, prices, plans, self.budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -136,12 +146,12 @@ class Karma(Policy):
     def operations(self, prices: Prices) -> Operations:
         layers = prices.stages - 1
         swaps = [recipes.mixed(OFFLOAD * sent + KEEP * (layers - sent)) for sent in range(layers + 1)]
-        found = fastest(self.name, prices, swaps, self.budget_bytes)
+        found = fastest(type(self).__name__, prices, swaps, self.budget_bytes)
         choice = OFFLOAD * swaps.index(found) + KEEP * (layers - swaps.index(found))
         while OFFLOAD in choice:
             others = [choice[:i] + RECOMPUTE + choice[i + 1 :] for i in range(layers) if choice[i] == OFFLOAD]
             plans = {recipes.mixed(other): other for other in others}
-            best = fastest(self.name, prices, [found, *plans], self.budget_bytes)
+            best = fastest(type(self).__name__, prices, [found, *plans], self.budget_bytes)
             if best == found:
                 break
             found, choice = best, plans[best]

@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from l2l_core.strategies.costs import Costs, stage_bytes
-from l2l_core.strategies.plan import FALL, OFF, OFFX, PRE, PREX, B
+from l2l_core.strategies.plan import FALL, B
 from l2l_core.strategies.recipes import Operations, plain
 from l2l_core.strategies.rotor import Chain, Solution, in_units, solve
+from l2l_core.strategies.virtual import plan_trace, timed
 from l2l_core.strategies.walk import walk
+from l2l_core.trace import Trace
 
 SLOTS = 500  # into which memory is divided for Rotor; sizes are rounded up
 
@@ -23,12 +25,14 @@ class Prices:
     Attributes:
         costs: of every micro-batch.
         fixed_bytes: weights, buffers and optimizer state.
+        optimizer_bytes: of these, the optimizer's state.
         update_bytes: the most that an update needs besides, gradients included.
         figures: of the device, as `Device.figures` has them.
     """
 
     costs: Sequence[Costs]
     fixed_bytes: int
+    optimizer_bytes: int
     update_bytes: int
     figures: Mapping[str, Any]
 
@@ -53,31 +57,16 @@ class Prices:
 
     def seconds(self, operations: Operations) -> float:
         """Simulate a step: compute in order, copies on one lane each way; updates are left out."""
-        return sum(self._micro_batch_s(costs, operations) for costs in self.costs)
+        return sum(max(each.settled_s for each in timed(costs, operations, self._copy_s)) for costs in self.costs)
+
+    def trace(self, operations: Operations) -> Trace:
+        """Simulate a step, as a trace: its span is `seconds`, its highest bytes are `peak_device_bytes`."""
+        weights_bytes = self.fixed_bytes - self.optimizer_bytes
+        return plan_trace(self.costs, operations, self._copy_s, weights_bytes, self.optimizer_bytes, self.update_bytes)
 
     @cached_property
     def _unlike(self) -> list[Costs]:
         return list({id(costs): costs for costs in self.costs}.values())
-
-    def _micro_batch_s(self, costs: Costs, operations: Operations) -> float:
-        now = out_s = in_s = 0.0
-        leaving: list[float] = []
-        back_s: dict[tuple[str, int], float] = {}
-        for step in walk(costs, operations):
-            kind, i = step.operation
-            if kind in (OFF, OFFX):
-                out_s = max(out_s, now) + self._copy_s("d2h", step.moved)
-                leaving.append(out_s)
-            elif kind in (PRE, PREX):
-                now = max([now, *leaving])  # as the executor: what leaves has left before anything comes
-                leaving.clear()
-                in_s = max(in_s, now) + self._copy_s("h2d", step.moved)
-                back_s[OFF if kind == PRE else OFFX, i] = in_s
-            else:
-                now = max(now, back_s.pop((OFF, i), 0.0), back_s.pop((OFFX, i), 0.0)) + costs.tells(step.operation)
-                now = max([now, *leaving])
-                leaving.clear()
-        return now
 
     def _copy_s(self, lane: str, nbytes: int) -> float:
         bytes_per_s = self.figures.get(f"{lane}_bytes_per_s")

@@ -39,7 +39,8 @@ def relayed(
     with Relay(twin[0], twin[1], EmulatedDevice(), layers=layers, config=config, **options) as relay:
         relay.step(batch)  # metered; the optimizer's state comes into being
         results = [relay.step(batch) for _ in range(_TIMED)]
-        seconds = min(simulate(Profile.of(each.trace), config, link).span_s for each in results)
+        simulated = [simulate(Profile.of(each.trace), config, link) for each in results]
         result, host = results[-1], relay.host.peak
+    trace = min(simulated, key=lambda each: each.span_s)
     forwards = 2 * len(layers) - kept_of(result.trace.settings, len(layers))
-    return Row(name, result.peak_device_bytes, host, forwards * config.micro_batches, seconds)
+    return Row(name, result.peak_device_bytes, host, forwards * config.micro_batches, trace.span_s, trace=trace)

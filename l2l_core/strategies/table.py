@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from l2l_core.trace import format_bytes
+from l2l_core.strategies.plan import Plan
+from l2l_core.trace import Trace, format_bytes
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Row:
         layer_forwards: how often layers run forward, all micro-batches together.
         seconds: simulated on the device's link, updates on the device left out.
         why: where there is no such step, the reason; the numbers are zero then.
+        trace: the simulated step, which takes `seconds`; with bytes as exact as metered ones.
+        plan: that was followed; None of a relay, which has none.
     """
 
     name: str
@@ -28,6 +31,8 @@ class Row:
     layer_forwards: int = 0
     seconds: float = 0.0
     why: str = ""
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+    plan: Plan | None = field(default=None, repr=False)
 
 
 class Way(Protocol):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from lab import Lab, Notebook, keep, until
+from lab import Lab, Notebook, brightness, keep, until
 from tiny import RELAY, WORKBENCH
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Page
 
 pytestmark = pytest.mark.browser
 
@@ -54,11 +54,3 @@ def test_nothing_is_clipped_or_dark_on_dark_and_folds_open(
     until(lambda: bench.root.locator(".l2l-behind table:visible").count() == len(FOLDS), page, "a table in each")
     assert bench.root.evaluate(STRETCHED) == []
     keep(page, "dark_folds_open")
-
-
-def brightness(words: Locator) -> float:
-    """Of the colour of a text, from 0 to 255."""
-    return words.evaluate(
-        """e => { const style = getComputedStyle(e), colour = e instanceof SVGElement ? style.fill : style.color;
-        return Math.max(...colour.match(/[\\d.]+/g).slice(0, 3).map(Number)) }"""
-    )

@@ -41,6 +41,10 @@ def choose(N: float, device_bytes: float, host_bytes: float) -> str:
     )  # the slower one first
 
 
+def plan(n: int) -> list[tuple[str, int]]:
+    return [("Fall", i) for i in range(n)] + [("B", i) for i in reversed(range(n))]  # plain training
+
+
 @pytest.mark.parametrize(
     "notebook, mistaken",
     [
@@ -48,6 +52,7 @@ def choose(N: float, device_bytes: float, host_bytes: float) -> str:
         ("02_memory", deepest),
         ("03_overlap", smallest),
         ("06_when_to_relay", choose),
+        ("07_memory_strategies", plan),
     ],
 )
 def test_exercise(notebook: str, mistaken: Callable[..., object]) -> None:

@@ -314,6 +314,14 @@ def keep(what: Page | Locator, name: str) -> None:
     what.screenshot(path=PICTURES / f"{name}.png")
 
 
+def brightness(words: Locator) -> float:
+    """Of the colour of a text, from 0 to 255."""
+    return words.evaluate(
+        """e => { const style = getComputedStyle(e), colour = e instanceof SVGElement ? style.fill : style.color;
+        return Math.max(...colour.match(/[\\d.]+/g).slice(0, 3).map(Number)) }"""
+    )
+
+
 def _find(pattern: str, text: str) -> str:
     found = re.search(pattern, text)
     assert found, f"no {pattern!r} in {text!r}"

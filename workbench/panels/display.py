@@ -60,7 +60,7 @@ class Display:
             display(page, raw=True)
         else:
             # two outputs: in JupyterLab a widget view hides whatever else its own output holds
-            display({WIDGET: _view_of(self._widget)}, raw=True)
+            display({WIDGET: view_of(self._widget)}, raw=True)
             same = self._output.display_id if self._output is not None else True  # so that one update reaches all
             self._output = display(page, raw=True, display_id=same)
         self._stilled = now.number
@@ -71,7 +71,7 @@ class Display:
     def bundle(self) -> Bundle:
         """Return widget and still as one output, for pages that choose between them; once closed, the still alone."""
         page = self._page(self._session.snapshot())
-        return page if self._closed else {WIDGET: _view_of(self._widget), **page}
+        return page if self._closed else {WIDGET: view_of(self._widget), **page}
 
     def close(self) -> None:
         """Take the widget away and stop drawing; the still stays, up to date. Closing twice is fine."""
@@ -83,7 +83,7 @@ class Display:
                 self._output.update(self._page(self._session.snapshot()), raw=True)
                 self._output = None
             self._open, self._closed = False, True
-            _close(self._widget)
+            close_all(self._widget)
 
     def catch_up(self) -> None:
         """Show how things stand now, without waiting for the pump: a notebook may be saved right after this cell."""
@@ -110,29 +110,34 @@ class Display:
             self._look(self._session.snapshot())
 
     def _page(self, now: Snapshot) -> Bundle:
-        bundle = self._still(now)
-        live, still = f".{self._name}-live", f".{self._name}-still"
-        lost = ".jupyter-widgets-disconnected"  # from its kernel: JupyterLab leaves it there, with a sign at every part
-        rules = (
-            # front ends agree on no nearer box around the outputs of a cell
-            f"body:has({live}:not({lost})) {still}",
-            f"{live}{lost}",
-            # what stands in the widget's place where it is gone: nothing, or words about loading it in vain
-            f".jp-OutputArea-child:has(+ .jp-OutputArea-child {still})>.jp-OutputArea-output:not(:has(*))",
-        )
-        style = f"<style>{','.join(rules)}{{display:none}}</style>"
-        return {**bundle, "text/html": f'{style}<div class="{still[1:]}">{bundle["text/html"]}</div>'}
+        return behind(self._name, self._still(now))
 
 
-def _view_of(widget: ipywidgets.DOMWidget) -> dict[str, Any]:
+def behind(name: str, bundle: Bundle) -> Bundle:
+    """Return a still that is hidden while the widget of the class `name`-live is on the page and has its kernel."""
+    live, still = f".{name}-live", f".{name}-still"
+    lost = ".jupyter-widgets-disconnected"  # from its kernel: JupyterLab leaves it there, with a sign at every part
+    rules = (
+        # front ends agree on no nearer box around the outputs of a cell
+        f"body:has({live}:not({lost})) {still}",
+        f"{live}{lost}",
+        # what stands in the widget's place where it is gone: nothing, or words about loading it in vain
+        f".jp-OutputArea-child:has(+ .jp-OutputArea-child {still})>.jp-OutputArea-output:not(:has(*))",
+    )
+    style = f"<style>{','.join(rules)}{{display:none}}</style>"
+    return {**bundle, "text/html": f'{style}<div class="{still[1:]}">{bundle["text/html"]}</div>'}
+
+
+def view_of(widget: ipywidgets.DOMWidget) -> dict[str, Any]:
+    """Return what a page needs to show a widget."""
     return {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
 
 
-def _close(widget: ipywidgets.Widget) -> None:
+def close_all(widget: ipywidgets.Widget) -> None:
     """Close it with its children, layouts and styles: the registry of widgets keeps each until then."""
     parts = [getattr(widget, name) for name in widget.keys]
     widget.close()
     for part in parts:
         for one in part if isinstance(part, (tuple, list)) else (part,):
             if isinstance(one, ipywidgets.Widget) and one.comm is not None:
-                _close(one)
+                close_all(one)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from weakref import WeakKeyDictionary, WeakMethod
 
 from workbench.session import LayerRow, Source
@@ -45,11 +45,11 @@ class Selection:
         self._watching = [method for method in self._watching if method() is not None] + [WeakMethod(told)]
 
 
-def selection_of(source: Source) -> Selection:
-    """Return the selection that all panels on a source share."""
+def selection_of(source: Source | Hashable) -> Selection:
+    """Return the selection that all panels on a source share; or all pictures of anything else that has one."""
     with _making:
         return _selections.setdefault(source, Selection())
 
 
-_selections: WeakKeyDictionary[Source, Selection] = WeakKeyDictionary()
+_selections: WeakKeyDictionary[Source | Hashable, Selection] = WeakKeyDictionary()
 _making = threading.Lock()

@@ -12,6 +12,7 @@ from workbench.pictures import (
     page,
     relay,
     verdict,
+    ways,
 )
 from workbench.what_if import picture as what_if
 
@@ -135,6 +136,7 @@ STYLE = (
         + edits.STYLE
         + inside_lens.STYLE
         + what_if.STYLE
+        + ways.STYLE
         + _PANELS
     )
     .replace("\n", "")

@@ -138,7 +138,7 @@ export default {
       parts.find((part) => part.dataset.key === next && part.tagName === "TR")?.scrollIntoView({ block: "nearest" });
     };
     const focused = (event) => {
-      if (event.target.matches?.(".l2l-picks")) event.target.ariaLabel = "Arrow keys choose a layer, Enter opens its card";
+      if (event.target.matches?.(".l2l-picks")) event.target.ariaLabel = model.get("says");
     };
     const inserted = () => {
       model.send({ insert: plus.dataset.next, behind: plus.dataset.behind === "1" });

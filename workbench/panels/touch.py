@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ class Touch(anywidget.AnyWidget):
     a cell of the relay picture can be dragged to another one's place, and between two cells a layer can be inserted.
 
     Args:
-        source: whose layers they are.
+        source: whose layers they are; or anything else whose parts carry keys, on which a selection is kept.
         open_card: turns to where the card of the chosen layer is.
+        says: what keys do in a picture, for those who hear it.
 
     Attributes:
         chosen: key of the chosen layer, or "".
@@ -35,9 +36,15 @@ class Touch(anywidget.AnyWidget):
     chosen = traitlets.Unicode("").tag(sync=True)
     steers = traitlets.Bool(False).tag(sync=True)
     disabled = traitlets.Bool(False).tag(sync=True)
+    says = traitlets.Unicode().tag(sync=True)
 
-    def __init__(self, source: Source, open_card: Callable[[], None] = lambda: None) -> None:
-        super().__init__(steers=isinstance(source, Session), layout={"display": "none"})
+    def __init__(
+        self,
+        source: Source | Hashable,
+        open_card: Callable[[], None] = lambda: None,
+        says: str = "Arrow keys choose a layer, Enter opens its card",
+    ) -> None:
+        super().__init__(steers=isinstance(source, Session), says=says, layout={"display": "none"})
         self._source, self._open_card, self._selection = source, open_card, selection_of(source)
         self._selection.watch(self._follow)
         self._follow()

@@ -109,4 +109,11 @@ from workbench.pictures.verdict import bounds_table as bounds_table
 from workbench.pictures.verdict import plain as plain
 from workbench.pictures.verdict import verdict_html as verdict_html
 from workbench.pictures.verdict import verdict_of as verdict_of
+from workbench.pictures.way import show_way as show_way
+from workbench.pictures.way import way_table as way_table
+from workbench.pictures.ways import best_way as best_way
+from workbench.pictures.ways import draw_ways as draw_ways
+from workbench.pictures.ways import key_of as key_of
+from workbench.pictures.ways import show_ways as show_ways
+from workbench.pictures.ways import ways_html as ways_html
 from workbench.pictures.words import shorten as shorten

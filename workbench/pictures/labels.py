@@ -88,7 +88,12 @@ def draw_separators(
 
 
 def draw_tips(
-    lanes: Sequence[tuple[Sequence[Unit], float]], height: float, axis: Scale, numbers: Numbers, room: int
+    lanes: Sequence[tuple[Sequence[Unit], float]],
+    height: float,
+    axis: Scale,
+    numbers: Numbers,
+    room: int,
+    keyed: bool = True,
 ) -> list[str]:
     """Put a tooltip over every unit of 2 px or more, by invisible boxes; none at all if they need more than `room` bytes.
 
@@ -97,6 +102,7 @@ def draw_tips(
         height: of a lane.
         numbers: of the layers.
         room: in bytes.
+        keyed: whether they say of which layer they are, so that it can be chosen there.
     """
     tips: list[str] = []
     # at some 140 bytes each they would have no room, so they are not even made
@@ -106,7 +112,7 @@ def draw_tips(
         for unit in units:
             low, high = axis(unit.start_s), axis(min(unit.stop_s, axis.high))
             tip = _tell(unit, numbers)
-            key = unit.layer if unit.layer in numbers else None
+            key = unit.layer if keyed and unit.layer in numbers else None
             tips.append(svg.rect(low, y, max(0.0, high - low), height, fill="transparent", tip=tip, key=key))
     return tips if sum(len(tip.encode()) for tip in tips) <= room else []
 

@@ -1,11 +1,14 @@
 """The table: rows are what steps needed, the front is what nothing beats."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 
+import pytest
 from zoo import BY_NAME
 
-from l2l_core import EmulatedDevice, Relay, RelayConfig
-from l2l_core.strategies import Full, Lab, Plain, RelayPolicy, Rotor, Row, Table
+from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
+from l2l_core.strategies import Full, Karma, Lab, Offload, Periodic, Plain, RelayPolicy, Rotor, Row, Table
 
 
 def test_rows_are_what_steps_needed(lab_of: Callable[..., Lab]) -> None:
@@ -55,3 +58,53 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert (
         "metered" in lines[1] and "simulated" in lines[1] and lines[-1].split()[0] == "e" and lines[-1].endswith("no")
     )
+
+
+@pytest.mark.parametrize(("name", "count"), [("norm_outside", 2), ("tied_layers", 3)])
+def test_the_simulated_step_of_a_row_has_its_seconds_and_its_bytes(
+    lab_of: Callable[..., Lab], name: str, count: int
+) -> None:
+    link = {"d2h_bytes_per_s": 1e8, "h2d_bytes_per_s": 1e8}
+    lab = lab_of(name, rows=6, micro_batches=count, device=EmulatedDevice(**link))
+    for row in lab.compare([Plain(), Periodic(2), Offload(ahead=1), Offload(ahead=0), RelayPolicy()]).rows:
+        trace = row.trace
+        assert trace is not None and trace.span_s == pytest.approx(row.seconds, rel=1e-12), row.name
+        assert trace.peak_bytes("device") == row.peak_device_bytes, row.name
+        # How many gradient buffers a relay's EPS needs on the host is a matter of real time.
+        assert row.plan is None or trace.peak_bytes("host") == row.peak_host_bytes, row.name
+        assert all(nbytes >= 0 for sample in trace.memory for nbytes in sample.bytes_by_category.values())
+        times = [sample.t_s for sample in trace.memory]
+        assert times == sorted(times)
+        for events in trace.lanes.values():  # a lane does one thing at a time
+            assert all(one.stop_s <= other.start_s + 1e-12 for one, other in pairwise(events))
+        forwards = sum(event.kind == "forward" for event in trace.lanes["compute"])
+        loss = count  # the stage of the loss is a forward without a layer
+        assert row.plan is None or forwards == row.layer_forwards + loss
+
+
+def test_a_copy_that_nothing_hides_is_waited_for_and_one_with_room_is_not(lab_of: Callable[..., Lab]) -> None:
+    lab = lab_of("norm_outside", rows=6)
+    operations = lab.plan(Offload(ahead=1)).operations
+    fast = replace(lab.prices, figures={"d2h_bytes_per_s": 1e15, "h2d_bytes_per_s": 1e15})
+    slow = replace(lab.prices, figures={"d2h_bytes_per_s": 1e3, "h2d_bytes_per_s": 1e3})
+    compute_s = sum(lab.prices.costs[0].tells(each) for each in operations if each.kind in ("Fall", "B"))
+    assert fast.seconds(operations) == pytest.approx(compute_s, rel=1e-6)
+    moved = sum(event.nbytes for event in slow.trace(operations).lanes["d2h"])
+    assert slow.seconds(operations) == pytest.approx(2 * moved / 1e3, rel=1e-2)
+
+
+def test_a_lab_on_another_device_has_the_same_stages_and_another_budget_and_link(lab_of: Callable[..., Lab]) -> None:
+    lab = lab_of("norm_outside", rows=6)
+    other = lab.on(EmulatedDevice(10_000, d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3))
+    one, two = lab.plan(Offload()), other.plan(Offload())
+    assert one.peak_device_bytes == two.peak_device_bytes and two.seconds > 10 * one.seconds
+    lab.plan(Rotor())
+    with pytest.raises(DeviceOutOfMemory, match="10 kB"):
+        other.plan(Rotor())
+
+
+def test_names_in_a_table_tell_settings_apart() -> None:
+    policies = [Offload(), Offload(ahead=0), Periodic(4), Rotor(8_000_000), Karma()]
+    assert [each.name for each in policies] == [
+        "Offload", "Offload, ahead=0", "Periodic, length=4", "Rotor, within 8 MB", "Karma",
+    ]  # fmt: skip
