@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from small import assert_same, keys, make_batch, state_of
+from small import assert_same, keys, make_batch, make_gpt, state_of
 from torch import nn
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -180,7 +180,9 @@ def test_training_on_is_plain_training_of_copied_modules(sharing: str, policy: A
                 assert torch.equal(held[f"{name}/{entry}"], value), (name, entry)
 
 
-@pytest.mark.parametrize("sharing", ["one module", "cycle", "tied", "chained"])
+@pytest.mark.parametrize(
+    "sharing", ["one module", "tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cycle", "chained"))]
+)
 def test_the_way_back_branches_and_saves(sharing: str, tmp_path: Path) -> None:
     with make_relay(make_model(sharing)) as relay:
         relay.step(batch_of(0))
@@ -300,10 +302,8 @@ def test_refusals() -> None:
         assert_same(state_of(relay), before)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_a_shared_transformer_becomes_an_ordinary_one(family: str, tmp_path: Path) -> None:
-    from small import make_gpt
-
     torch.manual_seed(0)
     llama = LlamaConfig(
         hidden_size=16,
