@@ -43,6 +43,8 @@ from l2l_core.optim import LAMB as LAMB
 from l2l_core.optim import LARS as LARS
 from l2l_core.optim import in_bf16 as in_bf16
 from l2l_core.relay import Relay as Relay
+from l2l_core.shelf import FileShelf as FileShelf
+from l2l_core.shelf import empty_weights as empty_weights
 from l2l_core.trace import Bound as Bound
 from l2l_core.trace import Event as Event
 from l2l_core.trace import StepResult as StepResult

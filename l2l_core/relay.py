@@ -57,6 +57,7 @@ from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers
 from l2l_core.model import Caches, RandomState, Where, keep_attributes, refuse_whole, resolve_layers
 from l2l_core.runner import Runner
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
+from l2l_core.shelf import FileShelf, OnFiles, on_files
 from l2l_core.step import (
     Parts,
     Stage,
@@ -94,6 +95,8 @@ class Relay:
         workers: other processes that train along, each with its own rows; see `Workers`. "auto", a process group, or
             Workers(...). Worker 0's weights and buffers are what all begin with. Each keeps a part of every layer, so between
             steps the model's parameters show nothing but NaN; `gathered` shows them, and `close` leaves them whole.
+        shelf: keep weights and optimizer state in files; see `FileShelf`. The model's parameters show nothing but NaN then, also
+            after `close`.
 
     Raises:
         ValueError, TypeError: a model, optimizer or setting that cannot relay; the message has the remedy.
@@ -110,6 +113,7 @@ class Relay:
         weight: Weight | None = None,
         config: RelayConfig | Literal["auto"] = RelayConfig(),  # noqa: B008 - frozen
         workers: Workers | ProcessGroup | Literal["auto"] | None = None,
+        shelf: FileShelf | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: the relay takes a torch.nn.Module")
@@ -124,7 +128,7 @@ class Relay:
         config = RelayConfig() if config == "auto" else checked_config(config)
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
-        self._company = company(workers, model)
+        self._company = company(workers, model) if shelf is None else on_files(shelf, workers, model, config.ahead)
         if self._fits_itself:
             self._company.refuse('config="auto"', "find settings with `fit` on one worker, and give them to all")
         if any(param.dtype == torch.bfloat16 for param in model.parameters()):
@@ -134,7 +138,8 @@ class Relay:
         # Before parameters move into masters: an optimizer that is refused leaves the model as it was.
         made, findings = make_optimizer(optimizer, model)
         modules = dict(zip(keys, found.values(), strict=True))
-        shell, units = build_units(model, modules, self.device.host_empty, bf16=rounds_weights(made))
+        settle = self._company.settle(self.device.host_empty)
+        shell, units = build_units(model, modules, settle, rounds_weights(made))
         place = self._company.place(self.device, self.host)
         parts = Parts(model, self.device, self.host, shell, units, place)
         # Where layers compute on these cores too, updates behind them take one.
@@ -150,7 +155,7 @@ class Relay:
         self._process, self._busy = Process(), threading.Lock()
         self._closed = False
         try:
-            self._company.take_over(parts.units, self._store, self.host, self.device, self._facts)
+            self._runner.steps = self._company.take_over(parts.units, self._store, self.host, self.device, self._facts)
         except BaseException:
             self._let_go()
             raise
@@ -179,6 +184,11 @@ class Relay:
     def store(self) -> LayerStore:
         """The eager param-server."""
         return self._store
+
+    @property
+    def shelf(self) -> OnFiles | None:
+        """The files that weights and optimizer state are in; None where they are in memory."""
+        return self._company if isinstance(self._company, OnFiles) else None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -828,6 +838,7 @@ class Relay:
         if not edits:
             yield
             return
+        self._company.refuse("probe with edits")
         self._editor.trust = trust
         try:
             with self._history.trying(edits):

@@ -1,4 +1,4 @@
-"""Times the EPS's work: one event after another on the lane ``eps``, none of them while its thread waits for other workers."""
+"""Times the EPS's work: one event after another on the lane ``eps``, none of them while its thread waits for others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from l2l_core.trace import Event, Trace
 class Clock:
     """Adds events of the lane ``eps`` to a trace, from the EPS's thread.
 
-    Invariant: at most one event is open. One in which the thread waits for other workers is cut in two.
+    Invariant: at most one event is open. One in which the thread waits, for other workers or for a disk, is cut in two.
 
     Attributes:
         trace: of the step.
@@ -29,7 +29,7 @@ class Clock:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """The thread waits for other workers in this block, or exchanges with them."""
+        """The thread waits for other workers in this block, or exchanges with them, or waits for a disk."""
         self._before.append((self._start_s, time.perf_counter()))
         yield
         self._start_s = time.perf_counter()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, GradientPiece
+from l2l_core.eps.clock import Clock
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.optimizers import clone_state, over, step_alone
@@ -50,9 +51,15 @@ class ToScratch:
             Block, Sequence[Mapping[str, Any]]
         ] = {}  # of every block that was updated so far, in whatever step
 
-    def begin(self, logged: bool, deferred: bool) -> None:
+    def begin(self, logged: bool, deferred: bool, clock: Clock) -> None:
         self._is_logged, self.updated = logged, []
         check_rates(self._masters, self._optimizer)
+
+    def expect(self, block: Block) -> None:
+        pass
+
+    def spare(self, block: Block) -> None:
+        pass
 
     def gathered(self, whole: Whole) -> None:
         pass

@@ -99,7 +99,8 @@ class LayerStore:
         self._config, self._clock = config, Clock(trace)
         self._forget()
         self.reducer.begin(self.masters, config, self._clock)
-        self.update.begin(logged=config.rollback or config.update == "deferred", deferred=config.update == "deferred")
+        is_deferred = config.update == "deferred"
+        self.update.begin(logged=config.rollback or is_deferred, deferred=is_deferred, clock=self._clock)
 
     def _forget(self) -> None:
         for unit in self.masters.units:
@@ -122,6 +123,8 @@ class LayerStore:
         here = replace(piece, flat=self.gradients.buffer(piece.trained.numel, bounded=k is None))
         if k is None:
             pushed = send([(here.flat, piece.flat)])
+            if self._config.update == "eager":
+                self.update.expect(block)
             self._submit(lambda: self._have(unit, block, here, pushed))
         else:
             targets, sources = here.views(), piece.views()
@@ -147,6 +150,7 @@ class LayerStore:
         Where the EPS falls behind, whoever brings parts waits here: its buffers are not bounded otherwise.
         """
         if self._config.update == "eager":
+            self.update.expect(block)
             self._submit(lambda: self._fold(block) or self._update(block))  # `_fold` gives None, so both run
             self._completing.append(self._jobs[-1])
             while len(self._completing) > MAX_UNDER_WAY:
@@ -169,6 +173,7 @@ class LayerStore:
             self.update.gathered(self.gradients.whole)
         whole = dict(self.gradients.whole)  # hooks see what updates take out: no buffer is filled before the next step
         for block in whole:
+            self.update.expect(block)
             self._submit(lambda block=block: self._update(block))  # type: ignore[misc]
         self.wait()
         self.reducer.finish()  # while it can still be undone: somebody else's last update may have failed
@@ -278,6 +283,7 @@ class LayerStore:
     def _update(self, block: Block) -> None:
         piece = self.gradients.whole.pop(block, None)
         if piece is None:
+            self.update.spare(block)
             return
         self._clock.start()
         self._note(block, **self.update.update(block, piece))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.eps.blocks import SHELL, Block, GradientPiece, Trained
+from l2l_core.eps.clock import Clock
 from l2l_core.eps.masters import Masters, warmth_of
 from l2l_core.eps.optimizers import (
     Changes,
@@ -39,12 +40,13 @@ class Update(Protocol):
 
     updated: list[Block]
 
-    def begin(self, logged: bool, deferred: bool) -> None:
+    def begin(self, logged: bool, deferred: bool, clock: Clock) -> None:
         """Open a step.
 
         Args:
             logged: whether its updates can be undone.
             deferred: whether they come when all gradients are there.
+            clock: times the thread of updates, and shall not while that waits.
 
         Raises:
             ValueError: this step could not be made, as far as that can be known before it.
@@ -52,6 +54,12 @@ class Update(Protocol):
 
     def gathered(self, whole: Whole) -> None:
         """Hear that all gradients of a deferred step are there; what hooks make of them is in `whole` afterwards."""
+
+    def expect(self, block: Block) -> None:
+        """Hear, on the thread that trains, that `update` or `spare` comes for this block, after those announced before."""
+
+    def spare(self, block: Block) -> None:
+        """Hear that a block has no gradient in this step after all."""
 
     def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
         """Update a block; returns statistics of it. Before it writes it calls `Masters.before_write`."""
@@ -89,7 +97,7 @@ class ByOptimizer:
         self._settings_back: Callable[[], None] = lambda: None  # to what they were before hooks
         self._is_logged = self._is_deferred = False
 
-    def begin(self, logged: bool, deferred: bool) -> None:
+    def begin(self, logged: bool, deferred: bool, clock: Clock) -> None:
         self._clear()
         self._is_logged, self._is_deferred = logged, deferred
         self._check_ready()
@@ -128,6 +136,12 @@ class ByOptimizer:
             except BaseException:
                 self._settings_back()
                 raise
+
+    def expect(self, block: Block) -> None:
+        pass
+
+    def spare(self, block: Block) -> None:
+        pass
 
     def gathered(self, whole: Whole) -> None:
         self._fire_before(lambda: self._hooks.fire_with_gradients(whole))

@@ -5,6 +5,10 @@ Begin reading at `state.py`, `manifest.py` (how it is saved), `saved.py` (how it
 """
 
 from l2l_core.saves.agreement import check as check
+from l2l_core.saves.codec import plain_random as plain_random
+from l2l_core.saves.codec import read_random as read_random
+from l2l_core.saves.files import sync as sync
+from l2l_core.saves.files import write_bytes as write_bytes
 from l2l_core.saves.history import Restorer as Restorer
 from l2l_core.saves.history import parts_of as parts_of
 from l2l_core.saves.manifest import save as save

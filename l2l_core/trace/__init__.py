@@ -8,6 +8,7 @@ from l2l_core.trace.bounds import Bound as Bound
 from l2l_core.trace.bounds import micro_batches_to_hide as micro_batches_to_hide
 from l2l_core.trace.events import ALL_LANES as ALL_LANES
 from l2l_core.trace.events import CATEGORIES as CATEGORIES
+from l2l_core.trace.events import DISK as DISK
 from l2l_core.trace.events import LANES as LANES
 from l2l_core.trace.events import NETWORK as NETWORK
 from l2l_core.trace.events import PLACES as PLACES

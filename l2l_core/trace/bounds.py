@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_core.trace.events import NETWORK, Event, Recorded
+from l2l_core.trace.events import DISK, NETWORK, Event, Recorded
 from l2l_core.trace.phases import IDLE, OTHERS, Phase, cuts_of
 from l2l_core.trace.roofline import OVERLAPPING, Seconds, Work
 from l2l_core.trace.words import format_bytes
@@ -24,6 +24,8 @@ _ONCE = (
     "clip",
     "gather",
     "end",
+    "read",
+    "write",
 )  # per visit, however many micro-batches, unless one is named
 _FAR = 16  # so many times the micro-batches are no practical advice on their own
 
@@ -232,7 +234,8 @@ class _Adviser:
         """Say how fast the lane would have to be."""
         if lane == "eps":
             return "a faster optimizer"
-        link, latency_s = ("link", self.settings.get("latency_s") or 0.0) if lane not in NETWORK else ("network", 0.0)
+        link = "network" if lane in NETWORK else "disk" if lane in DISK else "link"
+        latency_s = self.settings.get("latency_s") or 0.0 if link == "link" else 0.0
         copying_s = load.compute_s - load.copies * latency_s
         if copying_s <= 0 or not load.nbytes:
             return f"a {link} of less latency than {_time(latency_s)}" if latency_s else f"a faster {link}"

@@ -11,7 +11,8 @@ from l2l_core.trace.words import format_bytes
 CATEGORIES = ("weights", "gradients", "activations", "stash", "optimizer", "other")  # of bytes in a memory
 LANES = ("compute", "h2d", "d2h", "eps")  # of every worker
 NETWORK = ("gather", "reduce")  # of those that train with others, too
-ALL_LANES = LANES + NETWORK
+DISK = ("disk read", "disk write")  # where weights and their state are in files
+ALL_LANES = LANES + NETWORK + DISK
 PLACES = ("device", "host")
 
 _LETTERS = {

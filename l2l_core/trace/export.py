@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from l2l_core.trace.events import NETWORK, Event, Recorded
+from l2l_core.trace.events import DISK, NETWORK, Event, Recorded
 from l2l_core.trace.version_1 import UNSAID
 
 Row = dict[str, Any]
@@ -34,6 +34,7 @@ CATEGORIES = {
     "eps": "cpu_op",
     "gather": "kernel",
     "reduce": "kernel",
+    **dict.fromkeys(DISK, "cpu_op"),
 }
 COPIES = {"h2d": "Memcpy HtoD ", "d2h": "Memcpy DtoH "}
 EXCHANGES = dict.fromkeys(NETWORK, "ncclKernel ")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from l2l_core.trace.bounds import Bound, bounds
-from l2l_core.trace.events import ALL_LANES, PLACES, Event, Failed, MemorySample, Worker
+from l2l_core.trace.events import ALL_LANES, DISK, PLACES, Event, Failed, MemorySample, Worker
 from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
@@ -135,10 +135,15 @@ class Trace:
         return tuple(sorted(self._events, key=lambda event: (event.start_s, event.stop_s)))
 
     @property
+    def lane_names(self) -> tuple[str, ...]:
+        """The lanes that the step had: those of its worker, and of a shelf on disk."""
+        return (*self.worker.lanes, *(DISK if "shelf" in self.settings else ()))
+
+    @property
     def lanes(self) -> dict[str, tuple[Event, ...]]:
         """Every lane with its events, sorted by start; a lane without events is there too."""
         events = self.events
-        return {lane: tuple(event for event in events if event.lane == lane) for lane in self.worker.lanes}
+        return {lane: tuple(event for event in events if event.lane == lane) for lane in self.lane_names}
 
     @property
     def span_s(self) -> float:
@@ -175,8 +180,8 @@ class Trace:
 
     def _busy(self, *lanes: str) -> list[Interval]:
         for lane in lanes:
-            if lane not in self.worker.lanes:
-                raise ValueError(f"no lane {lane!r}; the lanes are {', '.join(self.worker.lanes)}")
+            if lane not in self.lane_names:
+                raise ValueError(f"no lane {lane!r}; the lanes are {', '.join(self.lane_names)}")
         return merge((e.start_s, e.stop_s) for e in self.since(0)[0] if e.lane in lanes)
 
     # ---- memory ------------------------------------------------------------------------------------------------
@@ -217,24 +222,25 @@ class Trace:
 
     def summary(self) -> str:
         """Write a few lines of text: span and overlap, busy and exposed seconds per lane, peak bytes per place."""
-        span_s = self.span_s
+        span_s, wide = self.span_s, max(8, *map(len, self.lane_names))
         lines = [
             f"step {self.step} on {self.device or '?'}: {span_s:.4g} s, {len(self._events)} events, "
             f"{self.overlap():.1%} of copy time hidden under compute"
         ]
         lines += [f"  {self.failed}"] if self.failed is not None else []
-        for lane in self.worker.lanes:
+        for lane in self.lane_names:
             busy_s = self.busy_s(lane)
             share = busy_s / span_s if span_s else 0.0
-            lines.append(f"  {lane:<8} busy {busy_s:9.4g} s ({share:6.1%}), exposed {self.exposed_s(lane):9.4g} s")
+            lines.append(f"  {lane:<{wide}} busy {busy_s:9.4g} s ({share:6.1%}), exposed {self.exposed_s(lane):9.4g} s")
         for wait in self.waits():
             lines.append(
-                f"  {wait.where:<8} waited {wait.seconds:6.4g} s for worker {wait.last}, {wait.exposed_s:.4g} s of it exposed"
+                f"  {wait.where:<{wide}} waited {wait.seconds:6.4g} s for worker {wait.last}, {wait.exposed_s:.4g} s of it "
+                "exposed"
             )
         for place in PLACES:
             if (peak := self.peak_sample(place)) is not None:
                 parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in peak.bytes_by_category.items() if n)
-                lines.append(f"  {place:<8} peak {format_bytes(peak.total)} at {peak.t_s:.4g} s ({parts})")
+                lines.append(f"  {place:<{wide}} peak {format_bytes(peak.total)} at {peak.t_s:.4g} s ({parts})")
         return "\n".join(lines)
 
     def to_chrome(self, path: str | Path, *, compress: bool | None = None) -> None:

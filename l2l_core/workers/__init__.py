@@ -15,4 +15,5 @@ from l2l_core.workers.network import gather_traffic as gather_traffic
 from l2l_core.workers.network import spread_traffic as spread_traffic
 from l2l_core.workers.settings import Workers as Workers
 from l2l_core.workers.team import Company as Company
+from l2l_core.workers.team import Solo as Solo
 from l2l_core.workers.team import company as company

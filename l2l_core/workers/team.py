@@ -19,7 +19,7 @@ from l2l_core.batches import Alone as AloneWithBatches
 from l2l_core.batches import Others
 from l2l_core.devices import Device, Ledger
 from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer
-from l2l_core.eps.blocks import Unit
+from l2l_core.eps.blocks import Block, Unit, into_memory
 from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
 from l2l_core.workers.errors import WorkerError
@@ -52,14 +52,17 @@ class Company(Protocol):
     @property
     def lost(self) -> WorkerError | None: ...
 
+    def settle(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+        """Give what finds a place for the weights of a block of the model, once; `empty` makes host memory."""
+
     def place(self, device: Device, host: Ledger) -> Place:
         """Make what knows where weights are."""
 
     def reducer(self) -> Reducer:
         """Make what happens to gradients before updates."""
 
-    def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> None:
-        """Take what this worker keeps of the blocks of a new relay."""
+    def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> int:
+        """Take what this worker keeps of the blocks of a new relay; returns the number of steps that they have made already."""
 
     def together(self, what: str, facts: Facts) -> AbstractContextManager[None]:
         """Do something with all workers; see `Crew.together`."""
@@ -92,12 +95,15 @@ class Company(Protocol):
 
 
 class Solo:
-    """Is the company of one worker."""
+    """Is the company of one worker, with its weights in memory."""
 
     rank, count = 0, 1
     others: Others = AloneWithBatches()
     can_rehearse = True
     lost = None
+
+    def settle(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+        return into_memory(empty)
 
     def place(self, device: Device, host: Ledger) -> Place:
         return InHostMemory(device, host)
@@ -105,8 +111,8 @@ class Solo:
     def reducer(self) -> Reducer:
         return Alone()
 
-    def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> None:
-        pass
+    def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> int:
+        return 0
 
     def together(self, what: str, facts: Facts) -> AbstractContextManager[None]:
         return nullcontext()
@@ -166,6 +172,9 @@ class Team:
     def lost(self) -> WorkerError | None:
         return self._crew.lost
 
+    def settle(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+        return into_memory(empty)
+
     def place(self, device: Device, host: Ledger) -> Place:
         return Gathered(device, host, self._crew)
 
@@ -173,7 +182,7 @@ class Team:
         wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self._settings.wire]
         return Exchanged(self._crew, keeps_apart=self._settings.reduce == "ordered", wire=wire)
 
-    def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> None:
+    def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> int:
         self._crew.elementwise = store.masters.findings.elementwise
         shares = Shares(self._crew, store.masters, host, device.host_empty)
         modes = {name: getattr(self._settings, name) for name in ("reduce", "wire", "buffers")}
@@ -182,6 +191,7 @@ class Team:
             shares.take_buffers(units)
         shares.cut()
         self._shares = shares
+        return 0
 
     @contextmanager
     def whole(self) -> Iterator[None]:

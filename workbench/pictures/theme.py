@@ -36,6 +36,8 @@ KIND_COLOURS: Mapping[str, str] = {
     "gather": BLUE,
     "exchange": VERMILION,
     "end": GREY,
+    "read": BLUE,
+    "write": VERMILION,
 }
 
 CATEGORY_COLOURS: Mapping[str, str] = {
@@ -63,6 +65,8 @@ KIND_LETTERS: Mapping[str, str] = {
     "gather": "G",
     "exchange": "X",
     "end": "end",
+    "read": "r",
+    "write": "w",
 }
 
 LANE_NAMES: Mapping[str, str] = {
@@ -72,6 +76,8 @@ LANE_NAMES: Mapping[str, str] = {
     "eps": "EPS",
     "gather": "gather",
     "reduce": "reduce",
+    "disk read": "disk read",
+    "disk write": "disk write",
 }
 
 # On these hues white would have a contrast of about 3 or less; on the others it has more.

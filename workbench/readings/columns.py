@@ -134,7 +134,7 @@ class _Reader:
         return Columns(
             *(times[:, i] for i in range(3)),
             *(numbers[:, i] for i in range(10)),
-            lanes=trace.worker.lanes,
+            lanes=trace.lane_names,
             kinds=tuple(kinds),
             layers=tuple(layers),
             sample_s=self._sample_times.first(samples)[:, 0],

@@ -9,6 +9,7 @@ from l2l_core.eps.blocks.buffers import Place as Place
 from l2l_core.eps.blocks.build import Empty as Empty
 from l2l_core.eps.blocks.build import build_layer as build_layer
 from l2l_core.eps.blocks.build import build_units as build_units
+from l2l_core.eps.blocks.build import into_memory as into_memory
 from l2l_core.eps.blocks.build import masters_over as masters_over
 from l2l_core.eps.blocks.build import outside as outside
 from l2l_core.eps.blocks.build import shared_key as shared_key
@@ -33,3 +34,5 @@ from l2l_core.eps.blocks.trained import Trained as Trained
 from l2l_core.eps.blocks.units import SHELL as SHELL
 from l2l_core.eps.blocks.units import Block as Block
 from l2l_core.eps.blocks.units import Unit as Unit
+from l2l_core.eps.blocks.units import is_nowhere as is_nowhere
+from l2l_core.eps.blocks.units import nowhere as nowhere

@@ -11,25 +11,29 @@ from torch import nn
 
 from l2l_core.eps.blocks.buffers import Buffers
 from l2l_core.eps.blocks.layout import Layout
-from l2l_core.eps.blocks.units import SHELL, Block, Unit
+from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_nowhere
 
 Empty = Callable[..., torch.Tensor]  # makes a host buffer of so many elements, and of a `dtype`
 
 
 def build_units(
-    model: nn.Module, layers: Mapping[str, nn.Module], empty: Empty = torch.empty, bf16: bool = False
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    settle: Callable[[Block], None] | None = None,
+    bf16: bool = False,
 ) -> tuple[Unit, list[Unit]]:
     """Move the model's parameters into flat masters and return the shell and the layers.
 
     Args:
         model: any module; its parameters keep their identity, their data become views of the masters.
         layers: permanent key -> module, in stack order.
-        empty: makes a host buffer of so many elements of a `dtype`; a device's `host_empty` copies fast.
+        settle: finds a place for the weights of a block that holds none yet; default host memory.
         bf16: whether parameters may be of bfloat16, since the optimizer rounds weights to that.
 
     Raises:
         ValueError: a parameter that is not a dense float32 tensor on the CPU, nor one of bfloat16 that may be.
     """
+    settle = settle or into_memory(torch.empty)
     module_names = {module: name for name, module in model.named_modules()}
     members = {key: list(module.modules()) for key, module in layers.items()}
     members = {SHELL: outside(model, set(layers.values())), **members}
@@ -43,13 +47,13 @@ def build_units(
             if key not in users[param]:
                 users[param].append(key)
     several = [param for param, keys in users.items() if len(keys) > 1]
-    shared = {param: _make_block(shared_key(names[param]), [param], names, True, empty) for param in several}
+    shared = {param: _make_block(shared_key(names[param]), [param], names, True, settle) for param in several}
 
     units = []
     for key, held in owners.items():
         params = list(dict.fromkeys(param for _, _, param in held))
         own = [param for param in params if param not in shared]
-        blocks = [_make_block(key, own, names, False, empty)] if own else []
+        blocks = [_make_block(key, own, names, False, settle)] if own else []
         blocks += [shared[param] for param in params if param in shared]
         module = layers.get(key, model)
         name = module_names[module] if key != SHELL else SHELL
@@ -71,7 +75,8 @@ def build_layer(
         key: permanent identity.
         name: dotted name that it will have in the model.
         module: the layer.
-        empty, bf16: as in `build_units`.
+        empty: as in `into_memory`.
+        bf16: as in `build_units`.
         shared: blocks of the parameters that it has in common with other units.
 
     Raises:
@@ -83,7 +88,7 @@ def build_layer(
     held = _owners(members)
     params = list(dict.fromkeys(param for _, _, param in held))
     own = [param for param in params if param not in shared]
-    blocks = [_make_block(key, own, names, False, empty)] if own else []
+    blocks = [_make_block(key, own, names, False, into_memory(empty))] if own else []
     blocks += [shared[param] for param in params if param in shared]
     return Unit(key, name, module, blocks, Buffers(members), held)
 
@@ -135,23 +140,41 @@ def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool) -> None:
             )
 
 
+def into_memory(empty: Empty) -> Callable[[Block], None]:
+    """Make what copies the weights of a block from its parameters into a master in host memory.
+
+    Args:
+        empty: makes a buffer of so many elements of a `dtype`; a device's `host_empty` copies fast.
+    """
+
+    def settle(block: Block) -> None:
+        for param, name in zip(block.params, block.names, strict=True):
+            if is_nowhere(param):
+                raise ValueError(
+                    f"parameter {name} has no values here: the model's weights are in the files of a shelf. Go on with "
+                    "them by FileShelf(..., resume=True), or load others: model.load_state_dict(weights, assign=True)"
+                )
+        master = empty(block.layout.numel, dtype=block.params[0].dtype).zero_()
+        for param, view in zip(block.params, block.layout.views(master), strict=True):
+            view.copy_(param.detach())
+        block.hold(master, block.params)
+
+    return settle
+
+
 def _make_block(
     key: str,
     params: list[nn.Parameter],
     names: Mapping[nn.Parameter, str],
     shared: bool,
-    empty: Empty,
+    settle: Callable[[Block], None],
 ) -> Block:
-    layout, dtypes = Layout.of(params), {param.dtype for param in params}
-    if len(dtypes) > 1:
-        one, other = (next(names[param] for param in params if param.dtype == dtype) for dtype in dtypes)
+    kinds = {param.dtype: names[param] for param in params}
+    if len(kinds) > 1:
         raise ValueError(
-            f"{key} has parameters of {' and '.join(map(str, dtypes))} ({one}, {other}), and its master is one buffer: make the "
-            "whole layer bfloat16 (model.bfloat16()) or float32"
+            f"{key} has parameters of {' and '.join(map(str, kinds))} ({', '.join(kinds.values())}), and its master is one "
+            "buffer: make the whole layer bfloat16 (model.bfloat16()) or float32"
         )
-    master = empty(layout.numel, dtype=dtypes.pop()).zero_()
-    views = layout.views(master)
-    for param, view in zip(params, views, strict=True):
-        view.copy_(param.detach())
-        param.data = view
-    return Block(key, params, [names[param] for param in params], layout, master, shared, views=views)
+    block = Block(key, params, [names[param] for param in params], Layout.of(params), torch.empty(0), shared)
+    settle(block)
+    return block

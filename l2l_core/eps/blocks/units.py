@@ -19,9 +19,10 @@ from l2l_core.eps.blocks.trained import Trained
 
 SHELL = "shell"
 
-_NOWHERE = torch.full(
-    (1,), torch.nan
-)  # what parameters show whose values are not here: never weights, always their shape
+# What parameters show whose values are not here: never weights, always their shape
+_NOWHERE = torch.full((1,), torch.nan)
+# The master of a block that is away: one, since passes know storages by their addresses, and one that dies gives its to another
+_NOTHING = torch.empty(0)
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +31,8 @@ class Block:
 
     Invariant: between steps every parameter's data is its home: its view of `master`, where all of the block is there. Of
     several workers each may hold a part of a block. Then `master` is that part, `views` show of every parameter what is in it,
-    and between steps the model's parameters show their shapes and nothing but NaN.
+    and between steps the model's parameters show their shapes and nothing but NaN. So they do of a block that is `away`: on
+    disk, but for the length of an update.
     """
 
     key: str
@@ -44,10 +46,12 @@ class Block:
     views: list[torch.Tensor] = field(default_factory=list)
     cast: torch.Tensor | None = None  # the master in the type in which it travels; see `l2l_core/eps/places.py`
     part: Layout | None = None  # how `master` is laid out, where it is a part of the block
+    away: bool = False  # whether nothing of it is here, but while it is updated
     _trained: Trained | None = None  # as it was last asked for
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the weights that are here."""
         return self.master.nbytes
 
     @property
@@ -58,9 +62,9 @@ class Block:
     @property
     def homes(self) -> list[torch.Tensor]:
         """What the parameters' data are between steps."""
-        if self.part is None:
+        if self.part is None and not self.away:
             return self.views
-        return [_NOWHERE.expand(piece.size) for piece in self.layout.pieces]
+        return [nowhere(piece.size) for piece in self.layout.pieces]
 
     @property
     def trained(self) -> Trained:
@@ -94,6 +98,30 @@ class Block:
         """Hold as `hold` does a buffer of which `part` says what of the block is in it; None: all of it."""
         self.part = part
         return self.hold(master, twins)
+
+    def send_away(self, twins: Sequence[nn.Parameter] = ()) -> None:
+        """Hold no weights, and let parameters show their shapes: somebody has the weights, for loads and for updates."""
+        self.away, self.master, self.cast = True, _NOTHING, None
+        self.views = self.homes
+        for params in (self.params, twins):
+            for param, view in zip(params, self.views, strict=bool(params)):
+                param.data = view
+
+    def come(self, master: torch.Tensor, twins: Sequence[nn.Parameter]) -> None:
+        """Let the optimizer see a buffer, (held.numel,), with the weights of a block that is away, until `go`.
+
+        The model's own parameters are left alone: a layer may be computing with what they show.
+        """
+        assert self.away, self.key
+        self.master, self.views = master, self.layout.views(master)
+        for twin, view in zip(twins, self.views, strict=True):
+            twin.data = view
+
+    def go(self, twins: Sequence[nn.Parameter]) -> None:
+        """End what `come` began."""
+        self.master, self.views = _NOTHING, self.homes
+        for twin, view in zip(twins, self.views, strict=True):
+            twin.data = view
 
     def let_go(self, twins: Sequence[nn.Parameter]) -> None:
         """Hold no weights: somebody has them, on disk, and `hold` will bring them back."""
@@ -144,8 +172,8 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unit's masters, padding included."""
-        return sum(block.nbytes for block in self.blocks)
+        """Bytes of the unit's weights, padding included: of masters here, of float32 where they are away."""
+        return sum(4 * block.layout.numel if block.away else block.nbytes for block in self.blocks)
 
     @property
     def frozen(self) -> bool:
@@ -182,3 +210,13 @@ class Unit:
         """Let the parameters' data be `views` (device slots or masters); their identity stays."""
         for param, view in zip(self.params, views, strict=True):
             param.data = view
+
+
+def nowhere(size: Sequence[int]) -> torch.Tensor:
+    """Give what a parameter of this size shows while its values are not here."""
+    return _NOWHERE.expand(tuple(size))
+
+
+def is_nowhere(param: torch.Tensor) -> bool:
+    """Tell whether a parameter shows its shape alone."""
+    return param.untyped_storage()._cdata == _NOWHERE.untyped_storage()._cdata

@@ -19,7 +19,7 @@ from zoo import BY_NAME, Kind, ResidualMlp
 
 from l2l_core import Relay, RelayConfig, Trace
 from l2l_core.devices import Ticket
-from l2l_core.eps import Alone, Gradients, InHostMemory, Masters, Place, Reducer, Update
+from l2l_core.eps import Alone, Clock, Gradients, InHostMemory, Masters, Place, Reducer, Update
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.step import Plan
 from l2l_core.step.micro_batch import RECOMPUTE, Call, Keeper, Pass
@@ -181,8 +181,14 @@ class Descent:
         self._masters, self._lr, self._log, self._logged = masters, lr, list[tuple[Block, torch.Tensor]](), False
         self.updated: list[Block] = []
 
-    def begin(self, logged: bool, deferred: bool) -> None:
+    def begin(self, logged: bool, deferred: bool, clock: Clock) -> None:
         self.updated, self._log, self._logged = [], [], logged
+
+    def expect(self, block: Block) -> None:
+        pass
+
+    def spare(self, block: Block) -> None:
+        pass
 
     def gathered(self, whole: dict[Block, GradientPiece]) -> None:
         pass

@@ -1,0 +1,10 @@
+"""Weights and optimizer state in files, for models that do not fit in memory.
+
+May import `workers`, `saves`, `eps`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`, `model`, `trace`, `config`.
+Begin reading at `records.py` (why a crash loses nothing), `updates.py`, `place.py`; `on_files.py` puts them at the EPS's seams.
+"""
+
+from l2l_core.shelf.empty import empty_weights as empty_weights
+from l2l_core.shelf.on_files import OnFiles as OnFiles
+from l2l_core.shelf.on_files import on_files as on_files
+from l2l_core.shelf.settings import FileShelf as FileShelf

@@ -1,0 +1,115 @@
+"""Files read and written in whole pages, past the page cache where the file system allows it.
+
+A model on disk would push everything else out of the cache and gain nothing by it: what was read last is wanted last. So
+files are opened with ``O_DIRECT``; where a file system refuses that, they are read and written through the cache, which is
+told to forget them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+PAGE = 4096  # of memory, of a file, and what the blocks of all common disks divide
+_AT_ONCE = 1 << 26  # bytes per call of the system, which takes less than 2 GiB
+_sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
+
+
+def pages(nbytes: int) -> int:
+    """Round bytes up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def page_aligned(raw: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """View the part of `raw` (at least ``nbytes + PAGE`` bytes, uint8) that begins with a page, (nbytes,)."""
+    start = -raw.data_ptr() % PAGE
+    return raw[start : start + nbytes]
+
+
+class DirectFiles:
+    """Reads and writes files of a folder.
+
+    Args:
+        folder: on the file system that is tried.
+
+    Attributes:
+        is_direct: whether it goes past the page cache.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.is_direct = bool(_O_DIRECT) and _takes_direct(folder / "direct.tmp")
+
+    def read(self, path: Path, into: torch.Tensor) -> None:
+        """Fill `into` (uint8, whole pages on a page boundary) from the beginning of a file.
+
+        Raises:
+            OSError: the file cannot be read, or ends too early.
+        """
+        with self._opened(path, os.O_RDONLY) as file:
+            view, done = _bytes_of(into), 0
+            while done < len(view):
+                count = os.preadv(file, [view[done : done + _AT_ONCE]], done)
+                if count == 0:
+                    raise OSError(errno.EIO, f"the file ends after {done:,} of {len(view):,} bytes", str(path))
+                done += count
+            self._forget(file)
+
+    def write(self, path: Path, source: torch.Tensor) -> None:
+        """Write `source` (uint8, whole pages on a page boundary) as a whole file, and wait until it is on the disk itself.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._opened(path, os.O_WRONLY | os.O_CREAT) as file:
+            view, done = _bytes_of(source), 0
+            while done < len(view):
+                count = os.pwrite(file, view[done : done + _AT_ONCE], done)
+                count -= count % PAGE  # a disk that is getting full takes less; the next try says so
+                if count == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                done += count
+            if os.fstat(file).st_size != len(view):
+                os.ftruncate(file, len(view))
+            _sync_data(file)  # the size too, where it is another one
+            self._forget(file)
+
+    @contextmanager
+    def _opened(self, path: Path, flags: int) -> Iterator[int]:
+        file = os.open(path, flags | (_O_DIRECT if self.is_direct else 0), 0o666)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    def _forget(self, file: int) -> None:
+        if not self.is_direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _takes_direct(path: Path) -> bool:
+    """Try it: some file systems refuse to open a file so, others to read or to write it."""
+    page = page_aligned(torch.zeros(2 * PAGE, dtype=torch.uint8), PAGE)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | _O_DIRECT, 0o666)
+        try:
+            return os.pwrite(file, _bytes_of(page), 0) == os.preadv(file, [_bytes_of(page)], 0) == PAGE
+        finally:
+            os.close(file)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _bytes_of(flat: torch.Tensor) -> memoryview:
+    """See the memory of a contiguous tensor, which must be held meanwhile."""
+    return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")

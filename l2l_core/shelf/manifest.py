@@ -1,0 +1,185 @@
+"""Which step of a shelf is whole: one file, replaced at the end of every step, names the half of each block that belongs to it.
+
+    folder/
+      step.json                   which halves are current, how they lie in their files, settings of the optimizer
+      step-00000012.safetensors   buffers of the model, random generators, settings that are tensors
+      records/L000.a, L000.b ...  two halves per block
+      lock                        held by the process that trains
+
+The halves are on the disk itself before the manifest is; then one rename makes the step the current one. Whoever dies before it
+leaves the old step, and whoever dies after it the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from l2l_core.devices import write_tensors
+from l2l_core.eps import Masters
+from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.optimizers import put, to_save
+from l2l_core.model import RandomState, Tensors, copies_of, decode, encode
+from l2l_core.saves import plain_random, read_random, sync, write_bytes
+from l2l_core.shelf.form import Form
+from l2l_core.shelf.records import Record, Records
+
+_NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 1
+
+
+class Manifest:
+    """Writes and reads the manifest of a folder.
+
+    Invariant: `steps` is the number of the whole step that the folder has.
+
+    Args:
+        folder: of the shelf.
+        units: the shell and the layers.
+        masters: the optimizer's side of them.
+        records: of all blocks.
+    """
+
+    def __init__(self, folder: Path, units: Sequence[Unit], masters: Masters, records: Records) -> None:
+        self.steps = 0
+        self._folder, self._units, self._masters, self._records = folder, units, masters, records
+        self._random = RandomState.take()
+
+    def begin(self) -> None:
+        """A step begins: the caller's generators stand where they will stand after it."""
+        self._random = RandomState.take()
+
+    def prepare(self, steps: int) -> None:
+        """Write the manifest of a step under another name, with the halves that are coming and the others that are current.
+
+        Raises:
+            OSError: it cannot be written; the old one is there.
+        """
+        records = self._records.current | self._records.coming
+        tensors: Tensors = {}
+        own_settings, settings = to_save(self._masters.optimizer)
+        name = _tensors_name(steps)
+        plain = {
+            "schema": _SCHEMA,
+            "torch": torch.__version__,
+            "steps": steps,
+            "tensors": name,
+            "outline": self._outline(),
+            "records": {block.key: _plain(block, record) for block, record in records.items()},
+            "own_settings": encode(own_settings, "own_settings", tensors),
+            "settings": encode(settings, "settings", tensors),
+            "random": encode(plain_random(self._random), "random", tensors),
+            "buffers": encode([unit.buffers.copy() for unit in self._units], "buffers", tensors),
+        }
+        write_tensors({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, self._folder / name)
+        sync(self._folder / name)
+        sync(self._records.folder)  # files that are new there
+        write_bytes(self._folder / _NEXT, json.dumps(plain).encode())
+
+    def switch(self, steps: int) -> None:
+        """Make the manifest that `prepare` has written the one that counts.
+
+        Raises:
+            OSError: the disk has failed; one of the two is in force, and nobody knows which.
+        """
+        os.replace(self._folder / _NEXT, self._folder / _NAME)
+        sync(self._folder)
+        self.steps = steps
+        for path in self._folder.glob("step-*.safetensors"):
+            if path.name != _tensors_name(steps):
+                with suppress(OSError):  # the next step tries it again
+                    path.unlink()
+
+    def read(self) -> Callable[[], None]:
+        """Read what the folder has; the result makes it the state of records, optimizer, buffers and generators.
+
+        Raises:
+            ValueError: there is nothing, or it is of another model or optimizer.
+        """
+        plain = read_plain(self._folder)
+        _compare(self._folder, plain["outline"], json.loads(json.dumps(self._outline())))
+        take = copies_of(load_file(self._folder / plain["tensors"]))
+        settings = [*decode(plain["own_settings"], take), *decode(plain["settings"], take)]
+        random, buffers = read_random(decode(plain["random"], take)), decode(plain["buffers"], take)
+
+        def restore() -> None:
+            for block in self._masters.blocks:
+                said = plain["records"][block.key]
+                self._records.current[block] = Record(said["half"], Form.read(said["form"]))
+                block.version, block.warmup = said["version"], said["warmup"]
+            put(self._masters.optimizer, settings, only=False)
+            for unit, values in zip(self._units, buffers, strict=True):
+                unit.buffers.restore(values)
+            random.put()
+            self.steps, self._random = plain["steps"], random
+
+        return restore
+
+    def _outline(self) -> dict[str, Any]:
+        """Say what a model and an optimizer must be like to go on with this folder."""
+        names = {p: name for block in self._masters.blocks for p, name in zip(block.params, block.names, strict=True)}
+        parameters = {
+            name: f"{list(piece.size)} {list(piece.stride)} in {block.key}"
+            for block in self._masters.blocks
+            for name, piece in zip(block.names, block.layout.pieces, strict=True)
+        }
+        groups = [[names[param] for param in group] for group in self._masters.groups]
+        return {
+            "layers": {unit.key: unit.name for unit in self._units},
+            "parameters": parameters,
+            "the optimizer": {"class": type(self._masters.optimizer).__name__},
+            "parameter groups": {name: str(index) for index, group in enumerate(groups) for name in group},
+        }
+
+
+def _tensors_name(steps: int) -> str:
+    return f"step-{steps:08d}.safetensors"
+
+
+def has_step(folder: Path) -> bool:
+    """Whether the folder has a whole step."""
+    return (folder / _NAME).exists()
+
+
+def read_plain(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a folder.
+
+    Raises:
+        ValueError: it has none, or none that this version reads.
+    """
+    path = folder / _NAME
+    try:
+        plain = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is missing: no shelf was ever filled in this folder. Give the folder of one, or leave out resume=True"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore the whole folder from a copy") from error
+    if plain["schema"] != _SCHEMA:
+        raise ValueError(f"{path} has schema {plain['schema']}, and this version of l2l_core reads {_SCHEMA}")
+    return plain
+
+
+def _plain(block: Block, record: Record) -> dict[str, Any]:
+    return {"half": record.half, "form": record.form.plain(), "version": block.version, "warmup": block.warmup}
+
+
+def _compare(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    for what in here:
+        unlike = [
+            f"{name}: {there[what].get(name, 'absent')} in the folder, {here[what].get(name, 'absent')} here"
+            for name in {**there[what], **here[what]}
+            if there[what].get(name) != here[what].get(name)
+        ]
+        if unlike:
+            raise ValueError(
+                f"{folder} is the shelf of a model with other {what} ({len(unlike)} differ: {'; '.join(unlike[:3])}). Give the "
+                "model and optimizer that it was made with, or another folder. Nothing was changed"
+            )

@@ -1,0 +1,72 @@
+"""A kind of the zoo trained from files and in core, from the same state on the same micro-batches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from oracle import InCore, MakeOptimizer, adamw
+from torch import Tensor, nn
+from zoo import Kind
+
+from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
+
+ROWS, ENOUGH = 7, "8 MB"
+CONFIG = RelayConfig(micro_batches=3)
+
+
+def relay_on(folder: Path, kind: Kind, optimizer: MakeOptimizer = adamw, **options: Any) -> Relay:
+    """Make a relay over a shelf; `memory_bytes`, `weights` and `resume` go to it, other options to the relay."""
+    of_shelf = {name: options.pop(name) for name in ("memory_bytes", "weights", "resume") if name in options}
+    model = options.pop("model", None) or kind.make_model()
+    made = optimizer(model) if "made" not in options else options.pop("made")
+    settings: dict[str, Any] = {"loss": kind.loss, "layers": kind.layers, "config": CONFIG, "device": EmulatedDevice()}
+    shelf = FileShelf(folder=folder, **{"memory_bytes": ENOUGH, **of_shelf})
+    return Relay(model, made, shelf=shelf, **(settings | options))
+
+
+def in_core(kind: Kind, optimizer: MakeOptimizer = adamw, config: RelayConfig = CONFIG) -> InCore:
+    """Make the in-core side."""
+    model = kind.make_model()
+    return InCore(kind, model, optimizer(model), config)
+
+
+def weights_of(relay: Relay) -> dict[str, Tensor]:
+    """Copies of all weights of a relay on a shelf, and its buffers."""
+    assert relay.shelf is not None
+    return {name: tensor.clone() for name, tensor in relay.shelf.weights()} | buffers_of(relay.model)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The same of an ordinary model."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()} | buffers_of(model)
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Insist on equal bits."""
+    assert ours.keys() == theirs.keys()
+    unequal = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    assert not unequal, unequal[:8]
+
+
+@contextmanager
+def compared(
+    folder: Path, kind: Kind, optimizer: MakeOptimizer = adamw, **options: Any
+) -> Iterator[tuple[Relay, InCore]]:
+    """Yield both sides; when the block ends, their weights and buffers must be the same."""
+    with relay_on(folder, kind, optimizer, **options) as relay:
+        plain = in_core(kind, optimizer, relay.config)
+        yield relay, plain
+        assert_same(weights_of(relay), state_of(plain.model))
+
+
+def train(relay: Relay, plain: InCore, steps: int) -> None:
+    """Train both sides on the batches whose turn it is; losses must be the same."""
+    for _ in range(steps):
+        batch = plain.kind.make_batch(ROWS, plain.steps)
+        assert relay.step(batch).loss == plain.step(batch)
