@@ -45,6 +45,12 @@ def make_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def cut(batch: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Cut a batch along its rows into so many micro-batches."""
+    parts = [value.chunk(count) for value in batch.values()]
+    return [dict(zip(batch, each, strict=True)) for each in zip(*parts, strict=True)]
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Compute on `count` cores."""

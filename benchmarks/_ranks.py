@@ -1,14 +1,15 @@
-"""Processes with a process group on gloo, each on one core with one thread, that do what they are told one after another."""
+"""Processes with a process group, each on cores of its own, that do what they are told one after another."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import resource
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,14 +20,22 @@ _ANSWER_S = 3600.0
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    """So many processes; rank r has core r, or r modulo the number of cores if those do not suffice."""
+    """So many processes.
 
-    def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    Args:
+        count: how many.
+        cores: of each, and its threads; rank r has the r-th so many, counted around if the machine has too few.
+        method: how a process begins, as `multiprocessing` names it. "forkserver" is quick: libraries that it was told of are
+            loaded once. "spawn" is for GPUs, which must not have been asked anything before a fork.
+        backend: of the process group.
+    """
+
+    def __init__(self, count: int, cores: int = 1, method: str = "spawn", backend: str = "gloo") -> None:
+        context = multiprocessing.get_context(method)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(count)]
         self._processes = [
-            context.Process(target=_serve, args=(rank, count, self._store.port, theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, count, cores, backend, self._store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -43,7 +52,12 @@ class Ranks(AbstractContextManager["Ranks"]):
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(_ANSWER_S):
                 raise TimeoutError(f"rank {rank} has not answered for {_ANSWER_S:g} s")
-            good, answer = pipe.recv()
+            try:
+                good, answer = pipe.recv()
+            except EOFError:
+                self._processes[rank].join()
+                code = self._processes[rank].exitcode
+                raise RuntimeError(f"rank {rank} ended in mid-work with exit code {code}") from None
             if not good:
                 raise RuntimeError(f"rank {rank}:\n{answer}")
             answers.append(answer)
@@ -59,12 +73,12 @@ class Ranks(AbstractContextManager["Ranks"]):
             process.join()
 
 
-def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
+def _serve(rank: int, count: int, cores: int, backend: str, port: int, pipe: Connection) -> None:
+    all_cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {all_cores[i % len(all_cores)] for i in range(rank * cores, (rank + 1) * cores)})
+    torch.set_num_threads(cores)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     while (told := pipe.recv()) is not None:
         function, args = told
         try:
@@ -89,3 +103,21 @@ def resident_bytes() -> int:
     """Bytes of this process in memory."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+@contextmanager
+def most_resident(every_s: float = 1e-3) -> Iterator[list[int]]:
+    """Sample the bytes of this process; the list that is yielded holds the most."""
+    most, over = [resident_bytes()], threading.Event()
+
+    def look() -> None:
+        while not over.wait(every_s):
+            most[0] = max(most[0], resident_bytes())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        thread.join()

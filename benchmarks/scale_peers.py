@@ -20,16 +20,15 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _common import make_batch, make_gpt2, report, show
-from _ranks import Ranks, resident_bytes, timed
+from _common import cut, make_batch, make_gpt2, report, show
+from _ranks import Ranks, most_resident, resident_bytes, timed
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Workers
@@ -101,12 +100,6 @@ def model_of(args: argparse.Namespace) -> nn.Module:
     return make_gpt2(args.layers, args.width, args.length, dropout=0.0, tie_word_embeddings=False)
 
 
-def cut(batch: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Cut a batch into micro-batches."""
-    parts = [value.chunk(count) for value in batch.values()]
-    return [dict(zip(batch, each, strict=True)) for each in zip(*parts, strict=True)]
-
-
 def backward(model: nn.Module, part: dict[str, torch.Tensor], count: int) -> float:
     """Add the gradients of a micro-batch; gives its part of the loss."""
     loss = model(**part).loss / count
@@ -120,24 +113,6 @@ def tensors(params: Iterable[Any], states: Iterable[Any]) -> int:
     kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     kept = [value.to_local() if hasattr(value, "to_local") else value for value in kept]
     return 2 * sum(each.nbytes for each in here) + sum(each.nbytes for each in kept)
-
-
-@contextmanager
-def most_resident(every_s: float = 1e-3) -> Iterator[list[int]]:
-    """Sample the bytes of this process; the list that is yielded holds the most."""
-    most, over = [resident_bytes()], threading.Event()
-
-    def look() -> None:
-        while not over.wait(every_s):
-            most[0] = max(most[0], resident_bytes())
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield most
-    finally:
-        over.set()
-        thread.join()
 
 
 def begin(rank: int, count: int, name: str, args: argparse.Namespace) -> dict[str, Any]:

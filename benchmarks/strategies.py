@@ -8,6 +8,10 @@ with all that is on the device: weights, gradients, optimizer state, activations
 keeping, recompute and offload (up to eight layers) get a byte less than periodic recompute needs. Seconds are simulated from
 measured operations of this machine and the stated speed of the link, one column per link; stages are measured anew for each.
 Where a plan depends on the link, bytes and forwards are those for the last one.
+
+Then, of each model: activations of few bits and randomized linear layers, in plain training, with the cosine between their
+gradients and the exact ones. Of a ResNet of five blocks, and of random chains: what plans could gain that drop what they keep.
+And what GPT-2 small saves for backward, by rows and length, on fake tensors.
 """
 
 from __future__ import annotations
@@ -18,11 +22,24 @@ from typing import Any
 
 import torch
 from _common import make_batch, make_gpt2, report, show
+from _strategies_more import activations, approximate, gap
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, ResNetConfig, ResNetForImageClassification
 
 from l2l_core import EmulatedDevice
-from l2l_core.strategies import Combined, Full, Karma, Lab, Offload, Periodic, Plain, RelayPolicy, Rotor
+from l2l_core.strategies import (
+    Combined,
+    Full,
+    Karma,
+    Lab,
+    Offload,
+    Periodic,
+    Plain,
+    RelayPolicy,
+    Rotor,
+    SelectiveCheckpoint,
+    Swap,
+)
 
 ROWS, LENGTH, MICRO_BATCHES = 8, 64, 2
 
@@ -40,18 +57,18 @@ def bert() -> tuple[nn.Module, Any, dict[str, Any]]:
     return BertForMaskedLM(config).train(), make_batch(ROWS, LENGTH), {}
 
 
-def resnet() -> tuple[nn.Module, Any, dict[str, Any]]:
+def resnet(depths: tuple[int, ...] = (3, 3, 3)) -> tuple[nn.Module, Any, dict[str, Any]]:
     """Nine blocks, whose inputs shrink as they go down; each is a layer."""
     config = ResNetConfig(
         embedding_size=16,
         hidden_sizes=[16, 32, 64],
-        depths=[3, 3, 3],
+        depths=list(depths),
         layer_type="basic",
         downsample_in_first_stage=False,
         num_labels=10,
     )
     model = ResNetForImageClassification(config).train()
-    layers = [f"resnet.encoder.stages.{i}.layers.{j}" for i in range(3) for j in range(3)]
+    layers = [f"resnet.encoder.stages.{i}.layers.{j}" for i in range(3) for j in range(depths[i])]
     batch = {"pixel_values": torch.randn(ROWS, 3, 64, 64), "labels": torch.randint(10, (ROWS,))}
     return model, batch, {"layers": layers}
 
@@ -114,6 +131,8 @@ def measure(name: str, links: list[float]) -> list[dict[str, Any]]:
             "rotor, less than periodic": Rotor(budget),
             "karma, the same": Karma(budget),
             **combined,
+            "partition and swap, the same": Swap(budget),
+            "torch's selective checkpoint": SelectiveCheckpoint(),
             "offload": Offload(ahead=1),
             "offload, synchronous": Offload(ahead=0),
             "relay, stash on the host": RelayPolicy(),
@@ -139,7 +158,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", type=float, default=[3e7, 3e8, 3e9], help="bytes per second, each way")
     args = parser.parse_args()
 
-    results = {}
+    results, changed = {}, {}
     for name in args.models:
         results[name] = rows = measure(name, args.links)
         print(f"{name}: metered MB, layer forwards, simulated seconds by link")
@@ -153,6 +172,22 @@ def main() -> None:
                 for r in rows
             ],
         )
+        changed[name] = approximate(MODELS[name], MICRO_BATCHES)
+        print(f"{name}, plain training: metered MB, MB of records of a micro-batch, cosine of the gradients")
+        show(
+            ("model", "device", "records", "cosine"),
+            [
+                (r["model"], r["device_bytes"] / 1e6, r["record_bytes"] / 1e6, r["cosine"])
+                if "why" not in r
+                else (r["model"], r["why"].partition(":")[0], "", "")
+                for r in changed[name]
+            ],
+        )
+    torch.manual_seed(0)
+    model, batch, options = resnet((2, 2, 1))
+    gains = gap(Lab(model, batch, micro_batches=MICRO_BATCHES, **options).prices.rotor.chain)
+    print(f"plans that drop what they keep: {gains}")
+    results = {"ways": results, "changed": changed, "gap": gains, "activations": activations()}
     report("strategies", {"settings": vars(args), "results": results})
 
 

@@ -48,7 +48,6 @@ from l2l_core.eps.blocks import (
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, rounds_weights, settings_of, silent
 from l2l_core.forecast import (
     Fit,
-    Fleet,
     Forecast,
     LastStep,
     forecast_step,
@@ -56,14 +55,14 @@ from l2l_core.forecast import (
 from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
 from l2l_core.model import Caches, RandomState, Where, keep_attributes, refuse_whole, resolve_layers
 from l2l_core.runner import Runner
-from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of
+from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of, parts_of_values
 from l2l_core.shelf import FileShelf, OnFiles, on_files
 from l2l_core.step import (
+    InCore,
     Parts,
     Stage,
     Task,
     VerifyReport,
-    compare_step,
     interrupts_wait,
 )
 from l2l_core.surgery import same_random_numbers
@@ -89,7 +88,8 @@ class Relay:
         loss: ``loss(outputs, batch) -> scalar``; default ``outputs.loss``.
         objective: ``objective(model, micro_batch) -> scalar``, in place of both.
         weight: what a micro-batch counts for; default what the model's loss is found to be a mean over: targets that are not
-            -100, shifted or not, or rows. See `mean.py`.
+            -100, shifted or not, or rows. See `mean.py`. Where all count alike nothing is looked for, so a mean over weighed
+            targets (``cross_entropy(weight=...)``) has to say so: the sum of their weights.
         config: how to run; may be exchanged between steps (``relay.config = ...``). With "auto", the first step begins by
             looking for the fastest settings that fit, as `fit` does.
         workers: other processes that train along, each with its own rows; see `Workers`. "auto", a process group, or
@@ -125,12 +125,10 @@ class Relay:
         keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
         self._fits_itself = config == "auto"
-        config = RelayConfig() if config == "auto" else checked_config(config)
+        asked, config = config, RelayConfig() if config == "auto" else checked_config(config)
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
-        self._company = company(workers, model) if shelf is None else on_files(shelf, workers, model, config.ahead)
-        if self._fits_itself:
-            self._company.refuse('config="auto"', "find settings with `fit` on one worker, and give them to all")
+        self._company = company(workers, model) if shelf is None else on_files(shelf, workers, model, asked)
         if any(param.dtype == torch.bfloat16 for param in model.parameters()):
             self._company.refuse("a model in bfloat16", "call model.float()")
         self.device = resolve_device(device)
@@ -138,7 +136,7 @@ class Relay:
         # Before parameters move into masters: an optimizer that is refused leaves the model as it was.
         made, findings = make_optimizer(optimizer, model)
         modules = dict(zip(keys, found.values(), strict=True))
-        settle = self._company.settle(self.device.host_empty)
+        settle = self._company.keep_by(self.device.host_empty)
         shell, units = build_units(model, modules, settle, rounds_weights(made))
         place = self._company.place(self.device, self.host)
         parts = Parts(model, self.device, self.host, shell, units, place)
@@ -325,11 +323,12 @@ class Relay:
             self._caches.off(),
         ):
             if self._fits_itself:
-                self.config = self._runner.fit(batch, None, None, (), _FIT_S).config
-            skip = tuple(skip) if isinstance(skip, Iterator) else skip  # it is gone through twice
+                self._fit(batch, None, None, (), _FIT_S)
+            skip = _kept(skip)
             with self._company.together("make a step", partial(self._facts, batch, skip)):
                 if self._store.has_hooks:  # in here: where one worker alone has any, the others are told at once
-                    self._company.refuse("a hook around the optimizer's step", "hooks would see parts of parameters")
+                    why = "hooks would see parts of parameters; do it between steps, in `with relay.gathered()`"
+                    self._company.refuse("a hook around the optimizer's step", why)
                 config = self._runner.settled(self.config, batch)
                 with self._sitting_out(skip, trust):
                     return self._step(batch, config)
@@ -362,6 +361,8 @@ class Relay:
         back, and what is found out here about batches and layers is not known to steps. Hooks on modules do run, and
         `objective` and `loss` are called: what those keep outside of the model is theirs.
 
+        Several workers do it together, each with its own rows of as many batches.
+
         Args:
             batches: as for `evaluate`.
             edits: are in force meanwhile, as one group, and taken back: weights, optimizer, journal, keys of layers and the
@@ -372,9 +373,9 @@ class Relay:
             ValueError, TypeError: an edit that cannot be carried out, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
-        self._company.refuse("probe")
-        with interrupts_wait(), self._exclusive(), self._unseen(), self._trying(edits, trust):
-            return [self._runner.evaluate(batch, self._runner.mean_of_probes) for batch in batches]
+        batches = list(batches)  # workers that try edits must know before how many there are
+        with interrupts_wait(), self._exclusive(), self._unseen(), self._trying(edits, trust, len(batches)):
+            return [self._probe(batch) for batch in batches]
 
     def look(
         self,
@@ -394,6 +395,8 @@ class Relay:
 
         The chosen micro-batches go through all layers once, and each chosen layer is reduced to a few figures while it is on the
         device, so device memory does not grow with depth: what enters and leaves it, and what it adds.
+
+        Several workers do it together, and all look at the rows of worker 0.
 
         Args:
             batch: as for `step`, cut into as many micro-batches; only the chosen ones are run.
@@ -415,9 +418,22 @@ class Relay:
             ValueError, TypeError: a layer or number that there is not, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
-        self._company.refuse("look")
         began_s = time.perf_counter()
-        with interrupts_wait(), self._exclusive(), self._unseen(), self._sitting_out(leave_out, trust=False):
+        layers, leave_out, micro_batches = map(_kept, (layers, leave_out, micro_batches))
+        numbers = micro_batches, row, positions, attention, lens, generate, top
+
+        def facts() -> dict[str, str]:
+            seen = [unit.key for unit in self._units_to_look_at(layers)]
+            return {**self._facts(batch, leave_out), "what is looked at": repr((seen, numbers))}
+
+        with (
+            interrupts_wait(),
+            self._exclusive(),
+            self._company.together("look inside", facts),
+            self._unseen(),
+            self._sitting_out(leave_out, trust=False),
+        ):
+            [batch] = self._company.every([batch] if self.rank == 0 else [], "look at the rows of worker 0")
             rows, parts = self._runner.split(batch)
             sizes = rows.sizes(len(parts))
             chosen, row, positions, generate, top = check_numbers(sizes, micro_batches, row, positions, generate, top)
@@ -440,31 +456,39 @@ class Relay:
         The in-core side runs on the device's kind of hardware: on a GPU, which must have room for the whole model, equal
         bits are not to be expected, but losses and weights that agree to float32 rounding are. It is float32 in any case,
         so with ``precision="bf16"`` the report shows what the precision costs.
+
+        Several workers do it together, and each does all of the in-core side, on the micro-batches of all: it must have room for
+        the model twice. Only ``reduce="ordered"`` gives equal bits. Buffers are not compared where each worker has its own.
         """
-        self._company.refuse("verify")
-        rows, micro_batches = self._runner.split(batch)
         with (
             interrupts_wait(),
             self._exclusive(),
             self.device.current(),
+            self._company.together("verify", partial(self._facts, batch)),
             self._preserved(),
             torch.enable_grad(),
             self._caches.off(),  # in the copy as well
         ):
             check_model(self.model, self._runner.parts.units)  # the in-core side comes first
-            config = self._runner.settled(self.config, batch)
-            return compare_step(
-                model=self.model,
-                store=self._store,
-                units=self._runner.parts.units,
-                relay_step=lambda: self._step(batch, config),
-                micro_batches=micro_batches,
-                objective=self._call.objective,
-                divisors=self._runner.mean.divisors(rows, micro_batches),
-                seeds=[self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))],
-                max_grad_norm=self.config.max_grad_norm,
-                torch_device=self.device.torch_device,
-            )
+            config, every = self._runner.settled(self.config, batch), self._company.every
+            rows, own = self._runner.split(batch)
+            micro_batches = every(own, "verify")
+            divisors = every(self._runner.mean.divisors(rows, own), "verify")
+            with self._company.whole():
+                in_core = InCore(
+                    model=self.model,
+                    store=self._store,
+                    micro_batches=micro_batches,
+                    objective=self._call.objective,
+                    divisors=divisors,
+                    seeds=[self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))],
+                    max_grad_norm=self.config.max_grad_norm,
+                    torch_device=self.device.torch_device,
+                )
+            result = self._step(batch, config)
+            with self._company.whole():
+                alike = self._company.settings.buffers == "same"
+                return in_core.compare(result, self._runner.parts.units, with_buffers=alike)
 
     def expect(self, batch: Batch) -> AbstractContextManager[object]:
         """Say what the next batch is like, so that an edit that runs layers (``init="identity"``) needs no step before it.
@@ -495,7 +519,8 @@ class Relay:
         workers: int | None = None,
         network: Network | None = None,
         stragglers: Mapping[int, float] | None = None,
-        wire: str = "fp32",
+        wire: str | None = None,
+        reduce: str | None = None,
         rank: int | None = None,
     ) -> Forecast:
         """Say what a step on this batch would need and how long it would take. Trains nothing and changes nothing; a
@@ -512,11 +537,11 @@ class Relay:
             config: how the step would run; default the relay's own.
             device: whose link and budget to assume: a Device, or figures as in `Device.figures`; default the relay's own.
             host_bytes: what the host has, for `Forecast.largest_depth`.
-            workers: how many such steps are planned to be made together, each on a batch like this one, with ``reduce="sum"``;
-                default as many as there are.
-            network: between them; default one that costs no time.
+            workers: how many such steps are planned to be made together, each on a batch like this one; default as many as
+                there are.
+            network: between them; default that of this relay's `Workers`, and without workers one that costs no time.
             stragglers: by rank, how many times as long as here compute and the EPS take there.
-            wire: type in which they send gradients, as of `Workers`.
+            wire, reduce: as of `Workers`; default those of this relay's, and without workers "fp32" and "sum".
             rank: of the worker that is told of; default this one.
 
         Several workers do it together. Each holds the whole model meanwhile, rehearses on its own, and is told of itself.
@@ -527,12 +552,8 @@ class Relay:
             TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
         """
-        fleet = Fleet(
-            count=self.workers if workers is None else workers,
-            network=network or Network(),
-            stragglers=stragglers or {},
-            wire=wire,
-            rank=self.rank if rank is None else rank,
+        fleet = self._runner.fleet(
+            count=workers, network=network, stragglers=stragglers, wire=wire, reduce=reduce, rank=rank
         )
         with (
             interrupts_wait(),
@@ -549,7 +570,7 @@ class Relay:
             )
             asked = self._runner.settled(self.config if config is None else config, batch)
             return forecast_step(
-                self._runner.rehearsal(),
+                self._runner.rehearsal(fleet),
                 batch,
                 asked,
                 self.device if device is None else device,
@@ -573,6 +594,9 @@ class Relay:
         one that keeps many, for each place of the stash if need be. What lies between them follows; the best are timed once more.
         Results are the same with all of these settings, but for other random numbers with other micro-batches.
 
+        Several workers do it together. The one with the largest batch rehearses, for the room of the one that has least; its
+        choice is that of all, and the others wait for it. All of them hold the whole model meanwhile.
+
         Args:
             batch: as for `step`; the search is for batches of its shapes.
             device_bytes: what the step may take of the device; default its budget, and without one what is free now.
@@ -591,11 +615,8 @@ class Relay:
             ValueError, TypeError: an unknown name, or a number of bytes that there cannot be.
             Whatever the model itself raises on the batch.
         """
-        self._company.refuse("fit")
         with interrupts_wait(), self._exclusive(), torch.enable_grad(), self._caches.off():
-            found = self._runner.fit(batch, device_bytes, host_bytes, fixed, most_s)
-            self.config = found.config
-            return found
+            return self._fit(batch, device_bytes, host_bytes, fixed, most_s)
 
     def apply(self, *edits: Edit, trust: bool = False) -> Edit:
         """Edit the stack of layers between two steps; several edits are one group: all of them, or none.
@@ -644,8 +665,7 @@ class Relay:
         Raises:
             ValueError: no name, or one that there is.
         """
-        self._company.refuse("fork")
-        with interrupts_wait(), self._exclusive():
+        with interrupts_wait(), self._exclusive(), self._with_branch("make a branch", name):
             self._branches.fork(name, self._branch_state())
             self._history = self._history.copy()
             return self._present_branch()
@@ -658,11 +678,13 @@ class Relay:
         Raises:
             ValueError: there is no such branch; lists those that there are.
         """
-        self._company.refuse("switch")
-        with interrupts_wait(), self._exclusive():
+        with interrupts_wait(), self._exclusive(), self._with_branch("switch", name):
+            agree = partial(self._company.every, [], "switch")
             with self._editing():
-                state = self._branches.switch(name, self._branch_state())
+                state = self._branches.switch(name, self._branch_state(), agree)
                 self.config, self._runner.steps, self._history = state.config, state.steps, state.history
+            self._company.settle(self._editor.parking.sides)
+            self._editor.parking.book_again()
             return self._present_branch()
 
     def discard(self, name: str) -> None:
@@ -671,8 +693,7 @@ class Relay:
         Raises:
             ValueError: there is no such branch, or it is the present one.
         """
-        self._company.refuse("discard")
-        with interrupts_wait(), self._exclusive():
+        with interrupts_wait(), self._exclusive(), self._with_branch("discard a branch", name):
             self._branches.discard(name)
             self._history.forget()
 
@@ -742,7 +763,15 @@ class Relay:
                         resumption.restack(relay._editor, back)
                     edited.restore_into(relay._editor, relay._history)
                     saves.check(saved, relay._saved_state())
-                    past = Restorer(relay._editor, relay._history, relay._branches, resumption, relay.device.host_empty)
+                    past = Restorer(
+                        relay._editor,
+                        relay._history,
+                        relay._branches,
+                        resumption,
+                        relay.device.host_empty,
+                        saved.values,
+                        who.room,
+                    )
                     fill = past.restore(parts)
                 present = relay._saved_state()
                 saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail
@@ -773,6 +802,22 @@ class Relay:
         self._history.note_loss(result.loss)
         return result
 
+    def _fit(
+        self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float
+    ) -> Fit:
+        """Look for settings, and run with them."""
+        fixed = _kept(fixed)
+        asked = repr((device_bytes, host_bytes, sorted(fixed), most_s))  # sets have another order in every process
+        with self._company.together("fit", lambda: {**self._facts(batch), "what is to fit": asked}):
+            found = self._runner.fit(batch, device_bytes, host_bytes, fixed, most_s)
+            self.config = found.config
+            return found
+
+    def _probe(self, batch: Batch) -> float:
+        """Measure the loss of a batch, which steps must not learn from."""
+        with self._company.together("probe", partial(self._facts, batch)):
+            return self._runner.evaluate(batch, self._runner.mean_of_probes)
+
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _units_to_look_at(self, layers: Iterable[Where] | None) -> list[Unit]:
@@ -802,8 +847,9 @@ class Relay:
         units = self._runner.parts.units
         layers = [f"{u.key} {u.numel} {''.join('-+'[flag] for flag in u.trained)}" for u in units]
         return {
+            "branch": self.branch,
             "number of the step": str(self.steps),
-            "settings": repr(self.config),
+            "settings": 'config="auto"' if self._fits_itself else repr(self.config),
             "layers, sizes, what is trained": ", ".join(layers),
             "edits": str(len(self._history.journal)),
             "skip": ", ".join(unit.key for unit in self._editor.lineup.units_at(skip)),
@@ -812,15 +858,14 @@ class Relay:
             "structure of the batch": "" if batch is None else str(structure_of(self._runner.rows_of(batch).batch)),
         }
 
+    def _with_branch(self, what: str, name: str) -> AbstractContextManager[None]:
+        """Let all workers do something with one branch."""
+        return self._company.together(what, lambda: {**self._facts(), "branch to do it with": repr(name)})
+
     @contextmanager
     def _all_changing(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
         """Let all workers change whole layers in a block; they have what worker 0 has afterwards."""
-
-        def facts() -> dict[str, str]:
-            # Without addresses, which are other ones in every process
-            return {**self._facts(), "edits to make": re.sub(r" at 0x[0-9a-f]+", "", repr(edits))}
-
-        with self._company.together(what, facts), self._company.whole():
+        with self._company.together(what, lambda: {**self._facts(), **_told(edits)}), self._company.whole():
             yield
             self._company.agree_on(self._runner.parts.units)
 
@@ -833,17 +878,28 @@ class Relay:
             self._runner.restack(self._editor.lineup.layers)
 
     @contextmanager
-    def _trying(self, edits: Sequence[Edit], trust: bool) -> Iterator[None]:
-        """Edits are in force in a block; what they let the relay forget is put back by `_unseen`."""
+    def _trying(self, edits: Sequence[Edit], trust: bool, probes: int) -> Iterator[None]:
+        """Edits are in force in a block, for so many probes; what they let the relay forget is put back by `_unseen`."""
         if not edits:
             yield
             return
-        self._company.refuse("probe with edits")
         self._editor.trust = trust
+        told = {"number of batches": str(probes)}
         try:
-            with self._history.trying(edits):
+            with (
+                self._company.together("try edits", lambda: {**self._facts(), **_told(edits), **told}),
+                self._company.whole(),
+                ExitStack() as way_back,
+            ):
+                way_back.enter_context(self._history.trying(edits))
                 self._runner.restack(self._editor.lineup.layers)
+                self._company.agree_on(self._runner.parts.units)  # who comes past this knows that all have edited
+                trial = way_back.pop_all()
+            try:
                 yield
+            finally:  # what fails in the block has failed on all
+                with self._company.together("take edits back", self._facts), self._company.whole():
+                    trial.close()
         finally:
             self._editor.trust = False
 
@@ -937,4 +993,15 @@ class Relay:
             RandomState.take(),
             Edited.from_(self._editor, self._history),
             parts_of(self._editor, self._history, self._branches),
+            parts_of_values(self._branches),
         )
+
+
+def _told(edits: Sequence[Edit]) -> dict[str, str]:
+    """Say which edits are to be made, without addresses, which are other ones in every process."""
+    return {"edits to make": re.sub(r" at 0x[0-9a-f]+", "", repr(edits))}
+
+
+def _kept(values: Any) -> Any:
+    """Give values that can be gone through more than once."""
+    return tuple(values) if isinstance(values, Iterator) else values

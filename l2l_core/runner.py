@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from socket import gethostname
 from typing import Any
 
 import torch
 
-from l2l_core.batches import Batch, Mean, ModelCall, RowsOf, Weight, form_of
+from l2l_core.batches import Batch, Mean, ModelCall, RowsOf, Weight, form_of, leaves_in
 from l2l_core.config import RelayConfig, bytes_in
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import Unit, check_model, check_step
-from l2l_core.forecast import Fit, Rehearsal, advise, fit_step, layers_within, room_of
+from l2l_core.forecast import Fit, Fleet, Rehearsal, Room, advise, fit_step, layers_within, room_of
 from l2l_core.model import Caches, full_precision, keep_attributes
 from l2l_core.step import (
     Kind,
@@ -78,7 +79,8 @@ class Runner:
         config: RelayConfig,
     ) -> None:
         self.config, self.parts, self.learned = config, parts, Learned(parts.layers)
-        self.mean, self.mean_of_probes = Mean(weight, self._losses_of, company.others), Mean(weight, self._losses_of)
+        self.mean = Mean(weight, self._losses_of, company.others)
+        self.mean_of_probes = Mean(weight, self._losses_of, company.others)
         self.steps = 0
         self.trace: Trace | None = None
         self._model, self._device = parts.model, parts.device
@@ -111,9 +113,14 @@ class Runner:
         """Return settings that say by number how many graphs are kept, where they say how many bytes these may take."""
         if not isinstance(config, RelayConfig) or not isinstance(config.keep, str):
             return config
-        self._company.refuse(f"keep={config.keep!r}", "say of how many layers graphs are kept")
         nbytes, kind = bytes_in(config.keep), self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
-        kept = self.learned.kept(kind, lambda: layers_within(self.rehearsal(), batch, config, nbytes))
+        known = self.learned.kept_of(kind)
+        if None in (counts := self._company.every([known], "say how many graphs are kept")):
+            with self._company.whole():
+                mine = layers_within(self.rehearsal(), batch, config, nbytes) if known is None else known
+            counts = self._company.every([mine], "count the graphs that are kept")
+        kept = min(counts)  # what fits everywhere: all must load the same layers
+        self.learned.keeps(kind, kept)
         return replace(config, keep=kept)
 
     def _work(self, config: RelayConfig, task: Task, micro_batches: Sequence[Any]) -> Work:
@@ -128,6 +135,7 @@ class Runner:
         began_s = time.perf_counter()
         check_model(self._model, self.parts.units)
         check_step(self._model, self.parts.shell_modules(), self.parts.units)
+        self._store.masters.check_groups()
         rows, micro_batches = self.split(batch)
         divisors = self.mean.divisors(rows, micro_batches)
         kind = self.kind_of(micro_batches, config)
@@ -262,19 +270,41 @@ class Runner:
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------------
 
-    def rehearsal(self) -> Rehearsal:
-        """Make what runs passes that train nothing, beside the model's own weights."""
+    def rehearsal(self, fleet: Fleet | None = None) -> Rehearsal:
+        """Make what runs passes that train nothing, beside the model's own weights; as one of a fleet, default of its own."""
         learn = self.learned.take_way  # what the first step would find out the slow way
-        return Rehearsal(self.parts, self._store, self.learned.way, self._call.objective, learn)
+        reduce = "ordered" if (self.fleet() if fleet is None else fleet).keeps_apart else "sum"
+        return Rehearsal(self.parts, self._store, self.learned.way, self._call.objective, learn, reduce)
+
+    def fleet(self, **other: Any) -> Fleet:
+        """Say who trains along, for forecasts; `other` is what is asked for instead."""
+        settings = self._company.settings
+        ours = {"network": settings.network, "wire": settings.wire, "reduce": settings.reduce}
+        given = {name: value for name, value in other.items() if value is not None}
+        return Fleet(**{"count": self._company.count, "rank": self._company.rank, **ours, **given})
 
     def fit(
         self, batch: Batch, device_bytes: int | None, host_bytes: int | None, fixed: Iterable[str], most_s: float
     ) -> Fit:
-        """Find settings for steps on this batch; see `Relay.fit`."""
+        """Find settings for steps on this batch; see `Relay.fit`.
+
+        Of several workers the one with the largest batch looks, in the room of whoever has least, and all do as it says.
+        """
         check_model(self._model, self.parts.units)
-        self.rows_of(batch)
-        room = room_of(self._device, self.parts.host, device_bytes, host_bytes)
-        return fit_step(self.rehearsal(), batch, self.settled(self.config, batch), fixed, room, most_s)
+        company, rows, here = self._company, self.rows_of(batch), gethostname()
+        neighbours = company.every([here], "say where they are").count(here)
+        room = room_of(self._device, self.parts.host, device_bytes, host_bytes, neighbours)
+        tensors = [leaf for leaf in leaves_in(batch) if isinstance(leaf, torch.Tensor)]
+        mine = room, rows.count, sum(tensor.nbytes for tensor in tensors)
+        rooms, counts, sizes = zip(*company.every([mine], "say what room there is"), strict=True)
+        asked, fixed = self.settled(self.config, batch), [*fixed] if not isinstance(fixed, str) else fixed
+        looks, found = sizes.index(max(sizes)), list[Fit]()
+        with company.whole():
+            if company.rank == looks:
+                args = fixed, Room.least(rooms), most_s, min(counts), self.fleet()
+                found = [fit_step(self.rehearsal(), batch, asked, *args)]
+            [fit] = company.every(found, "hear which settings were found")
+        return fit
 
     # -- what changes between passes -----------------------------------------------------------------------------------
 

@@ -46,6 +46,9 @@ class Launched(Board):
     edit = steered(Conductor.edit)
     undo = steered(Conductor.undo)
     redo = steered(Conductor.redo)
+    fork = steered(Conductor.fork)
+    switch = steered(Conductor.switch)
+    discard = steered(Conductor.discard)
     reconfigure = steered(Conductor.reconfigure)
 
     @wraps(Conductor.wait)

@@ -22,7 +22,7 @@ from l2l_core.devices import Ledger
 from l2l_core.edits.change import Restack, all_or_nothing
 from l2l_core.edits.editor import Editor
 from l2l_core.edits.history import History
-from l2l_core.eps.blocks import Block, Empty, Unit
+from l2l_core.eps.blocks import Block, Empty, Layout, Unit
 from l2l_core.eps.optimizers import Settings, clone_state, put, settings_of, state_bytes
 from l2l_core.model import RandomState
 
@@ -56,14 +56,16 @@ class Values:
     """Holds what a block has on a branch that is not trained now.
 
     Attributes:
-        master: (numel,), of the type of the block's.
+        master: (numel,), of the type and part of the block.
         version: number of updates.
         states: what the optimizer knows of each parameter, None where nothing.
+        part: how `master` is laid out, where it is a part of the block; states are of the same part.
     """
 
     master: torch.Tensor
     version: int
     states: list[dict[str, Any] | None]
+    part: Layout | None = None
 
     @property
     def nbytes(self) -> int:
@@ -155,8 +157,16 @@ class Branches:
         self.others[self.active] = now
         self.active = name
 
-    def switch(self, name: str, now: State) -> State:
+    def switch(self, name: str, now: State, agree: Callable[[], object] = lambda: None) -> State:
         """Leave the present state `now`, and make another branch's the present one; returns what it was left in.
+
+        Of several workers a block that comes back may be whole afterwards where the others are in parts, and one that is parked
+        may be in parts: each as it was when it was kept.
+
+        Args:
+            name: of the branch.
+            now: the present state.
+            agree: called when nothing can fail any more but this; if it raises, nothing has changed.
 
         Raises:
             ValueError: no such branch.
@@ -173,6 +183,7 @@ class Branches:
             for unit in target.units:
                 if any(target.values[block] is not None for block in unit.blocks):
                     editor.parking.fetch(unit)
+            agree()
         # Nothing can fail from here on.
         del self.others[name]
         self.others[self.active] = now  # before values are exchanged: this branch counts on the live ones
@@ -236,9 +247,15 @@ class Branches:
         """Take over the branches of a saved relay."""
         self.active, self.others = active, dict(others)
 
-    def keep(self, master: torch.Tensor, version: int, states: Sequence[dict[str, Any] | None]) -> Values:
-        """Keep values of a block, booked for as long as somebody has them."""
-        values = Values(master, version, list(states))
+    def keep(
+        self,
+        master: torch.Tensor,
+        version: int,
+        states: Sequence[dict[str, Any] | None],
+        part: Layout | None = None,
+    ) -> Values:
+        """Keep values of a block, or of the part that `part` says, booked for as long as somebody has them."""
+        values = Values(master, version, list(states), part)
         self._host.book("other", "branches", values.nbytes)
         # Several branches may hold it, so its bytes go with the last of them
         weakref.finalize(values, self._host.release, "other", "branches", values.nbytes)
@@ -252,9 +269,8 @@ class Branches:
             masters, state = self._editor.optimizer_side(block)
             states = [clone_state(state[master]) if master in state else None for master in masters]
             # One copy for all of them, in memory that loads copy from: a switch makes it the master
-            values = self.keep(
-                self._empty(block.held.numel, dtype=block.values.dtype).copy_(block.values), block.version, states
-            )
+            copied = self._empty(block.values.numel(), dtype=block.values.dtype).copy_(block.values)
+            values = self.keep(copied, block.version, states, block.part)
             for state in counting:
                 state.values[block] = values
 
@@ -262,7 +278,8 @@ class Branches:
         """Make values of a block the live ones; branches that counted on the live ones keep these."""
         masters, state = self._editor.optimizer_side(block)
         states = [state.pop(master, None) for master in masters]  # taken out, not copied: pointers change places
-        old = self.keep(block.hold(values.master, masters), block.version, states)
+        part = block.part
+        old = self.keep(self._editor.hold(block, values.part, values.master), block.version, states, part)
         block.version = values.version
         state.update({m: known for m, known in zip(masters, values.states, strict=True) if known is not None})
         for other in self.others.values():

@@ -19,7 +19,7 @@ from l2l_core.edits.new_layers import NewLayers
 from l2l_core.edits.optimizer_state import Held
 from l2l_core.edits.parked import Parked, Parking
 from l2l_core.eps import LayerStore
-from l2l_core.eps.blocks import Block, Empty, Unit
+from l2l_core.eps.blocks import Block, Empty, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, Places, clone_state
 from l2l_core.surgery import anatomy, rearrange
 
@@ -238,6 +238,14 @@ class Editor:
         if (side := self.parking.side_of(block)) is not None:
             return side.masters, side.state
         return self.store.masters.params_of(block), self.store.optimizer.state
+
+    def hold(self, block: Block, part: Layout | None, master: torch.Tensor) -> torch.Tensor:
+        """Let a block, in a stack or parked, hold another buffer, as `Block.hold_part`; returns the one that it held."""
+        before, held = block.nbytes, block.hold_part(part, master, self.optimizer_side(block)[0])
+        if self.parking.side_of(block) is None:  # those of parked ones are booked by layer, see `book_again`
+            self._host.release("weights", block.key, before)
+            self._host.book("weights", block.key, block.nbytes)
+        return held
 
     def train_only(self, block: Block, flags: Sequence[bool]) -> None:
         """Say which parameters of a block are trained."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,11 @@ class Parking:
     def side_of(self, block: Block) -> Side | None:
         """Give what the optimizer holds of a parked block; None if it is not parked."""
         return self._sides.get(block)
+
+    @property
+    def sides(self) -> Mapping[Block, Side]:
+        """What the optimizer holds of every parked block."""
+        return self._sides
 
     def put(self, parked: Parked) -> None:
         """Take a layer in."""

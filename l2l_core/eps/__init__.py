@@ -13,6 +13,7 @@ from l2l_core.eps.masters import Side as Side
 from l2l_core.eps.places import InHostMemory as InHostMemory
 from l2l_core.eps.places import Place as Place
 from l2l_core.eps.reducer import Alone as Alone
+from l2l_core.eps.reducer import AloneApart as AloneApart
 from l2l_core.eps.reducer import Reducer as Reducer
 from l2l_core.eps.scratch import dry_store as dry_store
 from l2l_core.eps.store import LayerStore as LayerStore

@@ -208,6 +208,26 @@ class Masters:
         for mine in self._mine.values():
             mine.part = slice_of(self.optimizer, mine.params)
 
+    def check_groups(self) -> None:
+        """Compare the optimizer's groups with those of its parts, which are lent settings group by group.
+
+        Raises:
+            ValueError: groups, or parameters in them, came, went or changed places.
+        """
+        groups = self.optimizer.param_groups
+        known: list[set[nn.Parameter]] = [set() for _ in groups]
+        for mine in self._mine.values():
+            parts = mine.part.param_groups
+            if len(parts) != len(groups):
+                raise _regrouped(f"it has {len(groups)} groups and had {len(parts)}")
+            for own, group in zip(known, parts, strict=True):
+                own.update(group["params"])
+        for index, (group, own) in enumerate(zip(groups, known, strict=True)):
+            if len(group["params"]) != len(own) or not own.issuperset(group["params"]):
+                raise _regrouped(
+                    f"group {index} has {len(group['params'])} parameters and had {len(own)}, or has others"
+                )
+
     def _names(self) -> dict[nn.Parameter, str]:
         return {p: name for b in self.blocks for p, name in zip(self.params_of(b), b.names, strict=True)}
 
@@ -266,6 +286,14 @@ class Masters:
         elif nbytes < 0:
             self._host.release("optimizer", "state", -nbytes)
         self._state_bytes += nbytes
+
+
+def _regrouped(how: str) -> ValueError:
+    return ValueError(
+        f"the groups of the optimizer were changed behind the relay's back: {how} (add_param_group?). Close the "
+        "relay, change the groups, and make a new relay with the same optimizer; or give the optimizer all parameters from the "
+        "beginning, with layers that come later frozen until then (requires_grad_(False), or the edits Freeze and Unfreeze)"
+    )
 
 
 def warmth_of(block: Block) -> float:

@@ -79,3 +79,12 @@ class Alone:
 
     def finish(self) -> None:
         pass
+
+
+class AloneApart(Alone):
+    """Is the same where the gradient of every micro-batch comes by itself, as those of several workers may have to."""
+
+    keeps_apart = True
+
+    def due(self, masters: Masters, waiting: Sequence[Block]) -> Sequence[Block]:
+        return [block for block in masters.blocks if block in waiting]  # in the order that all of them have

@@ -6,6 +6,7 @@ In core is the limit case: where everything fits, all weights stay and nothing i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -44,6 +45,19 @@ class Room:
     device_bytes: int | None
     host_bytes: int | None
     shared_bytes: int | None = None
+
+    @staticmethod
+    def least(rooms: Sequence[Room]) -> Room:
+        """Give the room that there is everywhere."""
+
+        def smallest(limits: Iterable[int | None]) -> int | None:
+            return min((limit for limit in limits if limit is not None), default=None)
+
+        return Room(
+            device_bytes=smallest(room.device_bytes for room in rooms),
+            host_bytes=smallest(room.host_bytes for room in rooms),
+            shared_bytes=smallest(room.shared_bytes for room in rooms),
+        )
 
     @property
     def _limits(self) -> dict[str, int]:

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import psutil
 
-from l2l_core.batches import Batch, RowsOf
+from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger
 from l2l_core.forecast.fastest import Search, Wanted
 from l2l_core.forecast.fit import FREE, Fit, NothingFits, Room
+from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.prices import Prices
 from l2l_core.forecast.rehearsal import Rehearsal
@@ -24,17 +25,25 @@ _PASSES = 3  # timed ones, of the steps that are looked at once more
 
 
 def fit_step(
-    rehearsal: Rehearsal, batch: Batch, asked: RelayConfig, fixed: Iterable[str], room: Room, most_s: float
+    rehearsal: Rehearsal,
+    batch: Batch,
+    asked: RelayConfig,
+    fixed: Iterable[str],
+    room: Room,
+    most_s: float,
+    rows: int,
+    fleet: Fleet,
 ) -> Fit:
     """Look for the fastest settings with which a step on this batch fits.
 
-    Arguments and errors are those of `Relay.fit`; `rehearsal` has the relay's parts.
+    Arguments and errors are those of `Relay.fit`; `rehearsal` has the relay's parts. Of several workers, which `fleet` is, one
+    looks for all: the smallest batch has so many `rows`.
     """
     began_s = time.monotonic()
     free, figures = _free(asked, fixed, rehearsal.store.has_pre_hooks), rehearsal.parts.device.figures()
-    prices = Prices(rehearsal, batch, figures, free_bytes(rehearsal.parts.device))
+    prices = Prices(rehearsal, batch, figures, free_bytes(rehearsal.parts.device), fleet)
     before = prices(replace(asked, resident=0, keep=0)) and prices(asked)
-    wanted = Wanted(asked, free, RowsOf(batch).count, prices.visits, room)
+    wanted = Wanted(asked, free, rows, prices.visits, room)
     search = Search(prices, wanted, most_s)
     exact = list(_looked_at_again(search, prices))
     if not exact:
@@ -48,15 +57,19 @@ def fit_step(
         better=search.better_than(chosen.config),
         room=room,
         layers=prices.visits,
-        forecast=forecast_costs(again[chosen], chosen.config, figures, room.host_bytes),
+        forecast=forecast_costs(again[chosen], chosen.config, figures, room.host_bytes, fleet),
         tried=search.tried,
         seconds=time.monotonic() - began_s,
         all_tried=search.all_tried,
     )
 
 
-def room_of(device: Device, host: Ledger, device_bytes: int | None, host_bytes: int | None) -> Room:
+def room_of(
+    device: Device, host: Ledger, device_bytes: int | None, host_bytes: int | None, neighbours: int = 1
+) -> Room:
     """Say what a step may take: what was asked for, else the device's budget, and of the host what is free now.
+
+    So many `neighbours`, this relay among them, share what is free of the host.
 
     Raises:
         ValueError: a number of bytes that is not positive, or more than the device has.
@@ -70,7 +83,7 @@ def room_of(device: Device, host: Ledger, device_bytes: int | None, host_bytes: 
             f"device_bytes={device_bytes!r}: {device.name} has a budget of {budget:,} bytes; ask for at most that, or make the "
             "relay on a device with more"
         )
-    free_host = free_bytes(None) + host.total
+    free_host = free_bytes(None) // neighbours + host.total
     if device.in_host_memory:
         return Room(device_bytes or budget, host_bytes, free_host)
     return Room(device_bytes or budget or free_bytes(device), host_bytes or free_host)
@@ -99,7 +112,7 @@ def _looked_at_again(search: Search, prices: Prices) -> Iterator[tuple[Priced, C
         step: Priced | None = finalist
         while step is not None:
             costs = prices.rehearse(step.config, _PASSES if search.has_time else 1)
-            if costs is not None and search.room.holds(exact := Priced.of(costs, step.config, prices.figures)):
+            if costs is not None and search.room.holds(exact := prices.priced(costs, step.config)):
                 yield exact, costs
                 break
             step = search.smaller_than(step)

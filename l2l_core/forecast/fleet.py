@@ -27,6 +27,7 @@ class Fleet:
         network: between them.
         stragglers: by rank, how many times as long as usual compute and the EPS take there; links are as fast as elsewhere.
         wire: type in which gradients are sent, "fp32" or "bf16".
+        reduce: what is sent of them, the "sum" of a worker's or, "ordered", that of every micro-batch.
         rank: of the worker whose step and bytes are told.
 
     Raises:
@@ -37,6 +38,7 @@ class Fleet:
     network: Network = field(default_factory=Network)
     stragglers: Mapping[int, float] = field(default_factory=dict)
     wire: str = "fp32"
+    reduce: str = "sum"
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -48,6 +50,8 @@ class Fleet:
             )
         if self.wire not in ("fp32", "bf16"):
             raise ValueError(f"wire={self.wire!r}: must be one of 'fp32', 'bf16'")
+        if self.reduce not in ("sum", "ordered"):
+            raise ValueError(f"reduce={self.reduce!r}: must be one of 'sum', 'ordered'")
         for rank in (self.rank, *self.stragglers):
             if not (isinstance(rank, int) and 0 <= rank < self.count):
                 raise ValueError(
@@ -65,12 +69,18 @@ class Fleet:
             "network_bytes_per_s": bytes_per_s,
             "network_latency_s": self.network.latency_s,
             "wire": self.wire,
+            "reduce": self.reduce,
             "stragglers": {str(rank): factor for rank, factor in self.stragglers.items()},
         }
 
     def slowness(self, rank: int) -> float:
         """Give how many times as long as usual a worker takes."""
         return self.stragglers.get(rank, 1.0)
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether the gradient of every micro-batch is sent by itself."""
+        return self.count > 1 and self.reduce == "ordered"
 
     @property
     def around_s(self) -> float:
@@ -118,10 +128,9 @@ class Share(NamedTuple):
             return [gather_traffic(itemsize * self.cut.even, count)]
         return _spreading(self.cut.edges, itemsize, rank)
 
-    @property
-    def covers(self) -> Traffic:
-        """Say what tells everybody which parameters have a gradient."""
-        return exchange_traffic([self.trained] * len(self.gradient), 0)
+    def covers(self, rounds: int) -> Traffic:
+        """Say what tells everybody which parameters have a gradient, in so many exchanges."""
+        return exchange_traffic([rounds * self.trained] * len(self.gradient), 0)
 
     def exchange(self, itemsize: int, rank: int) -> Traffic:
         """Say what brings everybody's gradients of its part to each worker, in elements of so many bytes."""

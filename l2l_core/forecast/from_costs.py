@@ -61,7 +61,7 @@ def forecast_costs(
         host_limit_bytes: what the host has; None for no limit.
         fleet: of workers that each make such a step.
     """
-    replay = _replay(costs, config, figures) if fleet.count == 1 else _replay_of_worker(costs, config, figures, fleet)
+    replay = _replay(costs, config, figures, fleet)
     trace, memory_bytes = _with_host(replay), figures.get("memory_bytes")
     budgets = Budgets(memory_bytes, host_limit_bytes, sum(replay.standing.values()), replay.layer_bytes)
     return Forecast(
@@ -78,9 +78,9 @@ def forecast_costs(
     )
 
 
-def replayed(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> Trace:
+def replayed(costs: Costs, config: RelayConfig, figures: Mapping[str, Any], fleet: Fleet) -> Trace:
     """Return the step that a forecast is read off."""
-    return _with_host(_replay(costs, config, figures))
+    return _with_host(_replay(costs, config, figures, fleet))
 
 
 class _Replay(NamedTuple):
@@ -99,7 +99,12 @@ class _Replay(NamedTuple):
     worker: OfWorker | None = None
 
 
-def _replay(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> _Replay:
+def _replay(costs: Costs, config: RelayConfig, figures: Mapping[str, Any], fleet: Fleet) -> _Replay:
+    alone = fleet.count == 1
+    return _replay_alone(costs, config, figures) if alone else _replay_of_worker(costs, config, figures, fleet)
+
+
+def _replay_alone(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> _Replay:
     profile = stretch(costs.profile, costs.stands)
     trace = replayed_step(profile, config, figures, Fleet(count=1)).trace
     # The EPS keeps its buffers in a pool: those that earlier steps took are there, needed or not.

@@ -73,7 +73,7 @@ def forecast_step(
         raise ValueError(f"host_bytes={host_limit_bytes!r}: must be positive, or None for no limit")
     figures = _figures_of(device)
     micro_batches = split(batch, config.micro_batches)
-    costs, recorded = None, last.forms()
+    costs, recorded = None, None if fleet.keeps_apart else last.forms()  # one alone adds up before anything leaves
     if recorded is not None and last.trace is not None and not _is_faster(figures, last.trace.settings):
         costs = costs_of_step(rehearsal, last.trace, recorded, [form_of(each) for each in micro_batches], config)
     costs = costs or costs_of_rehearsal(rehearsal, micro_batches, config)

@@ -37,7 +37,10 @@ def gradient_buffer_bytes_of_worker(profile: Profile, trace: Trace, shares: Mapp
         trace: of the worker.
         shares: what all of them hold of each layer.
     """
-    rank, count, changes = trace.worker.rank, trace.worker.count, _apart(profile, trace)
+    rank, count = trace.worker.rank, trace.worker.count
+    if trace.settings.get("reduce") == "ordered":
+        return _total(_ordered(profile, trace, shares))
+    changes = _apart(profile, trace)
     kept = Counter(block for block, _ in _parts(profile))
     blocks = {share.key: share for each in shares.values() for share in each}
     issued_s, used_s = _issued(trace), _used(trace)
@@ -74,6 +77,30 @@ def _apart(profile: Profile, trace: Trace) -> Changes:
             stops_s = issued[push.k]
             changes[reduce.nbytes] += [(stops_s[bisect_right(stops_s, push.start_s) - 1], 1), (reduce.stop_s, -1)]
         seen.add((reduce.layer, reduce.k))
+    return changes
+
+
+def _ordered(profile: Profile, trace: Trace, shares: Mapping[str, Sequence[Share]]) -> Changes:
+    """Gradients of a worker that sends each micro-batch's: all of a block's wait for the exchange, and as many come of others."""
+    rank, count, rounds = trace.worker.rank, trace.worker.count, profile.micro_batches
+    changes: Changes = defaultdict(list)
+    blocks = {share.key: share for each in shares.values() for share in each}
+    pushes = [event for event in trace.lanes["d2h"] if event.kind == "push" and event.k >= 0]
+    reduces = [event for event in trace.lanes["eps"] if event.kind == "reduce" and event.k >= 0]
+    used_s, issued, waiting = _used(trace), _issues(trace), Counter[tuple[str, int]]()
+    for push, reduce in zip(pushes, reduces, strict=True):
+        stops_s = issued[push.k]
+        taken_s = stops_s[bisect_right(stops_s, push.start_s) - 1]  # when its compute event ended, as in `_apart`
+        changes[reduce.nbytes].append((taken_s, 1))
+        if (reduce.layer, reduce.k) in waiting:  # what is added to another one is free again
+            changes[reduce.nbytes].append((reduce.stop_s, -1))
+        waiting[reduce.layer, reduce.k] += 1
+    for event in (event for event in trace.lanes["reduce"] if event.kind == "exchange"):
+        share, here = blocks[event.layer], sum(block == event.layer for block, _ in waiting)
+        whole, own, came_s = 4 * sum(share.gradient), 4 * share.gradient[rank], event.start_s - event.stalled_s
+        changes[whole] += [(came_s, rounds - here), (event.stop_s, -rounds)]
+        changes[count * own] += [(came_s, rounds), (event.stop_s, -rounds)]
+        changes[own] += [(event.stop_s, 1), (used_s[event.layer], -1)]
     return changes
 
 

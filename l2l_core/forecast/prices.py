@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from l2l_core.batches import Batch, split
 from l2l_core.config import RelayConfig
+from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.from_costs import Costs
 from l2l_core.forecast.measured_costs import costs_of_rehearsal, slot_bytes
 from l2l_core.forecast.memory_walk import MemoryWalk
@@ -37,6 +38,7 @@ class Prices:
         batch: to step on.
         figures: of the device.
         most_bytes: that rehearsals may take of the device; None for no limit.
+        fleet: the workers that make such steps together.
 
     Attributes:
         figures: as given.
@@ -44,8 +46,16 @@ class Prices:
         errors: what went wrong in rehearsals; a model need not run with every number of rows, nor a real device have the room.
     """
 
-    def __init__(self, rehearsal: Rehearsal, batch: Batch, figures: Mapping[str, Any], most_bytes: int | None) -> None:
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        batch: Batch,
+        figures: Mapping[str, Any],
+        most_bytes: int | None,
+        fleet: Fleet = Fleet(count=1),  # noqa: B008 - frozen
+    ) -> None:
         self._rehearsal, self._batch, self.figures, self._most_bytes = rehearsal, batch, figures, most_bytes
+        self._fleet = fleet
         self.visits = len(rehearsal.parts.layers)
         self._recomputing: dict[RelayConfig, Costs | None] = {}
         self._keeping: dict[RelayConfig, _Keeping | None] = {}
@@ -70,7 +80,11 @@ class Prices:
             except ValueError as error:
                 self.errors.append(error)
                 return None
-        return Priced.of(self._with_slots(costs, config), config, self.figures)
+        return self.priced(self._with_slots(costs, config), config)
+
+    def priced(self, costs: Costs, config: RelayConfig) -> Priced:
+        """Price a step of known costs."""
+        return Priced.of(costs, config, self.figures, self._fleet)
 
     def rehearse(self, config: RelayConfig, most_passes: int) -> Costs | None:
         """Rehearse the very step, timed so often; None if it cannot be made."""

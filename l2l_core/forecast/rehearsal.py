@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
-from l2l_core.eps import InHostMemory, LayerStore, dry_store
+from l2l_core.eps import Alone, AloneApart, InHostMemory, LayerStore, dry_store
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.profile import Profile
@@ -26,6 +26,8 @@ from l2l_core.trace import Trace
 
 ENOUGH_S = 2.0  # timed passes are repeated until they have taken so long together,
 MOST_PASSES = 5  # or there are so many
+
+_REDUCERS = {"sum": Alone(), "ordered": AloneApart()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Rehearsal:
         learn: gets the way that was found, if it is another one. A step that expects the wrong way runs its last layer
             twice and keeps less meanwhile, so its device peak is lower than that of all later steps, which is what is
             forecast. (ALBERT's one layer is visited once per depth.)
+        reduce: what workers would send of their gradients, see `Fleet`: of one alone, "sum".
     """
 
     parts: Parts
@@ -72,6 +75,7 @@ class Rehearsal:
     predicted: Sequence[Unit]
     objective: Task
     learn: Callable[[list[Unit]], None] = lambda way: None
+    reduce: str = "sum"
 
     def run(self, micro_batches: Sequence[Any], config: RelayConfig, most_passes: int | None = None) -> Rehearsed:
         """Rehearse these micro-batches under `config`, once metered, then timed, at most so often."""
@@ -123,7 +127,7 @@ class Rehearsal:
         """An EPS without effect; its work is over when the block is left, however it is left."""
         # Copies: the dry EPS clears them, and notes its own, on the same units.
         stats = [dict(unit.stats) for unit in parts.units]
-        dry = dry_store(self.store, parts.host, parts.device.host_empty)
+        dry = dry_store(self.store, parts.host, parts.device.host_empty, _REDUCERS[self.reduce])
         try:
             yield dry
         except BaseException:
@@ -147,6 +151,7 @@ class Rehearsal:
         """Make one step without effect."""
         began_s = time.perf_counter()
         trace = parts.new_trace(config)
+        trace.settings["reduce"] = self.reduce
         seeds = [config.micro_batch_seed(0, k) for k in range(len(micro_batches))]
         work = Work(config, Plan.of(config, predicted), self.objective, micro_batches, seeds)
         put_buffers_back = parts.copy_buffers()

@@ -31,6 +31,21 @@ def _trained(profile: Profile) -> set[str]:
     return apart | {key for key, layer in profile.layers.items() if layer.push_bytes}
 
 
+def _when_due(profile: Profile, config: RelayConfig) -> tuple[dict[int, list[Job]], list[Job]]:
+    """Say after which stay the EPS has all gradients of a block that come by micro-batch, and what waits for the end of the step.
+
+    With eager updates a layer's own gradients are whole after its last stay; those of the shell, and of what layers share, are
+    not before all are.
+    """
+    last = {stay.layer: index for index, stay in enumerate(profile.stays) if stay.is_backward}
+    due: dict[int, list[Job]] = defaultdict(list)
+    closing = []
+    for job in profile.closing:
+        early = config.update == "eager" and job.layer in last and job.kind in ("reduce", "update")
+        (due[last[job.layer]] if early else closing).append(job)
+    return due, closing
+
+
 @dataclass(slots=True)
 class _Job:
     """Work of the EPS on one gradient."""
@@ -80,6 +95,7 @@ class Replay:
         for index, stay in enumerate(profile.stays):
             self._visits[stay.layer].append(index)
         self._trained = _trained(profile)
+        self._due, self._closing = _when_due(profile, config)
         self._pushed_s: deque[float] = deque()  # when the gradients that still fill a buffer have left
         self._updated_s: list[float] = []  # when pushed gradients have been used
 
@@ -109,6 +125,7 @@ class Replay:
                 self._park(turn, stay.visit)
             if is_backward:
                 self._push(stay.layer)  # [3]
+                self._complete(index)
         self._push(SHELL)
         self._finish()
         return Trace.of(
@@ -227,6 +244,15 @@ class Replay:
         # 4: a gradient is float32 in either precision.
         self._d2h.trickle(self._t, "push", layer, cost.push_bytes, 4, then)
 
+    def _complete(self, index: int) -> None:
+        """Let the EPS put together what came by micro-batch, if no later stay brings more of it."""
+        if not (works := self._due.get(index)):
+            return
+        self._jobs.append(_Job(self._t, works))
+        self._run_eps()
+        if len(self._updated_s) > MAX_UNDER_WAY:
+            self._wait(self._updated_s[-MAX_UNDER_WAY - 1])
+
     def _run_eps(self) -> None:
         """Let the EPS do, in order, what can be begun."""
         # The first one alone is asked: the EPS is one thread, so a gradient that still trickles holds up those behind it.
@@ -248,7 +274,7 @@ class Replay:
     def _finish(self) -> None:
         """What the EPS does when all gradients have come."""
         self._d2h.flush(self._t)
-        self._jobs.append(_Job(self._t, list(self._profile.closing)))
+        self._jobs.append(_Job(self._t, self._closing))
         self._run_eps()
         self._company.end(max(self._t, self._eps_s))
 

@@ -47,6 +47,7 @@ def simulate(
     network: Network | None = None,
     stragglers: Mapping[int, float] | None = None,
     wire: str = "fp32",
+    reduce: str | None = None,
     rank: int = 0,
 ) -> Trace:
     """Replay a step with these costs on a virtual clock.
@@ -57,21 +58,29 @@ def simulate(
             left out, so the batch grows or shrinks.
         device: whose link to assume: an `EmulatedDevice`, or figures ("h2d_bytes_per_s", "d2h_bytes_per_s",
             "latency_s"). What is None or missing runs at the speed that the profile has.
-        workers: how many train together, each on a batch like the profile's, with ``reduce="sum"``; default those of the profile.
+        workers: how many train together, each on a batch like the profile's; default those of the profile.
         network: between them; default one that costs no time.
         stragglers: by rank, how many times as long as the profile's its compute and its EPS take.
         wire: type in which they send gradients, as of `Workers`.
+        reduce: what they send of these, as of `Workers`; default what the profile has, "sum" where it is of one worker.
         rank: of the worker whose trace is returned.
 
     Returns:
         A trace on a virtual clock that starts at 0. With more than 20,000 events, a stay's micro-batches count as one.
 
     Raises:
-        ValueError, TypeError: the profile was made for another precision or stash place, so its bytes do not apply, or with
-            ``reduce="ordered"``; or a figure is out of range.
+        ValueError, TypeError: the profile was made for another precision, stash place or `reduce`, so its bytes do not apply; or
+            a figure is out of range.
     """
     count = profile.settings.get("workers", 1) if workers is None else workers
-    fleet = Fleet(count=count, network=network or Network(), stragglers=stragglers or {}, wire=wire, rank=rank)
+    fleet = Fleet(
+        count=count,
+        network=network or Network(),
+        stragglers=stragglers or {},
+        wire=wire,
+        reduce=profile.settings.get("reduce", "sum") if reduce is None else reduce,
+        rank=rank,
+    )
     figures = device.figures() if isinstance(device, Device) else dict(device or {})
     return replayed(profile, config, figures, fleet).trace
 
@@ -91,7 +100,7 @@ def replayed(
         fleet: of workers, perhaps of one.
         shares: what workers hold of each layer; None to cut as if a layer were one parameter.
     """
-    _check(profile, config)
+    _check(profile, config, fleet)
     profile = _of_one(profile).with_micro_batches(config.micro_batches)
     if _count_events(profile) > MOST_EVENTS:
         profile = profile.aggregated()
@@ -99,7 +108,8 @@ def replayed(
         return Replayed(Replay(_slowed(profile, fleet.slowness(0)), config, figures).run(), {}, {})
     shares = shares_of_profile(profile, fleet.count) if shares is None else shares
     meetings, itemsize, figures = Meetings(), weight_itemsize(config.precision), {**figures, **fleet.figures()}
-    along = {rank: Along(fleet, rank, shares, itemsize, meetings) for rank in fleet.seen}
+    rounds = profile.micro_batches if fleet.keeps_apart else 1
+    along = {rank: Along(fleet, rank, shares, itemsize, meetings, rounds) for rank in fleet.seen}
     replays = {
         rank: Replay(_slowed(_parted(profile, shares, rank), fleet.slowness(rank)), config, figures, company).run
         for rank, company in along.items()
@@ -109,11 +119,14 @@ def replayed(
     return Replayed(trace, mine.buffers, {channel: mine.sent[channel] for channel in ("gather", "reduce")})
 
 
-def _check(profile: Profile, config: RelayConfig) -> None:
-    if profile.settings.get("reduce") == "ordered":
+def _check(profile: Profile, config: RelayConfig, fleet: Fleet) -> None:
+    known, together = profile.settings.get("reduce", "sum"), max(fleet.count, profile.settings.get("workers", 1)) > 1
+    asked = fleet.reduce if fleet.count > 1 else "sum"
+    if together and known != asked:
         raise ValueError(
-            'the profile is of a step with reduce="ordered", whose gradients move micro-batch by micro-batch, and this knows '
-            '"sum" alone: record a step with Workers(reduce="sum"), or of a relay that trains alone'
+            f"the profile is of a step with reduce={known!r}, and reduce={asked!r} moves other gradients, each micro-batch's or "
+            f"their sum: record a step with Workers(reduce={asked!r}), or rehearse one with relay.forecast(batch, "
+            f"workers={fleet.count}, reduce={asked!r})"
         )
     for name in ("precision", "stash"):
         known, asked = profile.settings.get(name), getattr(config, name)

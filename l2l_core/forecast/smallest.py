@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
 from l2l_core.config import RelayConfig, StashPlace
+from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.from_costs import Costs, replayed
 from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.trace import format_bytes
@@ -47,14 +48,22 @@ class Priced:
     run: Callable[[], Run]
 
     @staticmethod
-    def of(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> Priced:
-        """Make one from costs; `figures` are those of the device."""
+    def of(
+        costs: Costs,
+        config: RelayConfig,
+        figures: Mapping[str, Any],
+        fleet: Fleet = Fleet(count=1),  # noqa: B008 - frozen
+    ) -> Priced:
+        """Make one from costs; `figures` are those of the device, `fleet` are the workers that make it."""
 
         def run() -> Run:
-            trace = replayed(costs, config, figures)
-            return Run(trace.span_s + costs.around_s, trace.peak_bytes("host"))
+            trace = replayed(costs, config, figures, fleet)
+            return Run(trace.span_s + costs.around_s + fleet.around_s, trace.peak_bytes("host"))
 
         return Priced(config, device_bytes(costs), run)
+
+    def __reduce__(self) -> Any:
+        return _known, (self.config, self.device_bytes, self._run)  # to other workers goes what it tells
 
     @cached_property
     def _run(self) -> Run:
@@ -74,6 +83,10 @@ class Priced:
     def budget_bytes(self) -> int:
         """A budget with which it surely fits."""
         return self.device_bytes if not self.config.ahead else math.ceil((1 + TIMED) * self.device_bytes)
+
+
+def _known(config: RelayConfig, device_bytes: int, run: Run) -> Priced:
+    return Priced(config, device_bytes, lambda: run)
 
 
 Price = Callable[[RelayConfig], Priced | None]  # None: the step cannot be made with these settings

@@ -152,6 +152,7 @@ class Along:
         shares: what is held of each layer.
         itemsize: bytes of a weight on its way.
         meetings: with the others.
+        rounds: exchanges of a block's gradients: one, or one for each micro-batch of a worker.
 
     Attributes:
         sent: by channel, what has moved so far; meetings included.
@@ -165,11 +166,12 @@ class Along:
         shares: Mapping[str, Sequence[Share]],
         itemsize: int,
         meetings: Meetings,
+        rounds: int = 1,
     ) -> None:
         self.worker, self.events = Worker(rank, fleet.count), list[Event]()
         self._rank, self._shares, self._itemsize, self._meetings = rank, shares, itemsize, meetings
         self._network, self._wire = fleet.network, weight_itemsize(fleet.wire)
-        self._head = meeting_traffic(fleet.count)
+        self._head, self._rounds = meeting_traffic(fleet.count), rounds
         self._blocks = {share.key: share for each in shares.values() for share in each if any(share.gradient)}
         self._link = _Link()
         self._met = Counter[str]()  # by channel
@@ -203,7 +205,8 @@ class Along:
     def exchange(self, t: float, block: str) -> float:
         share = self._blocks[block]
         self._exchanged.append(block)
-        return self._collective("reduce", "exchange", t, block, [share.covers, share.exchange(self._wire, self._rank)])
+        exchanges = [share.exchange(self._wire, self._rank)] * self._rounds
+        return self._collective("reduce", "exchange", t, block, exchanges, [share.covers(self._rounds)])
 
     def clip(self, t: float) -> float:
         for share in [self._blocks[block] for block in self._exchanged]:
@@ -229,16 +232,18 @@ class Along:
             self._there_s.append(there_s)
         return self._there_s[number]
 
-    def _collective(self, channel: str, kind: str, t: float, block: str, parts: Sequence[Traffic]) -> float:
-        """Meet, and move what there is to move; gives when that is over."""
+    def _collective(
+        self, channel: str, kind: str, t: float, block: str, parts: Sequence[Traffic], told: Sequence[Traffic] = ()
+    ) -> float:
+        """Meet, tell what there is to tell, and move what there is to move; gives when that is over."""
         came = self._meetings.meet(channel, self._met[channel], self._rank, t)
         self._met[channel] += 1
         met_s = max(came.values())
         stop_s = met_s
-        for traffic in (self._head, *parts):
+        for traffic in (self._head, *told, *parts):
             stop_s = self._link.take(stop_s, self._network.busy_s(traffic)) + self._network.delay_s(traffic)
             self.sent[channel] = self.sent[channel].plus(traffic)
-        received = parts[-1].received if kind == "exchange" else sum(traffic.received for traffic in parts)
+        received = sum(traffic.received for traffic in parts)
         last = min(rank for rank, came_s in came.items() if came_s == met_s)
         lane = "gather" if channel == "gather" else "reduce"
         self.events.append(Event(lane, kind, met_s, stop_s, block, nbytes=received, stalled_s=met_s - t, last=last))

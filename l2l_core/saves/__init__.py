@@ -11,6 +11,7 @@ from l2l_core.saves.files import sync as sync
 from l2l_core.saves.files import write_bytes as write_bytes
 from l2l_core.saves.history import Restorer as Restorer
 from l2l_core.saves.history import parts_of as parts_of
+from l2l_core.saves.history import parts_of_values as parts_of_values
 from l2l_core.saves.manifest import save as save
 from l2l_core.saves.new_generation import NewGeneration as NewGeneration
 from l2l_core.saves.resume import Resumption as Resumption

@@ -1,16 +1,20 @@
 """What a save holds beside the present state: the way back from edits, layers that wait for it, and other branches.
 
 All of it is plain data with tensors in it, in parts: one for each parked layer, for each block's values of another
-branch, and for each branch. The tensors of every part go to a file of their own.
+branch, and for each branch. The tensors of every part go to a file of their own. Values of which each worker has a part
+are saved as weights of the present state are: every worker writes what it has (`manifest.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from l2l_core.edits import Branches, Editor, History, Parked, Values
-from l2l_core.eps.blocks import Empty, Unit
+from l2l_core.eps.blocks import Block, Empty, Layout, Unit
 from l2l_core.saves.codec import Part, Reader, of_kind, plain_branch, plain_history
 from l2l_core.saves.resume import Resumption
 from l2l_core.surgery import kind_of, per_layer
@@ -22,15 +26,28 @@ def parts_of(editor: Editor, history: History, branches: Branches) -> dict[str, 
     """Describe the past of a relay, by name of the part."""
     parts = {f"parked-{parked.unit.key}": _plain_layer(parked) for parked in editor.parking}
     present = editor.present
-    # By identity: what several branches hold together is written once, and held together again
-    held = dict.fromkeys(v for state in branches.others.values() for v in state.values.values() if v is not None)
-    names = {values: f"values-{i}" for i, values in enumerate(held)}
+    names = _names_of(branches)
     for values, name in names.items():
-        parts[name] = {"master": values.master, "version": values.version, "states": values.states}
+        parts[name] = {"version": values.version}
+        if values.part is None:
+            parts[name] |= {"master": values.master, "states": values.states}
     for i, (name, state) in enumerate(branches.others.items()):
         parts[f"branch-{i}"] = plain_branch(name, state, names, present)
     parts["history"] = {"branch": branches.active, **plain_history(history, present)}
     return parts
+
+
+def parts_of_values(branches: Branches) -> dict[str, tuple[Block, Values]]:
+    """Give the values of other branches of which a worker has a part, each with its block, by name of the part."""
+    names = _names_of(branches)
+    held = (pair for state in branches.others.values() for pair in state.values.items())
+    return {names[values]: (block, values) for block, values in held if values is not None and values.part is not None}
+
+
+def _names_of(branches: Branches) -> dict[Values, str]:
+    # By identity: what several branches hold together is written once, and held together again
+    held = dict.fromkeys(v for state in branches.others.values() for v in state.values.values() if v is not None)
+    return {values: f"values-{i}" for i, values in enumerate(held)}
 
 
 def _plain_layer(parked: Parked) -> Part:
@@ -74,6 +91,8 @@ class Restorer:
         editor, history, branches: of the relay.
         resumption: finds modules for parked layers.
         empty: makes a host buffer of so many elements of a `dtype`.
+        read: reads values of a block into a buffer, by name; see `Saved.values`.
+        room: says what of a block this worker holds, and in how many elements.
     """
 
     editor: Editor
@@ -81,6 +100,8 @@ class Restorer:
     branches: Branches
     resumption: Resumption
     empty: Empty
+    read: Callable[[str, Block, Layout | None, torch.Tensor], list[dict[str, Any] | None]]
+    room: Callable[[Block], tuple[Layout | None, int]]
 
     def restore(self, parts: Mapping[str, Part]) -> Callable[[], None]:
         """Take over what `parts_of` gave; nothing, of a save that knows no past.
@@ -105,12 +126,14 @@ class Restorer:
                 units[unit.key] = unit  # also as a pattern for those that come after it
                 waiting.append((part, unit))
         reader = Reader(self.editor, units, missing)
-        held = {name: self._values(part) for name, part in of_kind("values", parts).items()}
-        others = {}
-        for part in of_kind("branch", parts).values():
-            placed, lineup = self.resumption.edited.placed, self.editor.lineup
-            stacks = {stack: placed(stack, keys, lineup) for stack, keys in part["stacks"].items()}
-            others[part["name"]] = reader.branch({**part, "stacks": stacks}, held)
+        branches = [self._placed(part) for part in of_kind("branch", parts).values()]
+        keys = {name: key for branch in branches for key, name in branch["values"].items() if key in reader.blocks}
+        held = {
+            name: self._values(name, part, reader.blocks[keys[name]])
+            for name, part in of_kind("values", parts).items()
+            if name in keys  # else it is of a layer that is missing
+        }
+        others = {part["name"]: reader.branch(part, held) for part in branches}
         # Not before all of them are read: a branch that cannot be restored refuses the load
         self.branches.adopt(parts["history"]["branch"], others)
         reader.restore(self.history, parts["history"], self.history.journal)
@@ -155,6 +178,16 @@ class Restorer:
         unit.buffers.restore(part["buffers"])
         per_layer.remember_entries(unit.module, part["entries"])
 
-    def _values(self, part: Part) -> Values:
-        master = self.empty(part["master"].numel(), dtype=part["master"].dtype).copy_(part["master"])
-        return self.branches.keep(master, part["version"], part["states"])
+    def _placed(self, branch: Part) -> Part:
+        """Let a branch of an older save name its layers once for each place."""
+        placed, lineup = self.resumption.edited.placed, self.editor.lineup
+        stacks = {name: placed(name, keys, lineup) for name, keys in branch["stacks"].items()}
+        return {**branch, "stacks": stacks}
+
+    def _values(self, name: str, plain: Part, block: Block) -> Values:
+        if "master" in plain:
+            master = self.empty(plain["master"].numel(), dtype=plain["master"].dtype).copy_(plain["master"])
+            return self.branches.keep(master, plain["version"], plain["states"])
+        part, numel = self.room(block)
+        master = self.empty(numel, dtype=block.values.dtype).zero_()
+        return self.branches.keep(master, plain["version"], self.read(name, block, part, master), part)

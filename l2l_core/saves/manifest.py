@@ -8,7 +8,8 @@ A generation of `folder.py` has these files::
     relay.safetensors            random generators, and settings that are tensors
 
 and one for each part of the past that has tensors (`history.py`). Of several workers each has files of the shell and of every
-layer, with its pieces of weights and their state; `part.json` says of each where it begins and how many elements it has.
+layer, with its pieces of weights and their state, and of the values that other branches have; `part.json` says of each piece
+where it begins and how many elements it has.
 Buffers are worker 0's, in its files.
 
 What it is not: nothing of the model's structure is saved, nor Python attributes of modules, their training mode,
@@ -47,18 +48,17 @@ def save(new: NewGeneration, state: State) -> None:
 
 def _mine(state: State, with_buffers: bool) -> Content:
     """List what this worker has of weights and of their state: tensors that `encode` meets join those of the unit."""
-    optimizer, optimizer_state, ranges = state.store.optimizer, {}, {}
-    files: dict[str, Tensors] = {unit.key: {} for unit in state.units}
-    for unit, weight in state.weights():
-        files[unit.key][f"weights/{weight.name}"] = weight.view
+    optimizer_state, ranges = {}, {}
+    files: dict[str, Tensors] = {key: {} for key in (*(unit.key for unit in state.units), *state.values)}
+    for file, weight, _ in state.pieces():
+        files[file][f"weights/{weight.name}"] = weight.view
         if weight.piece.size != weight.whole.size:
             ranges[weight.name] = [weight.piece.first, weight.view.numel()]
     for unit, name, buffer in state.buffers() if with_buffers else ():
         files[unit.key][f"buffers/{name}"] = buffer
-    for unit, weight in state.weights():
-        if weight.master in optimizer.state:
-            known = encode(optimizer.state[weight.master], f"optimizer/{weight.name}", files[unit.key])
-            optimizer_state[weight.name] = known
+    for file, weight, known in state.pieces():
+        if known is not None:
+            optimizer_state[weight.name] = encode(known, f"optimizer/{weight.name}", files[file])
     return Content({"ranges": ranges, "optimizer_state": optimizer_state}, files)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from l2l_core.config import RelayConfig
-from l2l_core.eps.blocks import Piece, assemble, new_piece
+from l2l_core.eps.blocks import Block, Layout, Piece, assemble, new_piece
 from l2l_core.eps.optimizers import put
 from l2l_core.model import Take, Tensors, copies_of, decode
 from l2l_core.saves.codec import Part as PlainPart
@@ -22,7 +22,7 @@ from l2l_core.saves.codec import read_random
 from l2l_core.saves.folder import Part, read
 from l2l_core.saves.new_generation import Company
 from l2l_core.saves.stacks import Edited
-from l2l_core.saves.state import State, Weight
+from l2l_core.saves.state import State, Weight, names_in, weights_of
 
 Held = tuple[Piece, int]  # what a part has of a parameter, and the number of the part
 
@@ -103,24 +103,50 @@ class Saved:
         own_settings = decode(manifest.get("own_settings", []), take)
         random_state = read_random(decode(manifest["random"], take))
         takes = [copies_of(part.tensors) for part in self.parts]  # one each, so that what parameters share stays one
-        weights = [(weight, self._held(weight)) for _, weight in state.weights()]
-        optimizer_state = {w.master: known for w, held in weights if (known := self._known(w, held, takes)) is not None}
+        weights = [(master, weight, self._held(weight)) for _, master, weight in state.weights()]
+        knows = {master: self._known(weight, held, takes) for master, weight, held in weights}
         # All memory is taken and nothing can fail from here on, where the relay begins to change.
         with torch.no_grad():
-            for weight, held in weights:
-                sources = [(piece, self.parts[i].tensors[f"weights/{weight.name}"]) for piece, i in held]
-                assemble(weight.view, weight.piece, weight.whole, sources)
+            for _, weight, held in weights:
+                self._fill(weight, held)
             for _, name, buffer in state.buffers():
                 _copy(buffer, self.parts[0].tensors[f"buffers/{name}"])
         only = bool(optimizer.state)  # it has trained before: what it has counted goes
         optimizer.state.clear()
-        optimizer.state.update(optimizer_state)
+        optimizer.state.update({master: known for master, known in knows.items() if known is not None})
         put(optimizer, [*own_settings, *settings], only)
         state.store.masters.book_state()
         for block in state.blocks:
             block.version = manifest["versions"][block.key]
             block.warmup = manifest.get("warmups", {}).get(block.key, 0)
         random_state.put()
+
+    def values(self, name: str, block: Block, part: Layout | None, master: torch.Tensor) -> list[dict[str, Any] | None]:
+        """Read the values that another branch has of a block, of which each worker that saved had a part.
+
+        Args:
+            name: of the values in the save.
+            block: that they are of.
+            part: what of it is wanted; None: all of it.
+            master: gets the weights.
+
+        Returns:
+            What the optimizer knows of each parameter, None where nothing.
+        """
+        takes = [copies_of(each.tensors) for each in self.parts]
+        weights = weights_of(names_in(name, block), block.layout, block.layout if part is None else part, master)
+        states: list[dict[str, Any] | None] = [None] * len(weights)
+        for index, weight in enumerate(weights):
+            if weight is not None:
+                held = self._held(weight)
+                self._fill(weight, held)
+                states[index] = self._known(weight, held, takes)
+        return states
+
+    def _fill(self, weight: Weight, held: Sequence[Held]) -> None:
+        """Give a weight its saved values."""
+        sources = [(piece, self.parts[i].tensors[f"weights/{weight.name}"]) for piece, i in held]
+        assemble(weight.view, weight.piece, weight.whole, sources)
 
     def _held(self, weight: Weight) -> list[Held]:
         """Find the parts that have something of a parameter, and what."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
+from l2l_core.edits import Values
 from l2l_core.eps import LayerStore
-from l2l_core.eps.blocks import Block, Piece, Unit, is_absent
+from l2l_core.eps.blocks import Block, Layout, Piece, Unit, is_absent
 from l2l_core.model import RandomState
 from l2l_core.saves.codec import Part
 from l2l_core.saves.stacks import Edited
@@ -25,14 +26,24 @@ class Weight(NamedTuple):
         name: of the model's parameter.
         whole, piece: how all of it lies in its block, and what of it is here.
         view: of the master, of the piece's size.
-        master: the optimizer's parameter over it.
     """
 
     name: str
     whole: Piece
     piece: Piece
     view: torch.Tensor
-    master: nn.Parameter
+
+
+def weights_of(names: Sequence[str], whole: Layout, here: Layout, master: torch.Tensor) -> list[Weight | None]:
+    """List what is in a buffer of the parameters of a block, None for those of which nothing is.
+
+    Args:
+        names: of the parameters, in a save.
+        whole: how all of the block lies.
+        here: how what there is of it lies in `master`.
+    """
+    held = map(Weight, names, whole.pieces, here.pieces, here.views(master))
+    return [None if is_absent(each.piece, each.whole) else each for each in held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,7 @@ class State:
         random_state: the thread's generators.
         edited: what was edited.
         past: parts of what is beside the present state, by name; plain data and tensors (see `history.py`).
+        values: by name, blocks and values of other branches of which a part is here.
     """
 
     config: RelayConfig
@@ -56,6 +68,7 @@ class State:
     random_state: RandomState
     edited: Edited
     past: dict[str, Part]
+    values: Mapping[str, tuple[Block, Values]]
 
     def outline(self) -> dict[str, Any]:
         """List what a relay must agree in with a save that it takes over, as plain data; versions only in their keys.
@@ -85,14 +98,27 @@ class State:
                 held.setdefault(block, unit)
         return held
 
-    def weights(self) -> Iterator[tuple[Unit, Weight]]:
-        """Go through all weights of which something is here, each with the first unit that holds it."""
+    def weights(self) -> Iterator[tuple[Unit, nn.Parameter, Weight]]:
+        """Go through all weights of which something is here, each with the first unit that holds it, and the optimizer's
+        parameter over it.
+        """
         for block, unit in self.blocks.items():
-            masters = self.store.masters.params_of(block)
-            pieces = block.layout.pieces, block.held.pieces
-            for held in map(Weight, block.names, *pieces, block.views, masters):
-                if not is_absent(held.piece, held.whole):
-                    yield unit, held
+            held = weights_of(block.names, block.layout, block.held, block.values)
+            for master, weight in zip(self.store.masters.params_of(block), held, strict=True):
+                if weight is not None:
+                    yield unit, master, weight
+
+    def pieces(self) -> Iterator[tuple[str, Weight, Mapping[str, Any] | None]]:
+        """Go through the same, and parts of other branches: each with its file, and what the optimizer knows of it."""
+        state = self.store.optimizer.state
+        for unit, master, weight in self.weights():
+            yield unit.key, weight, state[master] if master in state else None
+        for name, (block, values) in self.values.items():
+            assert values.part is not None, f"{name} is whole"
+            held = weights_of(names_in(name, block), block.layout, values.part, values.master)
+            for weight, known in zip(held, values.states, strict=True):
+                if weight is not None:
+                    yield name, weight, known
 
     def buffers(self) -> Iterator[tuple[Unit, str, torch.Tensor]]:
         """Go through all buffers (non-persistent ones too), by name, each with the unit that it is in."""
@@ -108,6 +134,11 @@ class State:
             for name, whole in zip(block.names, block.layout.pieces, strict=True)
         }
         return weights | {f"buffers/{name}": shape_of(b.shape, b.dtype) for _, name, b in self.buffers()}
+
+
+def names_in(name: str, block: Block) -> list[str]:
+    """Say what the parameters of a block are called in values that have this name."""
+    return [f"{name}/{index}" for index in range(len(block.params))]
 
 
 def named_params(units: Iterable[Unit]) -> dict[str, nn.Parameter]:

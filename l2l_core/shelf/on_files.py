@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
+from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger
 from l2l_core.eps import LayerStore, Place
 from l2l_core.eps.blocks import Block, Unit, is_nowhere
@@ -35,13 +36,13 @@ from l2l_core.trace import Trace
 from l2l_core.workers import Solo
 
 _IN_MEMORY = "use masters in memory (no shelf=) where the model fits"
+_POSSIBLE = ("make a step", "run forward", "evaluate", "probe", "look inside", "put traces together")
 _INSTEAD = {
     "save": "the folder is a save already, with which FileShelf(..., resume=True) goes on, and so is a copy that was made of it "
     "between two steps; relay.shelf.save_pretrained(folder) writes the weights alone",
     "verify": "verify with masters in memory, on a model that fits",
-    "fork": "copy the folder between two steps, and go on with each by resume=True",
+    "make a branch": "copy the folder between two steps, and go on with each by resume=True",
 }
-_POSSIBLE = ("look", "probe")
 
 
 class OnFiles(Solo):
@@ -71,7 +72,7 @@ class OnFiles(Solo):
 
     # -- set up, in this order -----------------------------------------------------------------------------------------
 
-    def settle(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+    def keep_by(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
         def send_away(block: Block) -> None:
             if not self._given:
                 self._open()  # what may fail comes before the model gives anything away, and after it was checked
@@ -128,7 +129,7 @@ class OnFiles(Solo):
         return trace
 
     def together(self, what: str, facts: Callable[[], Mapping[str, str]]) -> AbstractContextManager[None]:
-        if what == "save":
+        if what not in _POSSIBLE:
             self.refuse(what)
         return nullcontext()
 
@@ -141,13 +142,12 @@ class OnFiles(Solo):
         """Refuse what a shelf on disk cannot do.
 
         Raises:
-            ValueError: always, but for a few verbs that several workers cannot do, and it can.
+            ValueError: always.
         """
-        if verb not in _POSSIBLE:
-            raise ValueError(
-                f"{verb} is not there for a relay whose weights are in files ({self.folder}): "
-                f"{_INSTEAD.get(verb, _IN_MEMORY)}. Nothing was done"
-            )
+        raise ValueError(
+            f"{verb} is not there for a relay whose weights are in files ({self.folder}): "
+            f"{_INSTEAD.get(verb, _IN_MEMORY)}. Nothing was done"
+        )
 
     def _refuse_nan(self, module: nn.Module, *_: Any) -> None:
         """Refuse to give out a state of parameters without values, also when the relay is closed."""
@@ -232,7 +232,7 @@ class OnFiles(Solo):
                 self._loads.give_back(buffer)
 
 
-def on_files(shelf: FileShelf, workers: object, model: nn.Module, ahead: int) -> OnFiles:
+def on_files(shelf: FileShelf, workers: object, model: nn.Module, config: RelayConfig | Literal["auto"]) -> OnFiles:
     """Make the company of a relay with a shelf.
 
     Raises:
@@ -247,4 +247,9 @@ def on_files(shelf: FileShelf, workers: object, model: nn.Module, ahead: int) ->
             "shelf goes neither with workers nor with Relay.load yet: train with one worker, and go on by "
             "FileShelf(..., resume=True)"
         )
-    return OnFiles(shelf, model, ahead)
+    if isinstance(config, str):
+        raise ValueError(
+            'config="auto" looks for settings by steps with all weights in memory, and a shelf has them in files: give a '
+            "RelayConfig with the number of micro-batches with which a smaller model of these layers fits"
+        )
+    return OnFiles(shelf, model, config.ahead)

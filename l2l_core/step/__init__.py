@@ -19,5 +19,5 @@ from l2l_core.step.stage import Stage as Stage
 from l2l_core.step.stage import Task as Task
 from l2l_core.step.traffic import Metered as Metered
 from l2l_core.step.traffic import NewHabit as NewHabit
+from l2l_core.step.verify import InCore as InCore
 from l2l_core.step.verify import VerifyReport as VerifyReport
-from l2l_core.step.verify import compare_step as compare_step

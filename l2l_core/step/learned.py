@@ -85,12 +85,13 @@ class Learned:
         """An inference is over."""
         self._inferred.keep((kind, task), metered)
 
-    def kept(self, kind: Kind, find: Callable[[], int]) -> int:
-        """Return how many graphs a step of this kind keeps, whose settings say in bytes how much; `find` is asked once."""
-        known = self._kept.get(kind)
-        if known is None:
-            self._kept.keep(kind, known := find())
-        return known
+    def kept_of(self, kind: Kind) -> int | None:
+        """Return how many graphs a step of this kind keeps, whose settings say in bytes how much; None if nobody has counted."""
+        return self._kept.get(kind)
+
+    def keeps(self, kind: Kind, count: int) -> None:
+        """Say how many these are."""
+        self._kept.keep(kind, count)
 
     @contextmanager
     def without(self, units: Collection[Unit]) -> Iterator[None]:

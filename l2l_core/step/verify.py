@@ -22,6 +22,7 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.eps.optimizers import differing, differing_settings, is_same, settings_of
 from l2l_core.model import deep_copy, train_step
 from l2l_core.surgery import same_random_numbers
+from l2l_core.trace import StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,56 +78,69 @@ class VerifyReport:
         return "\n".join(lines + ([f"  parameters of several visits: {', '.join(shared)}"] if shared else []))
 
 
-def compare_step(
-    *,
-    model: nn.Module,
-    store: LayerStore,
-    units: Sequence[Unit],
-    relay_step: Callable[[], Any],
-    micro_batches: Sequence[Any],
-    objective: Callable[[nn.Module, Any], torch.Tensor],
-    divisors: Sequence[float],
-    seeds: Sequence[int],
-    max_grad_norm: float | None,
-    torch_device: torch.device,
-) -> VerifyReport:
-    """Run the step on a copy in core, on `torch_device`, then by relay, and compare losses, weights, buffers, optimizer."""
-    twin = _twin_of(model)
-    for param in twin.parameters():
-        param.data = param.data.float()  # masters may be of bfloat16; computed is in float32
-    optimizer = store.masters.plain_optimizer(twin, model)
-    if torch_device.type != "cpu":
-        twin.to(torch_device)
-        optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
-    with same_random_numbers():  # NumPy's too: both sides begin with the same ones
-        copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
-        losses = train_step(twin, optimizer, micro_batches, objective, divisors, seeds, max_grad_norm, copied)
-    reference_loss = float(sum(losses))
-    del losses
-    twin.cpu()  # before the relay needs the room
-    expected = {
-        param: pytree.tree_map_only(torch.Tensor, _on_host, dict(optimizer.state.get(own, {})))
-        for param, own in zip(model.parameters(), twin.parameters(), strict=True)
-    }
-    settings = settings_of(optimizer)
-    del optimizer  # on a GPU its state takes the room that the relay needs next
-    result = relay_step()
-    weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
-    buffers, visits = _buffers(model, twin), _visits(result.trace)
-    rows = tuple(_row(unit, weights, buffers, visits) for unit in units)
-    kept = _differing_state(expected, store.masters.states())
-    if len(settings) == len(
-        found := settings_of(store.optimizer)
-    ):  # a layer that warms up has a group of its own in core
-        kept += [f"setting {name!r}" for name in differing_settings(settings, found)]
-    return VerifyReport(
-        equal=result.loss == reference_loss and all(row.equal for row in rows) and not kept,
-        max_abs_diff=max((row.max_abs_diff for row in rows), default=0.0),
-        loss=result.loss,
-        reference_loss=reference_loss,
-        rows=rows,
-        optimizer=tuple(kept),
-    )
+class InCore:
+    """A step in core, made on a copy of a model that is whole; keeps what came of it.
+
+    Args:
+        model, store: the relay's.
+        micro_batches, objective, divisors, seeds, max_grad_norm: as of `train_step`.
+        torch_device: where it runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        store: LayerStore,
+        micro_batches: Sequence[Any],
+        objective: Callable[[nn.Module, Any], torch.Tensor],
+        divisors: Sequence[float],
+        seeds: Sequence[int],
+        max_grad_norm: float | None,
+        torch_device: torch.device,
+    ) -> None:
+        self._model, self._store, self._twin = model, store, (twin := _twin_of(model))
+        for param in twin.parameters():
+            param.data = param.data.float()  # masters may be of bfloat16; computed is in float32
+        optimizer = store.masters.plain_optimizer(twin, model)
+        if torch_device.type != "cpu":
+            twin.to(torch_device)
+            optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
+        with same_random_numbers():  # NumPy's too: both sides begin with the same ones
+            copied = partial(map_tensors, change=lambda tensor: tensor.detach().to(torch_device, copy=True))
+            losses = train_step(twin, optimizer, micro_batches, objective, divisors, seeds, max_grad_norm, copied)
+        self._loss = float(sum(losses))
+        twin.cpu()  # before the relay needs the room
+        self._expected = {
+            param: pytree.tree_map_only(torch.Tensor, _on_host, dict(optimizer.state.get(own, {})))
+            for param, own in zip(model.parameters(), twin.parameters(), strict=True)
+        }
+        self._settings = settings_of(optimizer)
+
+    def compare(self, result: StepResult, units: Sequence[Unit], with_buffers: bool) -> VerifyReport:
+        """Compare it with the relay, which is whole again and has made the same step.
+
+        Args:
+            result: of that step.
+            units: the shell and the layers.
+            with_buffers: whether buffers are of the whole batch, as they are in core.
+        """
+        weights = dict(zip(self._model.parameters(), self._twin.parameters(), strict=True))
+        buffers = _buffers(self._model, self._twin) if with_buffers else {}
+        visits = _visits(result.trace)
+        rows = tuple(_row(unit, weights, buffers, visits) for unit in units)
+        kept = _differing_state(self._expected, self._store.masters.states())
+        found = settings_of(self._store.optimizer)
+        if len(self._settings) == len(found):  # a layer that warms up has a group of its own in core
+            kept += [f"setting {name!r}" for name in differing_settings(self._settings, found)]
+        return VerifyReport(
+            equal=result.loss == self._loss and all(row.equal for row in rows) and not kept,
+            max_abs_diff=max((row.max_abs_diff for row in rows), default=0.0),
+            loss=result.loss,
+            reference_loss=self._loss,
+            rows=rows,
+            optimizer=tuple(kept),
+        )
 
 
 def _twin_of(model: nn.Module) -> nn.Module:
@@ -163,7 +177,7 @@ def _row(
     params = [(name, param) for block in unit.blocks for name, param in zip(block.names, block.params, strict=True)]
     # What is rounded to bfloat16 by the optimizer is so whatever memory it lies in: the cast changes no value
     pairs: list[Pair] = [(name, param.detach().float(), weights[param].detach()) for name, param in params]
-    pairs += [buffers[id(buffer)] for buffer in unit.buffers.now() if buffer is not None]
+    pairs += [buffers[id(buffer)] for buffer in unit.buffers.now() if id(buffer) in buffers]
     differing = {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
     several = tuple(n for b in unit.blocks if b.shared or visits.get(unit.key, 0) > 1 for n in b.names)
     worst = max(differing.values(), default=0.0)

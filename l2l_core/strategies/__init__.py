@@ -5,6 +5,10 @@ May import `relay`, `forecast`, `step.traffic`, `step.graph`, `eps.optimizers`, 
 Begin reading at `plan.py`, `execution.py`, `walk.py`; `lab.py` is the facade.
 """
 
+from l2l_core.strategies.activation_map import activation_bytes as activation_bytes
+from l2l_core.strategies.activation_map import activation_map as activation_map
+from l2l_core.strategies.few_bits import FewBit as FewBit
+from l2l_core.strategies.few_bits import few_bit as few_bit
 from l2l_core.strategies.lab import Lab as Lab
 from l2l_core.strategies.lab import LabResult as LabResult
 from l2l_core.strategies.plan import Operation as Operation
@@ -20,5 +24,9 @@ from l2l_core.strategies.policies import Policy as Policy
 from l2l_core.strategies.policies import RelayPolicy as RelayPolicy
 from l2l_core.strategies.policies import Rotor as Rotor
 from l2l_core.strategies.proof import Proof as Proof
+from l2l_core.strategies.randomized_linear import RandomizedLinear as RandomizedLinear
+from l2l_core.strategies.randomized_linear import randomized_linear as randomized_linear
+from l2l_core.strategies.selective import SelectiveCheckpoint as SelectiveCheckpoint
+from l2l_core.strategies.swap import Swap as Swap
 from l2l_core.strategies.table import Row as Row
 from l2l_core.strategies.table import Table as Table

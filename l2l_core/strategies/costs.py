@@ -1,7 +1,7 @@
-"""What stages cost, in bytes and seconds: read off metered executions of three plans.
+"""What stages cost, in bytes and seconds: read off metered executions of four plans.
 
-A plan that keeps every record, one that keeps none, one that runs every stage once more without a record, some that
-alternate, and one that keeps the first input alone: together they show each kind of operation on each stage in each context.
+A plan that keeps every record, one that keeps none, one that runs every stage once more without a record, and one that keeps
+the first input alone: together they show each kind of operation on each stage, and what outlives the stages that drop it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import cycle, islice
 from statistics import median
 
+from l2l_core.strategies.frames import Ends, Rise
 from l2l_core.strategies.plan import F0, FALL, FCK, B, Operation
-from l2l_core.strategies.recipes import Operations, completed, full, periodic, plain
+from l2l_core.strategies.recipes import Operations, full, periodic, plain
 from l2l_core.strategies.structure import Structure
 
 
@@ -32,8 +32,9 @@ class Costs:
         late: storages at cuts that these frames still hold after the first run of a stage.
         loss: what the record of the last stage has beyond all that.
         waiting: gradients at the cut before every stage, after its backward.
-        top: how much more than at its start an operation needs, by kind, stage, whether the run, or the record, is a first,
-            and, of a first run, what kind that of the stage before was (what is let go of differs).
+        ends: what the model's frames let go of in the first run of a stage.
+        rises: how bytes rise in the first run of a stage, by kind and stage.
+        top: how much more than at its start another operation needs, by kind, stage, and whether the record is of a first run.
         seconds: measured, by kind and stage.
     """
 
@@ -46,7 +47,9 @@ class Costs:
     late: dict[int, frozenset[int]] = field(default_factory=dict)
     loss: int = 0
     waiting: dict[int, int] = field(default_factory=dict)
-    top: dict[tuple[str, int, bool, str], int] = field(default_factory=dict)
+    ends: dict[int, Ends] = field(default_factory=dict)
+    rises: dict[tuple[str, int], Rise] = field(default_factory=dict)
+    top: dict[tuple[str, int, bool], int] = field(default_factory=dict)
     seconds: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def tells(self, operation: Operation) -> float:
@@ -55,30 +58,33 @@ class Costs:
 
     def tells_kind(self, kind: str, stage: int) -> float:
         """Return the seconds of a kind of operation on a stage; of the loss without a record, as with one."""
-        return median(self.seconds.get((_sort(kind), stage)) or self.seconds[FALL, stage])
+        return median(self.seconds.get((sort_of(kind), stage)) or self.seconds[FALL, stage])
 
-    def highest(self, kind: str, stage: int, context: tuple[bool, str]) -> int:
-        """Return how much more an operation needs than there is at its start."""
-        return self.top[_sort(kind), stage, *context]
+    def rise(self, kind: str, stage: int) -> Rise:
+        """Return how bytes rise in the first run of a stage."""
+        return self.rises[sort_of(kind), stage]
+
+    def highest(self, kind: str, stage: int, of_first: bool) -> int:
+        """Return how much more another operation needs than there is at its start."""
+        return self.top[sort_of(kind), stage, of_first]
 
     def worst(self, kind: str, stage: int) -> int:
-        """Return the same, in the worst context."""
-        found = [more for (k, i, _, _), more in self.top.items() if (k, i) == (_sort(kind), stage)]
-        return max([0, *found])
+        """Return how much more any such operation needs than there is at its start."""
+        found = [more for (k, i, _), more in self.top.items() if (k, i) == (sort_of(kind), stage)]
+        rise = self.rises.get((sort_of(kind), stage))
+        return max([0, *found, *(rise.made.values() if rise else ())])
 
 
-def _sort(kind: str) -> str:
+def sort_of(kind: str) -> str:
     return F0 if kind == FCK else kind  # they need the same: what is kept is at the cut already
 
 
 def probes(n: int) -> tuple[Operations, ...]:
-    """Return the plans to measure: each kind of operation on each stage, first and again, after a stage that keeps or not."""
+    """Return the plans to measure: each kind of operation on each stage, first and again, with all kept or nothing."""
     twice = [Operation(FCK, i) for i in range(n - 1)] + [Operation(FALL, n - 1), Operation(B, n - 1)]
     for i in reversed(range(n - 1)):
         twice += [Operation(F0, i), Operation(FALL, i), Operation(B, i)]
-    kinds = [(FALL, FCK), (FCK, FALL), (FCK, F0, FALL), (F0, FALL, FCK), (FALL, FCK, F0)]
-    mixes = [completed([*islice(cycle(each), n - 1), FALL]) for each in kinds]
-    return plain(n), full(n), tuple(twice), *mixes, periodic(n, max(1, n - 1))
+    return plain(n), full(n), tuple(twice), periodic(n, max(1, n - 1))
 
 
 def stage_bytes(structure: Structure, tensors: Iterable[int]) -> int:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from l2l_core.model import RandomState, keep_attributes
 from l2l_core.step.graph import Sink, enter, run_backward
 from l2l_core.strategies.forward import Forward, Stage, Tensor
+from l2l_core.strategies.frames import Frames, Position, Seen, key_of, older
 from l2l_core.strategies.meter import Meter
 from l2l_core.strategies.moves import Moves
 from l2l_core.strategies.plan import FALL, FCK, OFF, OFFX, PRE, PREX, RUNS, B, Operation
@@ -60,8 +61,7 @@ class Done(NamedTuple):
     seconds: float
     record: int = 0  # of B: bytes of the record that are in no tensor at a cut
     waiting: int = 0  # of B: bytes of gradients that wait at the cut
-    frames: dict[int, int] = {}  # of a first run: bytes that only the model's frames hold, by the stage that made them
-    late: frozenset[int] = frozenset()  # storages at cuts that they hold
+    frames: Frames | None = None  # of a first run, if it is measured
 
 
 class Execution(Forward):
@@ -121,31 +121,32 @@ class Execution(Forward):
         made: dict[int, set[int]] = {}
         seen: set[int] = set()
         for number, tensor in self.consts.items():
-            if self.born[number] >= 0 and _key(tensor) not in seen:
-                made.setdefault(self.born[number], set()).add(_key(tensor))
-                seen.add(_key(tensor))
+            if self.born[number] >= 0 and key_of(tensor) not in seen:
+                made.setdefault(self.born[number], set()).add(key_of(tensor))
+                seen.add(key_of(tensor))
         return {stage: self.meter.bytes_of(keys) for stage, keys in made.items()}
 
-    def _in_frames(self) -> tuple[dict[int, int], frozenset[int]]:
-        """Find what shell code made that only the model's own frames hold: bytes beside the cuts by stage, storages at cuts."""
+    def _in_frames(self, seen: Seen) -> Frames:
+        """Find what shell code made that only the model's own frames hold."""
         held = [*self._cut.values(), *self.consts.values()]
         held += [
             t for r in self._records.values() for t in (*r.outs.values(), *(leaf for leaf, _ in r.entries.values()))
         ]
         held += [t for tensors in self._held.values() for t in tensors.values()]
-        keys = {_key(tensor) for tensor in held}.union(*(record.saved for record in self._records.values()))
+        keys = {key_of(tensor) for tensor in held}.union(*(record.saved for record in self._records.values()))
         found: dict[int, int] = {}
         late = set()
-        for tensor, number in sorted(self.numbers.items(), key=lambda item: item[1]):
-            key, storage = _key(tensor), self.structure.storage.get(number, -1)
-            if key in keys or self.born[number] < 0:
+        for key, (storage, stage) in older(self.numbers, self.born, self.structure).items():
+            if key in keys:
                 continue
-            keys.add(key)
             if storage == -1:
-                found[self.born[number]] = found.get(self.born[number], 0) + self.meter.bytes_of([key])
-            elif storage is not None:
+                found[stage] = found.get(stage, 0) + self.meter.bytes_of([key])
+            else:
                 late.add(storage)
-        return found, frozenset(late)
+        return Frames(found, frozenset(late), seen.made, seen.ends)
+
+    def _position(self) -> Position:
+        return Position(len(self.stages), len(self.signature))
 
     def _do(self, operation: Operation) -> None:
         kind, i = operation
@@ -159,6 +160,8 @@ class Execution(Forward):
             if kind == B:
                 record = self._backward(i)
             elif is_first:
+                if self.measures:
+                    self.meter.seen = Seen(older(self.numbers, self.born, self.structure), self._position)
                 self._first(kind, i)
             else:
                 self._again(kind, i)
@@ -168,10 +171,11 @@ class Execution(Forward):
             self.moves.bring((_BACK[kind], i), layer, self.k)
         else:
             self.moves.send((kind, i), self._leaving(kind, i), layer, self.k)
-        seconds, waiting = time.perf_counter() - began_s, self.meter.bytes_of(map(_key, self._waiting.values()))
-        frames = self._in_frames() if is_first and self.measures else ()
+        seconds, waiting = time.perf_counter() - began_s, self.meter.bytes_of(map(key_of, self._waiting.values()))
+        seen, self.meter.seen = self.meter.seen, None
+        frames = self._in_frames(seen) if seen else None
         high, now = self.meter.take_high(), self.meter.now
-        self.log.append(Done(operation, high, now, self.moves.host_bytes, seconds, record, waiting, *frames))
+        self.log.append(Done(operation, high, now, self.moves.host_bytes, seconds, record, waiting, frames))
         self.on_done()
 
     # -- first runs ----------------------------------------------------------------------------------------------------
@@ -371,12 +375,12 @@ class Execution(Forward):
             tensors = {number: leaf for number, (leaf, _) in record.entries.items()}
             saved = record.saved.keys() - self._at_cuts(record)
         movable = self.structure.movable(i)
-        mine = {_key(t) for number, t in tensors.items() if self.structure.storage[number] in movable}
-        return sorted(saved | mine - {_key(t) for t in self.consts.values()})
+        mine = {key_of(t) for number, t in tensors.items() if self.structure.storage[number] in movable}
+        return sorted(saved | mine - {key_of(t) for t in self.consts.values()})
 
     def _at_cuts(self, record: Record) -> set[int]:
         tensors = [leaf for leaf, _ in record.entries.values()]
-        return {_key(t) for t in (*tensors, *record.outs.values(), *self.consts.values(), *self._cut.values())}
+        return {key_of(t) for t in (*tensors, *record.outs.values(), *self.consts.values(), *self._cut.values())}
 
 
 @contextmanager
@@ -385,12 +389,8 @@ def _saved() -> Iterator[dict[int, None]]:
     keys: dict[int, None] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        keys[_key(tensor)] = None
+        keys[key_of(tensor)] = None
         return tensor.detach()  # itself would be a cycle: node, saved output, node
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield keys
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

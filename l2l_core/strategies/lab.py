@@ -6,7 +6,8 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,13 +21,18 @@ from l2l_core.model import copy_tensors, resolve_layers
 from l2l_core.rules import weight_slots
 from l2l_core.strategies.course import Course, Ran, Work, nbytes_of, optimizer_bytes
 from l2l_core.strategies.measure import Known, measure, small_losses, unlimited, update_costs
+from l2l_core.strategies.meter import Meter
 from l2l_core.strategies.plan import Operation, Plan, check_operations
 from l2l_core.strategies.policies import Policy
 from l2l_core.strategies.prices import Prices
 from l2l_core.strategies.proof import Proof, prove
 from l2l_core.strategies.relayed import relayed
+from l2l_core.strategies.selective import Checkpointed
 from l2l_core.strategies.table import Row, Table, Way
+from l2l_core.strategies.ways import default_ways
 from l2l_core.trace import Trace
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -166,8 +172,13 @@ class Lab:
             ran = course.run(plan.operations, self._work, meter)
         return prove(course, ran, theirs, self._work, self._call.objective)
 
-    def compare(self, ways: Iterable[Way]) -> Table:
-        """Make a step in each way on a copy of the model, without a budget, and put what they needed side by side."""
+    def compare(self, ways: Iterable[Way] | None = None) -> Table:
+        """Make a step in each way on a copy of the model, without a budget, and put what they needed side by side.
+
+        Args:
+            ways: default one of each kind; `Combined` where it can try all choices.
+        """
+        ways = default_ways(self.prices.stages - 1) if ways is None else ways
         return Table([way.row(self) for way in ways], self.device.memory_bytes)
 
     def planned(self, policy: Policy) -> Row:
@@ -189,6 +200,15 @@ class Lab:
         config = replace(self.config, keep=keep, ahead=ahead, stash=stash, resident=resident)
         return relayed(name, self._twins(), self._layers, self.batch, config, self.device, self._options)
 
+    def checkpointed(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Row:
+        """Make a step by plain training on a copy, with every layer's forward in a wrap; its seconds are compute alone."""
+        model, optimizer = self._twins()
+        wrapped, work = Checkpointed(model, self._layers, wrap), self._work
+        with unlimited(self.device):
+            run = partial(wrapped.run, work, self._call.objective)
+            seconds, peak = self._stepped(self._course(model), optimizer, lambda _: run())
+        return Row(name, peak, 0, wrapped.layer_forwards, seconds)
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     @property
@@ -198,12 +218,16 @@ class Lab:
         return Work(self._micro_batches, self._divisors, seeds, structures)
 
     def _run(self, course: Course, optimizer: Optimizer, plan: Plan) -> tuple[Ran, int]:
+        return self._stepped(course, optimizer, lambda meter: course.run(plan.operations, self._work, meter))
+
+    def _stepped(self, course: Course, optimizer: Optimizer, run: Callable[[Meter], T]) -> tuple[T, int]:
+        """Let `run` leave gradients, and update; returns what it gives, and the highest bytes on the device."""
         ledger = self.device.ledger
         with course.metered(optimizer) as meter:
             more = self._optimizer_bytes - optimizer_bytes(optimizer)
             ledger.book("optimizer", "", more)  # room for what the first update makes
             try:
-                ran = course.run(plan.operations, self._work, meter)
+                ran = run(meter)
             finally:
                 ledger.release("optimizer", "", more)
             optimizer.step()

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core.devices import Ledger
+from l2l_core.strategies.frames import Seen
 
 
 class Meter(TorchDispatchMode):
@@ -25,6 +26,7 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         high: the most bytes since `take_high`.
+        seen: is told of storages that come and go, if there is one.
     """
 
     def __init__(self, ledger: Ledger, exempt: Iterable[torch.Tensor] = ()) -> None:
@@ -34,6 +36,7 @@ class Meter(TorchDispatchMode):
         self.spare(exempt)
         self._live: dict[int, _Counted] = {}
         self.now = self.high = 0
+        self.seen: Seen | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -62,6 +65,8 @@ class Meter(TorchDispatchMode):
         self._live[key].nbytes = nbytes
         self.now += nbytes
         self.high = max(self.high, self.now)
+        if self.seen:
+            self.seen.comes(nbytes)
 
     def _gone(self, key: int, _: Any) -> None:
         if key in self._live:
@@ -73,6 +78,8 @@ class Meter(TorchDispatchMode):
         counted = self._live[key]
         self._ledger.release(counted.category, "", counted.nbytes)
         self.now -= counted.nbytes
+        if self.seen:
+            self.seen.goes(key, counted.nbytes)
         counted.nbytes = 0
 
     def comes(self, key: int, nbytes: int) -> None:

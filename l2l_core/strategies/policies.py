@@ -177,28 +177,36 @@ class RelayPolicy:
         return bench.relayed(f"Relay, stash on the {self.stash}{kept}", self.keep, self.ahead, self.stash)
 
 
-def fastest(name: str, prices: Prices, plans: Iterable[Operations], budget_bytes: int | None) -> Operations:
-    """Choose the fastest plan whose exact peak fits.
+def fastest(
+    name: str, prices: Prices, plans: Iterable[Operations], budget_bytes: int | None, host_bytes: int | None = None
+) -> Operations:
+    """Choose the fastest plan whose exact peak fits, and no more of which waits on the host than may.
 
     Raises:
-        DeviceOutOfMemory: there is none; it states the smallest budget for which there is one.
+        DeviceOutOfMemory: there is none; it states the smallest budget of the device for which there is one, or of the host,
+            if that is what they all exceed.
     """
     budget = prices.budget if budget_bytes is None else budget_bytes
-    best, best_s, least = None, float("inf"), None
+    best, best_s, least, least_host = None, float("inf"), None, None
     for plan in plans:
+        if host_bytes is not None and (waits := prices.peak_host_bytes(plan)) > host_bytes:
+            least_host = waits if least_host is None else min(least_host, waits)
+            continue
         peak = prices.peak_device_bytes(plan)
         least = peak if least is None else min(least, peak)
         if (budget is None or peak <= budget) and (seconds := prices.seconds(plan)) < best_s:
             best, best_s = plan, seconds
+    if best is None and least is None:
+        raise out_of_budget(name, least_host or 0, host_bytes or 0, "on the host")
     if best is None:
         raise out_of_budget(name, least or 0, budget or 0)
     return best
 
 
-def out_of_budget(name: str, least: int, budget: int) -> DeviceOutOfMemory:
+def out_of_budget(name: str, least: int, budget: int, where: str = "on the device") -> DeviceOutOfMemory:
     """Make the error that a policy has no plan within a budget."""
     error = DeviceOutOfMemory(
-        f"{name} has no plan within {format_bytes(budget)} ({budget} bytes): the smallest budget for which it has one is "
+        f"{name} has no plan within {format_bytes(budget)} ({budget} bytes) {where}: the smallest budget for which it has one is "
         f"{format_bytes(least)} ({least} bytes)",
         least,
         budget,

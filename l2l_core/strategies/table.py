@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,8 +21,8 @@ class Row:
         layer_forwards: how often layers run forward, all micro-batches together.
         seconds: simulated on the device's link, updates on the device left out.
         why: where there is no such step, the reason; the numbers are zero then.
-        trace: the simulated step, which takes `seconds`; with bytes as exact as metered ones.
-        plan: that was followed; None of a relay, which has none.
+        trace: the simulated step, which takes `seconds`; with bytes as exact as metered ones. None of torch's checkpoint.
+        plan: that was followed; None of what has none: a relay, torch's checkpoint.
     """
 
     name: str
@@ -50,6 +50,9 @@ class Bench(Protocol):
 
     def relayed(self, name: str, keep: int, ahead: int, stash: str) -> Row:
         """Make one by relay."""
+
+    def checkpointed(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Row:
+        """Make one by plain training, with every layer's forward in a wrap."""
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,21 @@ is kept by whoever holds a part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from l2l_core.devices import Ledger
-from l2l_core.eps import Masters
+from l2l_core.eps import Masters, Side
 from l2l_core.eps.blocks import Block, Layout, Piece, Unit, is_absent, new_piece
 from l2l_core.workers.crew import Crew
 
 Known = Mapping[str, Any] | None  # what an optimizer knows of a parameter
+_State = MutableMapping[nn.Parameter, dict[str, Any]]
 
 
 class Shares:
@@ -50,40 +53,65 @@ class Shares:
         """Keep this worker's part of every block that is whole, and of its state."""
         rank = self._crew.rank
         for block in [block for block in self._masters.blocks if block.part is None]:
-            cut = self._crew.cut_of(block)
+            cut, params, state = self._crew.cut_of(block), self._masters.params_of(block), self._masters.optimizer.state
             part, start, stop = cut.part(rank), cut.edges[rank], cut.edges[rank + 1]
             mine = self._empty(cut.size(rank)).zero_()
             mine[: stop - start].copy_(block.values[start:stop])
-            pieces = zip(block.layout.pieces, self._known(block), part.pieces, strict=True)
-            self._put(block, part, mine, [_recut([(whole, known)], whole, held) for whole, known, held in pieces])
+            pieces = zip(block.layout.pieces, _known(params, state), part.pieces, strict=True)
+            known = [_recut([(whole, known)], whole, held) for whole, known, held in pieces]
+            with self._booked(block):
+                _put(block, part, mine, params, state, known)
         self._masters.book_state()
 
     def join(self) -> None:
         """Make every block and its state whole, on all workers."""
         for block in [block for block in self._masters.blocks if block.part is not None]:
-            cut = self._crew.cut_of(block)
-            every = self._empty(cut.numel)
-            self._crew.control.meet(f"gather {block.key}")
-            self._crew.gather_weights(self._crew.control, block, every)
-            parts = [cut.part(rank) for rank in range(self._crew.count)]
-            known = self._crew.control.share(self._known(block), f"gather what is known of {block.key}")
-            self._put(block, None, every[: block.layout.numel], _joined(known, block.layout, parts))
+            with self._booked(block):
+                self._join(block, self._masters.params_of(block), self._masters.optimizer.state)
         self._masters.book_state()
 
-    def _known(self, block: Block) -> list[Known]:
-        state = self._masters.optimizer.state
-        return [state[param] if param in state else None for param in self._masters.params_of(block)]
+    def join_waiting(self, waiting: Mapping[Block, Side]) -> None:
+        """Make blocks whole, on all workers, that no layer of a stack has: so edits find them."""
+        for block, side in waiting.items():
+            if block.part is not None:
+                self._join(block, side.masters, side.state)
 
-    def _put(self, block: Block, part: Layout | None, master: torch.Tensor, known: Sequence[Known]) -> None:
-        params = self._masters.params_of(block)
-        self._host.release("weights", block.key, block.nbytes)
-        block.hold_part(part, master, params)
+    def _join(self, block: Block, params: Sequence[nn.Parameter], state: _State) -> None:
+        cut = self._crew.cut_of(block)
+        every = self._empty(cut.numel)
+        self._crew.control.meet(f"gather {block.key}")
+        self._crew.gather_weights(self._crew.control, block, every)
+        parts = [cut.part(rank) for rank in range(self._crew.count)]
+        known = self._crew.control.share(_known(params, state), f"gather what is known of {block.key}")
+        _put(block, None, every[: block.layout.numel], params, state, _joined(known, block.layout, parts))
+
+    @contextmanager
+    def _booked(self, block: Block) -> Iterator[None]:
+        """Book what a block has after the code in here, in place of what it had."""
+        before = block.nbytes
+        yield
+        self._host.release("weights", block.key, before)
         self._host.book("weights", block.key, block.nbytes)
-        state = self._masters.optimizer.state
-        for param, each in zip(params, known, strict=True):
-            state.pop(param, None)
-            if each is not None:
-                state[param] = dict(each)
+
+
+def _known(params: Sequence[nn.Parameter], state: _State) -> list[Known]:
+    return [state[param] if param in state else None for param in params]
+
+
+def _put(
+    block: Block,
+    part: Layout | None,
+    master: torch.Tensor,
+    params: Sequence[nn.Parameter],
+    state: _State,
+    known: Sequence[Known],
+) -> None:
+    """Let a block hold another part of it, or all, and the optimizer know this of it."""
+    block.hold_part(part, master, params)
+    for param, each in zip(params, known, strict=True):
+        state.pop(param, None)
+        if each is not None:
+            state[param] = dict(each)
 
 
 def _joined(every: Sequence[Sequence[Known]], layout: Layout, parts: Sequence[Layout]) -> list[Known]:

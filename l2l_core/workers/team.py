@@ -18,8 +18,8 @@ from torch import nn
 from l2l_core.batches import Alone as AloneWithBatches
 from l2l_core.batches import Others
 from l2l_core.devices import Device, Ledger
-from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer
-from l2l_core.eps.blocks import Block, Unit, into_memory
+from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer, Side
+from l2l_core.eps.blocks import Block, Layout, Unit, into_memory
 from l2l_core.trace import Trace
 from l2l_core.workers.crew import Crew
 from l2l_core.workers.errors import WorkerError
@@ -41,6 +41,7 @@ class Company(Protocol):
         rank, count: of this worker, and how many there are.
         others: what the weighing of micro-batches asks.
         can_rehearse: whether one worker may run passes that the others do not run.
+        settings: how they train together.
         lost: the error that tells of a lost worker, if there is one.
     """
 
@@ -48,11 +49,12 @@ class Company(Protocol):
     count: int
     others: Others
     can_rehearse: bool
+    settings: Workers
 
     @property
     def lost(self) -> WorkerError | None: ...
 
-    def settle(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+    def keep_by(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
         """Give what finds a place for the weights of a block of the model, once; `empty` makes host memory."""
 
     def place(self, device: Device, host: Ledger) -> Place:
@@ -68,7 +70,13 @@ class Company(Protocol):
         """Do something with all workers; see `Crew.together`."""
 
     def whole(self) -> AbstractContextManager[None]:
-        """Hold all of every block in a block of code that all workers run."""
+        """Hold all of every block in a block of code that all workers run; inside of another one nothing happens."""
+
+    def room(self, block: Block) -> tuple[Layout | None, int]:
+        """Say what this worker holds of a block, None for all of it, and in how many elements."""
+
+    def settle(self, waiting: Mapping[Block, Side]) -> None:
+        """Hold parts of what is in stacks, and all of what waits beside them, after blocks have changed places."""
 
     def agree_on(self, units: Sequence[Unit]) -> None:
         """Let all workers have the weights that worker 0 has, and buffers that are to be the same; blocks are whole."""
@@ -84,7 +92,7 @@ class Company(Protocol):
     def every(self, mine: Sequence[T], what: str = "") -> list[T]: ...
     def first(self, count: int) -> int: ...
 
-    def refuse(self, verb: str, instead: str = "") -> None:
+    def refuse(self, what: str, why: str) -> None:
         """Refuse what several workers cannot do."""
 
     def leave(self) -> None:
@@ -100,9 +108,10 @@ class Solo:
     rank, count = 0, 1
     others: Others = AloneWithBatches()
     can_rehearse = True
+    settings = Workers()
     lost = None
 
-    def settle(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+    def keep_by(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
         return into_memory(empty)
 
     def place(self, device: Device, host: Ledger) -> Place:
@@ -119,6 +128,12 @@ class Solo:
 
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def room(self, block: Block) -> tuple[Layout | None, int]:
+        return None, block.layout.numel
+
+    def settle(self, waiting: Mapping[Block, Side]) -> None:
+        pass
 
     def agree_on(self, units: Sequence[Unit]) -> None:
         pass
@@ -141,7 +156,7 @@ class Solo:
     def first(self, count: int) -> int:
         return 0
 
-    def refuse(self, verb: str, instead: str = "") -> None:
+    def refuse(self, what: str, why: str) -> None:
         pass
 
     def leave(self) -> None:
@@ -162,30 +177,31 @@ class Team:
     can_rehearse = False
 
     def __init__(self, crew: Crew, settings: Workers) -> None:
-        self._crew, self._settings = crew, settings
+        self._crew, self.settings = crew, settings
         self.rank, self.count, self.others = crew.rank, crew.count, crew
         self.together, self.failing, self.failed = crew.together, crew.failing, crew.failed
         self.every, self.first = crew.every, crew.first
         self._shares: Shares | None = None
+        self._is_whole = False
 
     @property
     def lost(self) -> WorkerError | None:
         return self._crew.lost
 
-    def settle(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+    def keep_by(self, empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
         return into_memory(empty)
 
     def place(self, device: Device, host: Ledger) -> Place:
         return Gathered(device, host, self._crew)
 
     def reducer(self) -> Reducer:
-        wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self._settings.wire]
-        return Exchanged(self._crew, keeps_apart=self._settings.reduce == "ordered", wire=wire)
+        wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]
+        return Exchanged(self._crew, keeps_apart=self.settings.reduce == "ordered", wire=wire)
 
     def take_over(self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Facts) -> int:
         self._crew.elementwise = store.masters.findings.elementwise
         shares = Shares(self._crew, store.masters, host, device.host_empty)
-        modes = {name: getattr(self._settings, name) for name in ("reduce", "wire", "buffers")}
+        modes = {name: getattr(self.settings, name) for name in ("reduce", "wire", "buffers")}
         with self.together("make a relay", lambda: {**modes, **facts()}):
             shares.take_weights()
             shares.take_buffers(units)
@@ -196,34 +212,46 @@ class Team:
     @contextmanager
     def whole(self) -> Iterator[None]:
         assert self._shares is not None
+        if self._is_whole:
+            yield
+            return
+        self._is_whole = True
         try:
             self._shares.join()
             yield
         finally:
+            self._is_whole = False
             self._shares.cut()  # of whatever is whole by now
+
+    def room(self, block: Block) -> tuple[Layout | None, int]:
+        cut = self._crew.cut_of(block)
+        return cut.part(self.rank), cut.size(self.rank)
+
+    def settle(self, waiting: Mapping[Block, Side]) -> None:
+        assert self._shares is not None
+        self._shares.cut()
+        self._shares.join_waiting(waiting)
 
     def agree_on(self, units: Sequence[Unit]) -> None:
         assert self._shares is not None
         self._shares.take_weights()
-        if self._settings.buffers == "same":
+        if self.settings.buffers == "same":
             self._shares.take_buffers(units)
 
     def unchanged(self, units: Sequence[Unit]) -> Callable[[], None]:
-        return Unchanged(units) if self._settings.buffers == "same" else lambda: None
+        return Unchanged(units) if self.settings.buffers == "same" else lambda: None
 
     def signed(self, trace: Trace) -> Trace:
-        trace.settings |= {"workers": self.count, "reduce": self._settings.reduce, "wire": self._settings.wire}
+        trace.settings |= {"workers": self.count, "reduce": self.settings.reduce, "wire": self.settings.wire}
         return self._crew.signed(trace)
 
-    def refuse(self, verb: str, instead: str = "") -> None:
+    def refuse(self, what: str, why: str) -> None:
         """Refuse what several workers cannot do.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            f"{verb} is not there for a relay of {self.count} workers yet{f': {instead}' if instead else ''}. Nothing was done"
-        )
+        raise ValueError(f"{what} is not there for a relay of {self.count} workers: {why}. Nothing was done")
 
     def leave(self) -> None:
         assert self._shares is not None

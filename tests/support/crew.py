@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-START_S, CASE_S = 300.0, 90.0  # guards against hanging, on a machine with other things to do
+from patience import HANG_S
 
 
 def _serve(rank: int, count: int, port: int | None, pipe: multiprocessing.connection.Connection) -> None:
@@ -31,7 +30,7 @@ def _serve(rank: int, count: int, port: int | None, pipe: multiprocessing.connec
     store = dist.TCPStore("127.0.0.1", port or (0 if hosts else pipe.recv()), is_master=hosts, wait_for_workers=False)
     if hosts:
         pipe.send(store.port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=START_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=HANG_S))
     pipe.send((True, "ready"))
     while (case := pipe.recv()) is not None:
         function, args = case
@@ -69,7 +68,7 @@ class Crew:
             port = self._pipes[0].recv()
             for pipe in self._pipes[1:]:
                 pipe.send(port)
-        self._answers(START_S)
+        self._answers(HANG_S)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Let every worker call ``function(rank, count, *args)``; what it returned, by rank. An error in any fails the test."""
@@ -77,13 +76,13 @@ class Crew:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        return self._answers(CASE_S)
+        return self._answers(HANG_S)
 
     def run_while_one_dies(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Do the same where a worker kills itself; None in its place."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        return self._answers(CASE_S, may_die=True)
+        return self._answers(HANG_S, may_die=True)
 
     def _answers(self, limit_s: float, may_die: bool = False) -> list[Any]:
         until_s = time.monotonic() + limit_s

@@ -68,7 +68,7 @@ def relay_of(case: Case, rank: int, **options: Any) -> Relay:
     settings = {
         "loss": kind.loss,
         "layers": kind.layers,
-        "workers": Workers(reduce=case.reduce, timeout_s=60.0),
+        "workers": Workers(reduce=case.reduce),
     } | options
     return Relay(model, case.optimizer(model), config=case.settings, **settings)
 

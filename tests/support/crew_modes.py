@@ -23,7 +23,7 @@ def put(buffers: dict[str, torch.Tensor], model: nn.Module) -> None:
 def train_with_own_buffers(rank: int, count: int, case: Case, folder: str) -> dict[str, Any]:
     """Train together, each with buffers of its own; then in core, where they are exchanged between micro-batches."""
     kind = BY_NAME[case.kind]
-    workers = Workers(reduce=case.reduce, buffers="own", timeout_s=60.0)
+    workers = Workers(reduce=case.reduce, buffers="own")
     with relay_of(case, rank, workers=workers) as relay:
         losses = [relay.step(case.rows_of(rank, step)).loss for step in range(case.steps)]
         relay.save(folder)
@@ -59,7 +59,7 @@ def train_in_bfloat16(rank: int, count: int, case: Case) -> dict[str, Any]:
     """Train with gradients in bfloat16 on the way, beside plain; count what is sent with and without."""
     seen: dict[str, Any] = {}
     for wire in ("fp32", "bf16"):
-        workers = Workers(reduce=case.reduce, wire=wire, timeout_s=60.0)
+        workers = Workers(reduce=case.reduce, wire=wire)
         with relay_of(case, rank, workers=workers) as relay:
             channel, sent = relay._company._crew.reduces, []
             exchange = channel.exchange

@@ -63,7 +63,10 @@ def made_and_replayed(rank: int, count: int, case: Case) -> dict[str, Any]:
 
 def plan_of(relay: Relay, case: Case, rank: int, count: int) -> dict[str, Any]:
     """Plan a step, and give of it what is counted of one that was made."""
-    plan = relay.forecast(case.rows_of(rank, 2), workers=count, rank=rank, network=Network(latency_s=1e-4))
+    network = Network(latency_s=1e-4)
+    # What the workers themselves were made with is what is planned for them
+    reduce = {} if relay.workers > 1 else {"reduce": case.reduce}
+    plan = relay.forecast(case.rows_of(rank, 2), workers=count, rank=rank, network=network, **reduce)
     assert plan.worker is not None
     return {
         "gathered": plan.worker.gathered_bytes,

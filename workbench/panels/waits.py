@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 
 import ipywidgets
@@ -10,52 +11,68 @@ import ipywidgets
 from l2l_core import Traces
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
-from workbench.pictures import Picture, Table, show_lanes, show_stragglers
+from workbench.pictures import MOST_STEPS, Picture, StepWaits, Table, show_lanes, show_stragglers, show_waits
 from workbench.ranks import Conductor
 from workbench.runs import Recording
 from workbench.session import Snapshot
 
 
 class WaitsPanel(Panel):
-    """Shows who waited for whom in a step that all workers have finished, and below it every worker's lanes."""
+    """Shows who waited for whom in a step that all workers have finished and over the last ones, and every worker's lanes."""
 
     def build(self) -> ipywidgets.DOMWidget:
         self._drawn: object = None  # the first trace of those that are shown
-        self._picture, self._fold, self._lanes = (
-            ipywidgets.HTML(),
-            Fold("Who waits for whom, as a table"),
-            ipywidgets.HTML(),
-        )
-        return ipywidgets.VBox([self._picture, self._fold.widget, self._lanes])
+        self._picture, self._over, self._lanes = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._fold = Fold("Who waits for whom, as a table")
+        self._fold_over = Fold("Over the last steps, as a table")
+        parts = [self._picture, self._fold.widget, self._over, self._fold_over.widget, self._lanes]
+        return ipywidgets.VBox(parts)
 
     @abstractmethod
     def traces(self) -> Traces | None:
         """Put the traces of the step together; None if there is none of which all are known."""
 
+    @abstractmethod
+    def steps(self) -> Sequence[StepWaits]:
+        """Give what was waited in this step and in those before it, as far as that is known; oldest first."""
+
     def draw(self, now: Snapshot) -> None:
         traces = self.traces()
         if traces is None:
-            self._drawn, self._lanes.value = None, ""
+            self._drawn, self._lanes.value, self._over.value = None, "", ""
             self._picture.value = '<p class="l2l-empty">What workers waited for appears with a step of all of them.</p>'
         elif traces[0] is not self._drawn:
             self._drawn, shown = traces[0], show_stragglers(traces)
             self._picture.value = shown.svg
             self._fold.show(lambda: shown.table)
+            over = show_waits(self.steps())
+            self._over.value = over.svg
+            self._fold_over.show(lambda: over.table)
             heads = [f'<div class="l2l-heading">Worker {trace.worker.rank}</div>' for trace in traces]
             self._lanes.value = "".join(a + b.svg for a, b in zip(heads, show_lanes(traces), strict=True))
 
     def still(self, now: Snapshot) -> Sequence[Picture | Table]:
         traces = self.traces()
-        return [show_stragglers(traces), *show_lanes(traces)] if traces is not None else []
+        return [show_stragglers(traces), show_waits(self.steps()), *show_lanes(traces)] if traces is not None else []
 
     def whose(self, now: Snapshot) -> str:
         return now.shown_words
 
 
 class LaunchedWaitsPanel(WaitsPanel):
-    """Shows the last step of ranks that were launched."""
+    """Shows the last step of ranks that were launched; over steps, those that it has drawn."""
 
     looks_at = Conductor
+
+    def build(self) -> ipywidgets.DOMWidget:
+        self._steps: deque[StepWaits] = deque(maxlen=MOST_STEPS)
+        return super().build()
+
+    def steps(self) -> Sequence[StepWaits]:
+        traces = self.traces()
+        if traces is not None and not (self._steps and self._steps[-1].step == traces[0].step):
+            self._steps.append(StepWaits.of(traces))
+        return list(self._steps)
 
     def traces(self) -> Traces | None:
         found = [one.snapshot().last for one in self.session.ranks]
@@ -71,3 +88,6 @@ class RecordedWaitsPanel(WaitsPanel):
 
     def traces(self) -> Traces | None:
         return self.session.run.traces(self.session.number)
+
+    def steps(self) -> Sequence[StepWaits]:
+        return [StepWaits.of(traces) for traces in self.session.run.last_traces(MOST_STEPS, self.session.number)]

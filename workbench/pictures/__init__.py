@@ -109,6 +109,9 @@ from workbench.pictures.verdict import bounds_table as bounds_table
 from workbench.pictures.verdict import plain as plain
 from workbench.pictures.verdict import verdict_html as verdict_html
 from workbench.pictures.verdict import verdict_of as verdict_of
+from workbench.pictures.waits_by_step import MOST_STEPS as MOST_STEPS
+from workbench.pictures.waits_by_step import StepWaits as StepWaits
+from workbench.pictures.waits_by_step import show_waits as show_waits
 from workbench.pictures.way import show_way as show_way
 from workbench.pictures.way import way_table as way_table
 from workbench.pictures.ways import best_way as best_way

@@ -131,6 +131,18 @@ class Conductor:
         """Do again what was undone last, on all ranks."""
         return self._submit("redo", "redo")
 
+    def fork(self, name: str) -> Future[None]:
+        """Make a branch of the present state on all ranks, and go on there. The future gets a ValueError if refused."""
+        return self._submit(f"⑂ {name}", "fork", name)
+
+    def switch(self, name: str) -> Future[None]:
+        """Go on with another branch on all ranks, as `Session.switch`. The future gets a ValueError if there is none."""
+        return self._submit(f"switch to {name}", "switch", name)
+
+    def discard(self, name: str) -> Future[None]:
+        """Free a branch that is not the present one, on all ranks."""
+        return self._submit(f"discard {name}", "discard", name)
+
     def reconfigure(self, **settings: Any) -> Future[None]:
         """Give the next step of all ranks other settings, as `Session.reconfigure`. The future gets a ValueError if refused."""
         words = ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -25,6 +25,7 @@ from workbench.session import Session, ShownStep
 
 HZ, SHARE = 10.0, 0.03  # at most so many messages a second, and of a core for them
 _QUIET_S = 0.5  # between two looks where nothing happens
+_REFUSABLE = ("edit", "undo", "redo", "fork", "switch", "discard")  # verbs that leave everything as it was, and say why
 
 
 def serve(
@@ -93,7 +94,7 @@ class Rank:
             number = ask.number
             getattr(self._session, ask.verb)(*ask.args, **ask.options)
             now = self._session.wait()
-            refused = now.refusal.message if now.refusal is not None and ask.verb in ("edit", "undo", "redo") else ""
+            refused = now.refusal.message if now.refusal is not None and ask.verb in _REFUSABLE else ""
             answer = Answer(number, now.failure if now.failure is not before else None, refused)
         except Exception as error:
             answer = Answer(number, refused=f"{type(error).__name__}: {error}")

@@ -96,6 +96,16 @@ class RecordedRun:
             return None
         return Traces([self.trace(of), *(other.trace(of) for other in self.others)])
 
+    def last_traces(self, most: int, number: int | None = None) -> list[Traces]:
+        """Read the last steps that led there of which `traces` knows what all workers did, at most so many, oldest first."""
+        found: list[Traces] = []
+        at = self.whole(number)
+        while at is not None and len(found) < most:
+            traces = self.traces(at)
+            found += [traces] if traces is not None else []
+            at = self.whole(at - 1) if at else None
+        return found[::-1]
+
     def until(self, number: int) -> RecordedRun:
         """Cut the run after this moment, and name the moment in its title; what was found out about the run stays.
 

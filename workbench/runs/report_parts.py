@@ -8,6 +8,8 @@ from l2l_core import Traces
 from l2l_core.trace import NETWORK, format_bytes
 from workbench.pictures import (
     AXES,
+    MOST_STEPS,
+    StepWaits,
     Table,
     draw_race,
     format_seconds,
@@ -16,6 +18,7 @@ from workbench.pictures import (
     show_lanes,
     show_race,
     show_stragglers,
+    show_waits,
 )
 from workbench.readings import number_layers
 from workbench.runs.recorded import RecordedRun
@@ -47,7 +50,9 @@ def workers_of(run: RecordedRun) -> Context | None:
     if traces is None:
         return None
     lanes = [{"name": f"worker {rank}", "timeline": shown} for rank, shown in enumerate(show_lanes(traces))]
-    return {"count": len(traces), "waits": show_stragglers(traces), "lanes": lanes, "each": _each_worker(traces)}
+    over = show_waits([StepWaits.of(each) for each in run.last_traces(MOST_STEPS)])
+    waits = {"waits": show_stragglers(traces), "over": over}
+    return {"count": len(traces), **waits, "lanes": lanes, "each": _each_worker(traces)}
 
 
 def _each_worker(traces: Traces) -> Table:

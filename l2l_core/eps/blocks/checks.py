@@ -20,7 +20,8 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
     """Compare the model with the masters by pointer, and refuse what a relay cannot run at all.
 
     Raises:
-        RuntimeError: parameters were replaced, moved, cast, or hold a gradient; the message has the remedy.
+        RuntimeError: modules or parameters came, went, or were replaced, moved or cast, or one holds a gradient; the message
+            has the remedy.
         ValueError: gradient checkpointing is on, layers were compiled together with what is around them or are TorchScript, or
             parametrized weights are cached.
     """
@@ -28,6 +29,7 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
     refuse_scripted(model)
     refuse_cached(model)
     refuse_whole(model, {unit.name: unit.module for unit in units if unit.key != SHELL})
+    check_places(model, units)
     for unit in units:
         for module, name, param in unit.owners:
             if module._parameters.get(name) is not param:
@@ -40,13 +42,41 @@ def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
                 if param.data_ptr() != home.data_ptr() or param.dtype != home.dtype:
                     raise RuntimeError(
                         f"parameter {name} ({param.dtype} on {param.device}) is no longer the EPS's master: the model was "
-                        "moved or cast (model.to, .half, .cuda) while a relay owns it. Close the relay first, and leave "
-                        "moving to it: Relay(..., device=...)"
+                        "moved or cast (model.to, .half, .cuda) while a relay owns it, or got other values (.data = ...). "
+                        "Close the relay first, and leave moving to it: Relay(..., device=...)"
                     )
                 if param.grad is not None:
                     raise RuntimeError(
                         f"parameter {name} has a gradient from outside: call model.zero_grad() before a step"
                     )
+
+
+def check_places(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Refuse a model whose layers are not where they were, or that has parameters which the relay does not hold.
+
+    Without it a module that was put into the model by hand would run, and never learn.
+
+    Raises:
+        RuntimeError: names the first; the message has the remedy.
+    """
+    modules, held = modules_of(model), {param for unit in units for _, _, param in unit.owners}
+    gone = {unit.module: unit.name for unit in units if unit.key != SHELL}
+    for module in modules:
+        gone.pop(module, None)
+    if gone:
+        raise RuntimeError(
+            f"layer {next(iter(gone.values()))} was taken out of the model, or exchanged, behind the relay's back. Let the relay "
+            "do it (relay.apply with Drop, Replace, ...), or close it and make a new one over the changed model"
+        )
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is not None and param not in held:
+                where = f"{name_in(model, module)}.{name}".lstrip(".")
+                raise RuntimeError(
+                    f"parameter {where} came into the model behind the relay's back (a head? an adapter?), so it would not be "
+                    "trained. Close the relay, change the model, and make a new relay over it; the same optimizer can be given "
+                    "again, with the new parameters in its groups"
+                )
 
 
 def check_step(model: nn.Module, shell: Sequence[nn.Module], units: Sequence[Unit]) -> None:

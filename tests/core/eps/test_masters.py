@@ -105,3 +105,14 @@ def test_warmth_rises_to_one_and_stays(masters: Masters) -> None:
     for block.version in range(6):
         warmth.append(warmth_of(block))
     assert warmth == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("change", ["gone", "moved", "twice"])
+def test_groups_that_are_changed_by_hand_are_refused(masters: Masters, change: str) -> None:
+    masters.check_groups()
+    first, second = (group["params"] for group in masters.optimizer.param_groups)
+    param = first.pop() if change != "twice" else first[0]
+    if change != "gone":
+        (second if change == "moved" else first).append(param)
+    with pytest.raises(ValueError, match="behind the relay's back: group 0 has"):
+        masters.check_groups()

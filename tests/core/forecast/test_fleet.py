@@ -134,6 +134,7 @@ def test_five_hundred_workers_and_a_deep_model() -> None:
         ({"workers": 2, "stragglers": {5: 2.0}}, ValueError, "worker 5 is none of 2"),
         ({"workers": 2, "stragglers": {1: 0.0}}, ValueError, "must be positive"),
         ({"workers": 2, "wire": "fp16"}, ValueError, "wire='fp16': must be one of"),
+        ({"workers": 2, "reduce": "mean"}, ValueError, "reduce='mean': must be one of"),
         ({"workers": 2, "network": 1e9}, TypeError, "give a Network"),
     ],
 )
@@ -148,10 +149,17 @@ def test_networks_that_cannot_be(figures: dict[str, float]) -> None:
         Network(**figures)
 
 
-def test_a_profile_of_ordered_gradients_is_refused() -> None:
+def test_a_profile_is_of_sums_or_of_the_gradients_of_every_micro_batch() -> None:
     one = profile(2)
-    with pytest.raises(ValueError, match='this knows "sum" alone'):
-        simulate(replace(one, settings={**one.settings, "workers": 2, "reduce": "ordered"}), CONFIG)
+    ordered = replace(one, settings={**one.settings, "workers": 2, "reduce": "ordered"})
+    for known, asked in (
+        (one, {"workers": 2, "reduce": "ordered"}),
+        (ordered, {"reduce": "sum"}),
+        (ordered, {"workers": 1}),
+    ):
+        with pytest.raises(ValueError, match=r"record a step with Workers\(reduce=|relay\.forecast\(batch"):
+            simulate(known, CONFIG, **asked)
+    assert simulate(one, CONFIG, workers=1, reduce="ordered").events == simulate(one, CONFIG).events
 
 
 def test_a_worker_of_every_kind_is_replayed() -> None:

@@ -296,6 +296,9 @@ def test_settings_that_there_cannot_be(folder: Path) -> None:
     for nbytes in (0, -1, True, 1.5, "much", None):
         with pytest.raises(ValueError, match="much|memory_bytes"):
             FileShelf(folder=folder, memory_bytes=nbytes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="looks for settings"):
+        shelf = FileShelf(folder=folder, memory_bytes=1)
+        Relay(BY_NAME["gpt2"].make_model(), adamw, EmulatedDevice(), config="auto", shelf=shelf)
     with pytest.raises(ValueError, match="leave out one"):
         FileShelf(folder=folder, memory_bytes=1, resume=True, weights=folder)
     model = BY_NAME["chain"].make_model()

@@ -1,6 +1,7 @@
 """What a step checks of the model before it trains anything: parameters behind its back, gradient checkpointing."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from by_hand import chain_of
 from oracle import copy_state
 from torch import nn
-from zoo import BY_NAME, WIDTH, ResidualMlp
+from zoo import BY_NAME, WIDTH, ResidualMlp, loss_of
 
-from l2l_core import Relay
+from l2l_core import Relay, RelayConfig
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,80 @@ def test_changed_model_is_noticed(change: Callable[[nn.Module], Any]) -> None:
         for act in (relay.step, relay.evaluate, relay.forward):
             with pytest.raises(RuntimeError, match="behind the relay's back|moved or cast"):
                 act(kind.make_batch(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model: model.layers.__setitem__(1, ResidualMlp()), "layer layers.1 "),
+        (lambda model: model.layers.__setitem__(1, nn.Identity()), "layer layers.1 "),
+        (lambda model: setattr(model, "head", nn.Linear(WIDTH, 8)), "parameter head.weight "),
+        (
+            lambda model: setattr(model.layers[1].fc1, "adapter", nn.Linear(2, 2)),
+            "parameter layers.1.fc1.adapter.weight ",
+        ),
+        (lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(1))), "parameter scale "),
+    ],
+    ids=["another layer", "an identity", "another head", "an adapter", "a parameter"],
+)
+def test_what_comes_into_the_model_by_hand_is_refused(change: Callable[[nn.Module], Any], named: str) -> None:
+    """It would run and never learn, where in core the optimizer would have to be told of it."""
+    kind = chain_of(ResidualMlp)
+    model = kind.make_model()
+    with Relay(model, loss=kind.loss) as relay:
+        relay.step(kind.make_batch(4, 0))
+        change(model)
+        for act in (relay.step, relay.evaluate, relay.verify):
+            with pytest.raises(RuntimeError, match=f"{re.escape(named)}.*behind the relay's back.*make a new"):
+                act(kind.make_batch(4, 1))
+
+
+def test_a_group_that_is_added_is_refused_and_welcome_in_a_new_relay() -> None:
+    """A layer thaws with a group of its own: with a new relay from there on, bits are those in core."""
+    kind = chain_of(ResidualMlp)
+    model, twin = kind.make_model(), kind.make_model()
+    twin.load_state_dict(model.state_dict())
+    batches = [kind.make_batch(4, i) for i in range(4)]
+
+    def begin(model: nn.Module) -> tuple[nn.Parameter, ...]:
+        own = tuple(model.layers[0].parameters())
+        model.layers[0].requires_grad_(False)
+        return own
+
+    def thaw(own: tuple[nn.Parameter, ...], optimizer: torch.optim.Optimizer) -> None:
+        for param in own:
+            param.requires_grad_(True)
+        optimizer.add_param_group({"params": own, "lr": 0.3})
+
+    own = begin(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    with Relay(model, optimizer, loss=kind.loss) as relay:
+        for batch in batches[:2]:
+            relay.step(batch)
+        before = copy_state(model)
+        thaw(own, relay.optimizer)
+        with pytest.raises(ValueError, match="2 groups and had 1.*make a new relay with the same optimizer"):
+            relay.step(batches[2])
+        assert_same(before, model.state_dict())
+    with Relay(model, optimizer, loss=kind.loss) as relay:
+        for batch in batches[2:]:
+            relay.step(batch)
+
+    own = begin(twin)
+    plain = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    for i, batch in enumerate(batches):
+        if i == 2:
+            thaw(own, plain)
+        torch.manual_seed(RelayConfig().micro_batch_seed(i % 2, 0))  # the second relay counts steps from 0 again
+        loss_of(kind, twin, batch).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_same(model.state_dict(), twin.state_dict())
+
+
+def assert_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice
 from l2l_core.strategies import Full, Lab, Plain, Rotor
@@ -70,6 +71,114 @@ def test_what_cannot_run_again_is_named() -> None:
         lab(between=torch.relu_)
     with pytest.raises(RuntimeError, match="autocast"):
         lab(between=autocast)
+
+
+class Cached(nn.Module):
+    """A layer that is called with a key-value cache, which gathers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor, cache: DynamicCache) -> Tensor:
+        return self.linear(x)
+
+
+class Decoder(Shelled):
+    """Gives every layer the same cache, with tensors in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = DynamicCache()
+        cache.update(x[None, None], x[None, None], 0)
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+class Frozen(Shelled):
+    """Calls its layers with gradients off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.layers[0](x)
+        return self.layers[2](self.layers[1](x))
+
+
+class Changing(Shelled):
+    """Takes another way from its `after`-th forward on."""
+
+    after = 10**9
+    done = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.done += 1
+        x = super().forward(x)
+        return x * 2 if self.done > self.after else x
+
+
+class Handing(nn.Module):
+    """Hands a tensor of its graph out past its output."""
+
+    handed: list[Tensor] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        Handing.handed[:] = [y.square().mean()]
+        return y
+
+
+def lab_of_model(model: Shelled, **settings: object) -> Lab:
+    settings = {"loss": lambda out, _: out.square().mean(), "layers": list(model.layers)} | settings
+    return Lab(model, (torch.randn(6, 4),), **settings)
+
+
+def test_caches_and_layers_without_gradients_are_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TypeError, match="cache"):
+        lab_of_model(Decoder(Cached, torch.relu))
+    with pytest.raises(RuntimeError, match="was called with gradients off"):
+        lab_of_model(Frozen(linear, torch.relu))
+
+
+def test_tensors_made_out_of_sight_are_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match="made out of sight"):
+        lab_of_model(Shelled(Handing, torch.relu), loss=lambda out, _: out.square().mean() + Handing.handed[0])
+    model = Shelled(linear, torch.relu)
+    for param in model.parameters():
+        param.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="depends on nothing that is trained"):
+        lab_of_model(model)
+
+
+def test_a_way_that_deviates_while_training_is_refused_and_leaves_weights() -> None:
+    torch.manual_seed(0)
+    model = Changing(linear, torch.relu)
+    tried = lab_of_model(model)
+    model.after = model.done  # the next forward does one thing more
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for policy in (Plain(), Full()):
+        with pytest.raises(RuntimeError, match="takes another way"):
+            tried.step(tried.plan(policy))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters()) and tried.steps == 0
+    assert tried.device.ledger.total == 0
+    model.after = 10**9
+    assert tried.verify(tried.plan(Full())).equal  # nothing of it stays
+
+
+def test_a_model_that_recomputes_itself_or_is_scripted_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Shelled(linear, torch.relu)
+    model.gradient_checkpointing = True
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        lab_of_model(model)
+    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="script"):
+        lab(lambda: torch.jit.script(nn.Linear(4, 4)))
 
 
 def test_plans_by_hand_are_checked() -> None:

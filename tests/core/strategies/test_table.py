@@ -8,7 +8,20 @@ import pytest
 from zoo import BY_NAME
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig
-from l2l_core.strategies import Full, Karma, Lab, Offload, Periodic, Plain, RelayPolicy, Rotor, Row, Table
+from l2l_core.strategies import (
+    Full,
+    Karma,
+    Lab,
+    Offload,
+    Periodic,
+    Plain,
+    RelayPolicy,
+    Rotor,
+    Row,
+    SelectiveCheckpoint,
+    Table,
+)
+from l2l_core.strategies.ways import default_ways
 
 
 def test_rows_are_what_steps_needed(lab_of: Callable[..., Lab]) -> None:
@@ -58,6 +71,22 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert (
         "metered" in lines[1] and "simulated" in lines[1] and lines[-1].split()[0] == "e" and lines[-1].endswith("no")
     )
+
+
+def test_torchs_selective_checkpoint_is_measured(lab_of: Callable[..., Lab]) -> None:
+    lab = lab_of("gpt2", micro_batches=2)
+    plain, some, nothing = lab.compare([Plain(), SelectiveCheckpoint(), SelectiveCheckpoint(save=())]).rows
+    layers = len(lab._layers)
+    assert some.layer_forwards == nothing.layer_forwards == 2 * 2 * layers
+    assert nothing.peak_device_bytes < some.peak_device_bytes < plain.peak_device_bytes
+    assert nothing.peak_host_bytes == 0 and some.seconds > 0
+
+
+def test_without_names_there_is_one_of_each_kind(lab_of: Callable[..., Lab]) -> None:
+    names = [row.name for row in lab_of("norm_outside").compare().rows]
+    assert names[:5] == ["Plain", "Full", "Periodic", "Rotor", "Selective checkpoint"]
+    assert names[5:] == ["Offload", "Combined", "Karma", "Relay, stash on the host"]
+    assert len(default_ways(9)) == len(default_ways(8)) - 1  # all choices of nine layers are too many
 
 
 @pytest.mark.parametrize(("name", "count"), [("norm_outside", 2), ("tied_layers", 3)])

@@ -1,45 +1,132 @@
 """The exact walk against the meter: random plans, on unlike models, at every operation."""
 
-import random
 from collections.abc import Callable
+from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zoo import BY_NAME, KINDS
 
-from l2l_core.strategies import Lab
-from l2l_core.strategies.plan import F0, FALL, FCK
-from l2l_core.strategies.recipes import Operations, completed, mixed
+from l2l_core.strategies import Lab, Operation
+from l2l_core.strategies.plan import F0, FALL, FCK, OFF, OFFX, PRE, PREX, B
+from l2l_core.strategies.recipes import completed, mixed
 from l2l_core.strategies.walk import walk
 
-
-def random_plan(rng: random.Random, n: int) -> Operations:
-    if rng.random() < 0.5:
-        return mixed([rng.choice("KROH") for _ in range(n - 1)], ahead=rng.randint(0, 2))
-    kinds = [FCK]
-    for _ in range(n - 2):
-        kinds.append(rng.choice([FALL, FCK] if kinds[-1] == FALL else [F0, FCK, FALL]))
-    return completed([*kinds, FALL])
+EXACT = ["gpt2", "resnet", "norm_outside"]
+# Without a plan, or with bytes that differ from step to step: docs/STRATEGIES.md says why.
+WITHOUT = {"random_skip", "inplace", "mixtral", "qwen3_moe", "spectral_norm_old", "mixture", "bert_classifier"}
+OTHERS = [kind.name for kind in KINDS if kind.name not in WITHOUT.union(EXACT)]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "norm_outside"])
-def test_simulated_bytes_are_the_metered_ones(lab_of: Callable[..., Lab], name: str) -> None:
-    lab: Lab = lab_of(name, micro_batches=2)
-    rng = random.Random(7)
-    exact = operations = 0
-    for _ in range(8):
-        plan = lab.plan(random_plan(rng, lab.prices.stages))
-        course = lab._course(lab._twins()[0])
-        with course.metered() as meter:
-            ran = course.run(plan.operations, lab._work, meter)
-        for costs, log in zip(lab.prices.costs, ran.logs, strict=True):
-            steps = walk(costs, plan.operations)
-            assert [(step.after, step.host) for step in steps] == [(done.after, done.host) for done in log]
-            assert max(step.high for step in steps) == max(done.high for done in log)
-            # Below the peak, frames of the model may let go of something older sooner or later than was seen.
-            peak = max(done.high for done in log)
-            assert all(abs(step.high - done.high) < 0.01 * peak for step, done in zip(steps, log, strict=True))
-            exact += sum(step.high == done.high for step, done in zip(steps, log, strict=True))
-            operations += len(log)
-    assert exact >= 0.9 * operations, f"{name}: {exact} of {operations} highs to the byte"
+class Drawn:
+    """A valid plan being drawn.
+
+    Invariant: after a record, and at the start, the next stage that has no record has a kept input: it can be run again.
+    """
+
+    def __init__(self, draw: Callable[[st.SearchStrategy], object], stages: int) -> None:
+        self._draw, self._n = draw, stages
+        self.operations: list[Operation] = []
+        self._records: set[int] = set()
+        self._held: set[int] = set()
+        self._away: set[tuple[str, int]] = set()
+
+    def first_runs(self) -> None:
+        kept = FALL
+        for i in range(self._n):
+            kept = self._run(i, kept, FALL if i == self._n - 1 else None)
+            for out, where in ((OFF, self._records), (OFFX, self._held)):
+                for j in sorted(where) if i < self._n - 1 else ():
+                    if (out, j) not in self._away and self._draw(st.integers(0, 3)) == 0:
+                        self._away.add((out, j))
+                        self.operations.append(Operation(out, j))
+
+    def backward(self) -> None:
+        for i in reversed(range(self._n)):
+            for _, j in sorted(self._away):
+                if self._draw(st.booleans()):
+                    self._comes(j)
+            if i not in self._records:
+                self._run_again(i)
+            self._comes(i)
+            self.operations.append(Operation(B, i))
+            self._records.discard(i)
+            self._held.discard(i)
+
+    def _run_again(self, i: int) -> None:
+        least = max((j + 1 for j in self._records if j < i), default=0)
+        start = self._draw(st.sampled_from([j for j in sorted(self._held) if least <= j <= i]))
+        kept = F0
+        for j in range(start, i + 1):
+            self._comes(j)
+            kept = self._run(j, kept, FALL if j == i else None)
+
+    def _run(self, i: int, before: str, kind: str | None) -> str:
+        any_kind = before != FALL or i in self._held
+        kind = kind or self._draw(st.sampled_from((F0, FCK, FALL) if any_kind else (FCK, FALL)))
+        self.operations.append(Operation(kind, i))
+        if kind == FALL:
+            self._records.add(i)
+            self._held.discard(i)
+        elif kind == FCK:
+            self._held.add(i)
+        return kind
+
+    def _comes(self, i: int) -> None:
+        for out, back in ((OFF, PRE), (OFFX, PREX)):
+            if (out, i) in self._away:
+                self._away.remove((out, i))
+                self.operations.append(Operation(back, i))
+
+
+@st.composite
+def plans(draw: st.DrawFn, stages: int) -> list[Operation]:
+    drawn = Drawn(draw, stages)
+    drawn.first_runs()
+    drawn.backward()
+    return drawn.operations
+
+
+@cache
+def lab(name: str) -> Lab:
+    kind = BY_NAME[name]
+    return Lab(kind.make_model(), kind.make_batch(7, 0), loss=kind.loss, layers=kind.layers, micro_batches=2)
+
+
+def compare(lab: Lab, operations: list[Operation]) -> None:
+    plan = lab.plan(operations)
+    course = lab._course(lab._twins()[0])
+    with course.metered() as meter:
+        ran = course.run(plan.operations, lab._work, meter)
+    for costs, log in zip(lab.prices.costs, ran.logs, strict=True):
+        simulated = [(str(step.operation), step.high, step.after, step.host) for step in walk(costs, plan.operations)]
+        assert simulated == [(str(done.operation), done.high, done.after, done.host) for done in log]
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(data=st.data())
+@settings(max_examples=8)
+def test_simulated_bytes_are_the_metered_ones(name: str, data: st.DataObject) -> None:
+    compare(lab(name), data.draw(plans(lab(name).prices.stages)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+@given(data=st.data())
+@settings(max_examples=150)
+def test_simulated_bytes_are_the_metered_ones_of_many_plans(name: str, data: st.DataObject) -> None:
+    plan = data.draw(plans(lab(name).prices.stages))
+    compare(lab(name), plan)
+    assert lab(name).verify(lab(name).plan(plan)).equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+@given(data=st.data())
+@settings(max_examples=8)
+def test_simulated_bytes_are_the_metered_ones_on_the_zoo(name: str, data: st.DataObject) -> None:
+    compare(lab(name), data.draw(plans(lab(name).prices.stages)))
 
 
 def test_a_step_peaks_where_its_plan_says(lab_of: Callable[..., Lab]) -> None:

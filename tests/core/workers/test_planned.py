@@ -1,5 +1,6 @@
 """What is planned for workers is what they do: bytes to the last one. Seconds are compared in `benchmarks/scale.py`."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ CASES = [
     Case("gpt2_untied", reduce="sum", config={"stash": "host", "ahead": 2}, rows=(4, 4, 4, 4)),
     Case("chain", reduce="sum", config={"precision": "bf16"}, rows=(4, 4, 4, 4), optimizer=adafactor),
 ]
+ORDERED = [
+    Case("gpt2", config=SERIAL, rows=(4, 4, 4, 4)),
+    Case("lora_tied", config=SERIAL | {"update": "deferred", "max_grad_norm": 0.1}, rows=(4, 4, 4, 4)),
+    Case("chain", micro_batches=4, config={"stash": "host", "ahead": 2}, rows=(4, 4, 4, 4), optimizer=adafactor),
+    *(Case(kind, config=SERIAL, rows=(4, 4, 4, 4)) for kind in ("bert", "tied_layers", "frozen_prefix", "t5")),
+]
+UNTIED = replace(CASES[2], reduce="ordered")
 SLOW_CASES = [
     Case(kind, reduce="sum", config=config, rows=(4, 4, 4, 4))
     for kind in ("bert", "llama", "tied_layers", "frozen_prefix", "t5")
@@ -30,12 +38,12 @@ def assert_as_planned(answers: list[dict[str, Any]], case: Case) -> None:
         assert seen["made"]["sent"]["gather"][0] and seen["made"]["gradients"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, ORDERED[0]], ids=str)
 def test_two_workers_hold_gather_and_send_what_was_planned(case: Case, two: Crew) -> None:
     assert_as_planned(two.run(made_and_planned, case), case)
 
 
-@pytest.mark.parametrize("case", [CASES[2]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], pytest.param(UNTIED, marks=pytest.mark.slow)], ids=str)
 def test_a_step_of_two_workers_is_replayed(case: Case, two: Crew) -> None:
     """From the trace of one of them: it meets the other as often, over the same bytes, and updates its part as long."""
     for seen in two.run(made_and_replayed, case):
@@ -45,13 +53,13 @@ def test_a_step_of_two_workers_is_replayed(case: Case, two: Crew) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW_CASES, ids=str)
+@pytest.mark.parametrize("case", [*SLOW_CASES, *ORDERED[1:]], ids=str)
 def test_two_workers_with_other_models(case: Case, two: Crew) -> None:
     assert_as_planned(two.run(made_and_planned, case), case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[:1] + CASES[2:3], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], ORDERED[0], UNTIED], ids=str)
 def test_four_workers_hold_gather_and_send_what_was_planned(case: Case, four: Crew) -> None:
     assert_as_planned(four.run(made_and_planned, case), case)
 

@@ -5,10 +5,18 @@ import xml.etree.ElementTree as ElementTree
 
 from l2l_core import Event, Trace, Traces
 from l2l_core.trace import Worker
-from workbench.pictures import VERMILION, show_stragglers, show_timeline, timeline_figure
+from workbench.pictures import (
+    MOST_STEPS,
+    VERMILION,
+    StepWaits,
+    show_stragglers,
+    show_timeline,
+    show_waits,
+    timeline_figure,
+)
 
 
-def traces(late_s: float) -> Traces:
+def traces(late_s: float, step: int = 4) -> Traces:
     """Worker 1 begins the step late, and then its layer is slow by as much again."""
     first = [
         Event("compute", "forward", 0.0, 0.25, "L0", 0, visit=0, stay=0),
@@ -19,7 +27,7 @@ def traces(late_s: float) -> Traces:
     waited = (late_s, 0.0)
     return Traces(
         [
-            Trace.of(events, [], step=4, worker=Worker(rank, 2, 10.0, waited[rank], 1))
+            Trace.of(events, [], step=step, worker=Worker(rank, 2, 10.0, waited[rank], 1))
             for rank, events in enumerate((first, second))
         ]
     )
@@ -47,6 +55,27 @@ def test_the_picture_has_a_row_per_worker_and_a_box_per_wait() -> None:
     assert abs(boxes[0][1] - boxes[1][1]) < 0.2  # a second each, on one axis
     assert boxes[0][0] + boxes[0][1] < boxes[1][0]  # one before the step, one in it
     assert VERMILION not in re.sub(r"<g.*?</g>|<rect[^>]*>", "", show_stragglers(traces(late_s=0.0)).svg)
+
+
+def test_over_steps_there_is_a_bar_for_every_worker_and_step_in_which_it_waited() -> None:
+    lates_s = [0.0, 0.5, 2.0]  # before each step and in it
+    shown = show_waits([StepWaits.of(traces(late_s, step)) for step, late_s in enumerate(lates_s)])
+    ElementTree.fromstring(shown.svg)
+    assert shown.table.title == "Who waited for whom in steps 1 to 3"
+    assert list(shown.table.rows) == [("worker 0", "worker 1", "2 of 3", "5 s", "4 s", "62 %")]  # 5 of 1 + 2 + 5 s
+    assert shown.table.note == "Most is waited for worker 1: 5 s in which others could not compute."
+    bars = re.findall(
+        rf'<rect x="([\d.]+)" y="([\d.]+)" width="[\d.]+" height="([\d.]+)"[^>]*fill="{VERMILION}"', shown.svg
+    )
+    assert len(bars) == 2 and float(bars[1][2]) == 4 * float(bars[0][2])
+    assert float(bars[0][0]) < float(bars[1][0])
+
+
+def test_only_the_last_steps_are_shown() -> None:
+    steps = [StepWaits.of(traces(1.0, step)) for step in range(MOST_STEPS + 5)]
+    shown = show_waits(steps)
+    assert shown.table.title == f"Who waited for whom in steps 6 to {MOST_STEPS + 5}"
+    assert shown.svg.count(f'fill="{VERMILION}"') == MOST_STEPS and len(shown.svg) < 60_000
 
 
 def test_a_timeline_has_the_lanes_of_the_network_with_what_was_waited_for() -> None:

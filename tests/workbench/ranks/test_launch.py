@@ -83,6 +83,23 @@ def test_an_edit_that_is_refused_changes_no_rank(conductor: Conductor) -> None:
     assert conductor.snapshot().failure is None
 
 
+def test_branches_are_made_and_left_on_all_ranks(conductor: Conductor) -> None:
+    conductor.fork("slim").result(HANG_S)
+    conductor.edit(Drop(1)).result(HANG_S)
+    conductor.step()
+    conductor.wait(HANG_S)
+    assert [len(one.snapshot().layers) for one in conductor.ranks] == [3, 3]
+    conductor.switch("main").result(HANG_S)
+    now = [one.snapshot() for one in conductor.ranks]
+    assert [(each.branch, len(each.layers)) for each in now] == [("main", 4)] * 2
+    assert [[branch.name for branch in each.branches] for each in now] == [["main", "slim"]] * 2
+    with pytest.raises(ValueError, match=r"worker 0: .*there is no branch 'wide'.*; worker 1: "):
+        conductor.switch("wide").result(HANG_S)
+    conductor.discard("slim").result(HANG_S)
+    assert [[branch.name for branch in one.snapshot().branches] for one in conductor.ranks] == [["main"]] * 2
+    assert conductor.snapshot().failure is None
+
+
 def test_a_rank_that_is_killed_is_named_and_all_end(conductor: Conductor) -> None:
     """The last test of these ranks."""
     conductor.run()
@@ -116,6 +133,7 @@ def test_a_recorded_run_shows_every_rank(recorded: RecordedRun) -> None:
     assert all({*trace.lanes} >= {"gather", "reduce"} and trace.lanes["gather"] for trace in traces)
     text = render_report([recorded.until(number)])
     assert "<h2>2 workers</h2>" in text and "Who waits for whom in step" in text and "Lanes of worker 1" in text
+    assert "Who waited for whom in steps" in text
 
 
 def test_a_replay_shows_every_ranks_lanes(recorded: RecordedRun) -> None:
@@ -126,8 +144,10 @@ def test_a_replay_shows_every_ranks_lanes(recorded: RecordedRun) -> None:
     (panel,) = replay.views.seen
     panel.show(replay.snapshot())
     shown = panel.still(replay.snapshot())
-    assert len(shown) == 3 and shown[0].table.title.startswith("Who waits for whom")
-    assert panel.widget.children[2].value.count("<svg") == 2, "the lanes of both"
+    assert len(shown) == 4 and shown[0].table.title.startswith("Who waits for whom")
+    steps = [traces[0].step + 1 for traces in recorded.last_traces(24, number)]
+    assert steps == sorted(steps) and shown[1].table.title == f"Who waited for whom in steps {steps[0]} to {steps[-1]}"
+    assert panel.widget.children[4].value.count("<svg") == 2, "the lanes of both"
     replay.close()
 
 
