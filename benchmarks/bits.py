@@ -8,13 +8,15 @@ the process: what it holds for itself alone beyond the same run with plain SGD, 
 Each kind has a process of its own. Time: one update of a layer's parameters on one thread, all kinds in turn, over fused
 AdamW in float32. Quality: the demo's model and text by relay, the same weights and windows per seed; a kind's gap to
 float32 is the mean over seeds of differences with the same seed, and stands beside the spread of float32 over seeds.
-`bf16, to nearest` is what is not done: second moments that are rounded to nearest.
+`bf16 and weights` has masters of bfloat16 besides. `..., to nearest` is what is not done: second moments, or weights, that
+are rounded to nearest.
 Without bitsandbytes the rows of 8 bits are left out, which is said.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import gc
 import importlib.util
@@ -55,6 +57,19 @@ class ToNearest(AdamW):
         return loss
 
 
+class WeightsToNearest(in_bf16(AdamW)):  # type: ignore[misc]
+    """AdamW with its state in bfloat16, whose weights are rounded to the nearest bfloat16 after every step."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and round."""
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.copy_(param.bfloat16())
+        return loss
+
+
 def eight_bit(params: Params, **settings: Any) -> Optimizer:
     """AdamW of bitsandbytes."""
     from bitsandbytes.optim import AdamW8bit
@@ -65,8 +80,15 @@ def eight_bit(params: Params, **settings: Any) -> Optimizer:
 KINDS: dict[str, Callable[..., Optimizer]] = {
     "float32": partial(AdamW, fused=True),
     "bf16": partial(in_bf16(AdamW), fused=True),
+    "bf16 and weights": partial(in_bf16(AdamW, weights=True), fused=True),
     "8-bit": eight_bit,
 }
+NOT_DONE = {"bf16, to nearest": ToNearest, "bf16 and weights, to nearest": WeightsToNearest}
+
+
+def in_its_type(model: nn.Module, make: Callable[..., Optimizer]) -> nn.Module:
+    """Give the model the type of weights that an optimizer of this kind keeps."""
+    return model.bfloat16() if getattr(getattr(make, "func", make), "rounds_weights", False) else model
 
 
 def main() -> None:
@@ -91,7 +113,7 @@ def main() -> None:
     with one_thread():
         results["bytes"] = bytes_per_parameter(kinds, args)
         results["time"] = times(kinds, args.width, args.rounds)
-        results["quality"] = quality(kinds | {"bf16, to nearest": ToNearest}, args)
+        results["quality"] = quality(kinds | NOT_DONE, args)
     report("bits", results)
 
 
@@ -137,7 +159,7 @@ def measure_bytes(kind: str, layers: int, width: int) -> dict[str, int]:
     if kind == "8-bit":
         importlib.import_module("bitsandbytes")  # its code is no state
     before = own_bytes()
-    model = make_gpt2(layers, width, 32)
+    model = in_its_type(make_gpt2(layers, width, 32), make)
     params = sum(param.numel() for param in model.parameters())
     # Serial, so that as many buffers of gradients are there with every kind
     with Relay(model, partial(make, lr=1e-4), EmulatedDevice(), config=RelayConfig(ahead=0)) as relay:
@@ -167,9 +189,10 @@ def times(kinds: dict[str, Callable[..., Optimizer]], width: int, rounds: int) -
     layer = make_gpt2(1, width, 32).transformer.h[0]
     optimizers = {}
     for kind, make in kinds.items():
-        params = [nn.Parameter(param.detach().clone()) for param in layer.parameters()]
+        params = list(in_its_type(copy.deepcopy(layer), make).parameters())
         for param in params:
-            param.grad = torch.full_like(param, 1e-3)
+            param.grad_dtype = torch.float32  # as in a relay
+            param.grad = torch.full_like(param, 1e-3, dtype=torch.float32)
         optimizers[kind] = make(params, lr=1e-4)
     seconds = alternate({kind: each.step for kind, each in optimizers.items()}, rounds, warmup=2)
     ratios = {kind: ratio(seconds, kind, "float32") for kind in kinds}
@@ -208,7 +231,7 @@ def quality(kinds: dict[str, Callable[..., Optimizer]], args: argparse.Namespace
 def train(make: Callable[..., Optimizer], corpus: Corpus, settings: Settings) -> float:
     """Train by relay; the loss on held-out text."""
     windows = torch.Generator().manual_seed(settings.seed)
-    model = make_model(settings)
+    model = in_its_type(make_model(settings), make)
     optimizer = make(
         model.parameters(), lr=settings.learning_rate
     )  # second moments of a thousand steps: beta2 is 0.999

@@ -6,6 +6,7 @@ from l2l_core.devices import Device as Device
 from l2l_core.devices import DeviceOutOfMemory as DeviceOutOfMemory
 from l2l_core.devices import EmulatedDevice as EmulatedDevice
 from l2l_core.edits import Branch as Branch
+from l2l_core.edits import Delink as Delink
 from l2l_core.edits import Depth as Depth
 from l2l_core.edits import Drop as Drop
 from l2l_core.edits import Duplicate as Duplicate

@@ -45,7 +45,7 @@ from l2l_core.eps.blocks import (
     refuse_checkpointing,
     refuse_scripted,
 )
-from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, settings_of, silent
+from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, rounds_weights, settings_of, silent
 from l2l_core.forecast import (
     Fit,
     Forecast,
@@ -78,7 +78,8 @@ class Relay:
 
     Args:
         model: any module with dense float32 parameters on the CPU. It stays the user's: between steps its parameters
-            are views of the masters, so ``state_dict`` and evaluation work as ever.
+            are views of the masters, so ``state_dict`` and evaluation work as ever. Parameters may be of bfloat16, and so the
+            masters, if the optimizer rounds them as `in_bf16` does with ``weights=True``.
         optimizer: a factory, called once with all parameters, or a ready torch Optimizer, whose groups and state are
             adopted. Default AdamW with a learning rate of 1e-4.
         device: "auto" (a GPU if PyTorch finds one, else "cpu"), "cpu" (emulated, without limits), "cuda", "cuda:n", or a
@@ -128,12 +129,15 @@ class Relay:
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
         self._company = company(workers, model) if shelf is None else on_files(shelf, workers, model, asked)
+        if any(param.dtype == torch.bfloat16 for param in model.parameters()):
+            self._company.refuse("a model in bfloat16", "call model.float()")
         self.device = resolve_device(device)
         self.host = Ledger("host", "Host memory")
         # Before parameters move into masters: an optimizer that is refused leaves the model as it was.
         made, findings = make_optimizer(optimizer, model)
         modules = dict(zip(keys, found.values(), strict=True))
-        shell, units = build_units(model, modules, self._company.keep_by(self.device.host_empty))
+        settle = self._company.keep_by(self.device.host_empty)
+        shell, units = build_units(model, modules, settle, rounds_weights(made))
         place = self._company.place(self.device, self.host)
         parts = Parts(model, self.device, self.host, shell, units, place)
         # Where layers compute on these cores too, updates behind them take one.
@@ -163,7 +167,10 @@ class Relay:
 
     @property
     def stacks(self) -> dict[str, tuple[Unit, ...]]:
-        """The layers in order by the dotted name of their container; a layer that is in none is not among them."""
+        """The layers in order by the dotted name of their container; a layer that is in none is not among them.
+
+        A layer that stands in several places of a container is there several times.
+        """
         return {stack.name: tuple(self._editor.lineup.units_of(stack)) for stack in self._editor.lineup.stacks}
 
     @property

@@ -11,6 +11,7 @@ from l2l_core.edits.branches import State as State
 from l2l_core.edits.branches import Values as Values
 from l2l_core.edits.change import Barred as Barred
 from l2l_core.edits.change import Change as Change
+from l2l_core.edits.delink import Delink as Delink
 from l2l_core.edits.depth import Depth as Depth
 from l2l_core.edits.depth import dropping_by_influence as dropping_by_influence
 from l2l_core.edits.depth import gradual_stacking as gradual_stacking
@@ -34,6 +35,7 @@ from l2l_core.edits.history import Inverse as Inverse
 from l2l_core.edits.history import Turn as Turn
 from l2l_core.edits.layer_drop import LayerDrop as LayerDrop
 from l2l_core.edits.lineup import Built as Built
+from l2l_core.edits.lineup import Lineup as Lineup
 from l2l_core.edits.optimizer_state import Held as Held
 from l2l_core.edits.parked import Parked as Parked
 from l2l_core.edits.schedules import Schedule as Schedule

@@ -22,7 +22,7 @@ from l2l_core.devices import Ledger
 from l2l_core.edits.change import Restack, all_or_nothing
 from l2l_core.edits.editor import Editor
 from l2l_core.edits.history import History
-from l2l_core.eps.blocks import Block, Layout, Unit
+from l2l_core.eps.blocks import Block, Empty, Layout, Unit
 from l2l_core.eps.optimizers import Settings, clone_state, put, settings_of, state_bytes
 from l2l_core.model import RandomState
 
@@ -56,7 +56,7 @@ class Values:
     """Holds what a block has on a branch that is not trained now.
 
     Attributes:
-        master: (numel,) float32, as of the block.
+        master: (numel,), of the type and part of the block.
         version: number of updates.
         states: what the optimizer knows of each parameter, None where nothing.
         part: how `master` is laid out, where it is a part of the block; states are of the same part.
@@ -103,7 +103,7 @@ class State:
     @property
     def depth(self) -> int:
         """Number of layers."""
-        return sum(map(len, self.stacks.values()))
+        return len({unit for units in self.stacks.values() for unit in units})
 
     @property
     def nbytes(self) -> int:
@@ -121,14 +121,14 @@ class Branches:
     Args:
         editor: of the relay.
         host: gets copies booked.
-        empty: makes a float32 host buffer of so many elements.
+        empty: makes a host buffer of so many elements of a `dtype`.
 
     Attributes:
         active: name of the branch that is trained.
         others: the other ones, by name.
     """
 
-    def __init__(self, editor: Editor, host: Ledger, empty: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, editor: Editor, host: Ledger, empty: Empty) -> None:
         self._editor, self._host, self._empty = editor, host, empty
         self.active = FIRST
         self.others: dict[str, State] = {}
@@ -269,7 +269,7 @@ class Branches:
             masters, state = self._editor.optimizer_side(block)
             states = [clone_state(state[master]) if master in state else None for master in masters]
             # One copy for all of them, in memory that loads copy from: a switch makes it the master
-            copied = self._empty(block.values.numel()).copy_(block.values)
+            copied = self._empty(block.values.numel(), dtype=block.values.dtype).copy_(block.values)
             values = self.keep(copied, block.version, states, block.part)
             for state in counting:
                 state.values[block] = values

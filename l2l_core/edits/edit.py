@@ -4,7 +4,7 @@ An edit names layers by position (where the model has one stack), by ``(stack, p
 dotted name; see `Resolver` in `model/stacks.py`. It checks everything before it touches anything, and becomes a few changes
 (`change.py`) that an `Editor` carries out. What an edit does not name is not affected, to the bit.
 
-All edits are in this file, which is a long one for that.
+All edits but `Delink` (`delink.py`) are in this file, which is a long one for that.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Insert(Edit):
             preceding = before[at - 1] if at else editor.lineup.shell
             if left := editor.new_layers.make_identity(unit, plan, preceding):
                 do(Rewrite(preceding, left))
-        do(_restack(editor, stack, (*before[:at], unit, *before[at:]), {unit: like}))
+        do(restack(editor, stack, (*before[:at], unit, *before[at:]), {unit: like}))
 
     def _module(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> nn.Module:
         if self.module is not None:
@@ -163,7 +163,7 @@ class Duplicate(Edit):
         else:
             end = len(before) if self.mode == "top" else span.stop
             after = (*before[:end], *twins, *before[end:])
-        do(_restack(editor, stack, after, twins))
+        do(restack(editor, stack, after, twins))
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Drop(Edit):
             raise ValueError(
                 f"{stack.title} has {len(before)} layer(s), and one must stay: drop fewer, or put another in its place (Replace)"
             )
-        do(_restack(editor, stack, [unit for unit in before if unit not in gone]))
+        do(restack(editor, stack, [unit for unit in before if unit not in gone]))
         if self.park != "memory":
             do((Spill if self.park == "disk" else Lose)(tuple(unit for unit in before if unit in gone)))
 
@@ -213,7 +213,7 @@ class Swap(Edit):
         before = editor.lineup.units_of(stack)
         after = list(before)
         after[i], after[j] = before[j], before[i]
-        do(_restack(editor, stack, after))
+        do(restack(editor, stack, after))
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Move(Edit):
         before = editor.lineup.units_of(stack)
         after = [unit for unit in before if unit is not before[i]]
         after.insert(j, before[i])
-        do(_restack(editor, stack, after))
+        do(restack(editor, stack, after))
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Replace(Edit):
         before = editor.lineup.units_of(stack)
         unit = editor.new_layers.make(editor.new_layers.checked(self.module), before[i], inherit("fresh"), self.warmup)
         editor.new_layers.untried.append(unit)
-        do(_restack(editor, stack, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
+        do(restack(editor, stack, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ class Unfreeze(_Train):
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _restack(editor: Editor, stack: Stack, after: Sequence[Unit], like: Mapping[Unit, Unit] | None = None) -> Restack:
+def restack(editor: Editor, stack: Stack, after: Sequence[Unit], like: Mapping[Unit, Unit] | None = None) -> Restack:
     """Make the change to another order of a stack that is as it is now; `like` as of `Restack`."""
     return Restack(editor.lineup.name_of(stack), editor.lineup.units_of(stack), tuple(after), like or {})
 

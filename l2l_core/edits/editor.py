@@ -19,7 +19,7 @@ from l2l_core.edits.new_layers import NewLayers
 from l2l_core.edits.optimizer_state import Held
 from l2l_core.edits.parked import Parked, Parking
 from l2l_core.eps import LayerStore
-from l2l_core.eps.blocks import Block, Layout, Unit
+from l2l_core.eps.blocks import Block, Empty, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, Places, clone_state
 from l2l_core.surgery import anatomy, rearrange
 
@@ -33,7 +33,7 @@ class Editor:
         layers: the relay's, in order.
         store: the EPS.
         host: gets parked layers booked.
-        empty: makes a float32 host buffer of so many elements.
+        empty: makes a host buffer of so many elements of a `dtype`.
         seed: of what is initialised anew.
 
     Attributes:
@@ -52,7 +52,7 @@ class Editor:
         layers: Sequence[Unit],
         store: LayerStore,
         host: Ledger,
-        empty: Callable[[int], torch.Tensor],
+        empty: Empty,
         seed: int,
     ) -> None:
         self.store, self._host = store, host
@@ -123,7 +123,9 @@ class Editor:
         """Let the EPS and the books follow the model, which holds the layers `after` in place of `before`."""
         staying = set(after)
         # Dismissed first: that gives the groups new lists, and what was there is put back from the old ones
-        for unit, sides in self.store.masters.dismiss([unit for unit in before if unit not in staying]).items():
+        for unit, sides in self.store.masters.dismiss(
+            dict.fromkeys(unit for unit in before if unit not in staying)
+        ).items():
             self.parking.put(Parked(unit, sides))
         for unit in after:
             if unit in self.parking:

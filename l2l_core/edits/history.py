@@ -256,9 +256,10 @@ class History:
         return {unit.key: i for i, unit in enumerate(self._editor.lineup.layers) if repr(unit.key) in what}
 
     def _sizes(self) -> tuple[int, int]:
-        """Count the weights of all layers, and their bytes with the optimizer's state."""
-        layers = self._editor.lineup.layers
-        return sum(u.num_params for u in layers), sum(u.nbytes for u in layers) + self._editor.store.masters.state_bytes
+        """Count the weights of all layers, shared ones once, and their bytes with the optimizer's state."""
+        blocks = {block for unit in self._editor.lineup.layers for block in unit.blocks}
+        nbytes = sum(block.nbytes for block in blocks)
+        return sum(block.layout.used for block in blocks), nbytes + self._editor.store.masters.state_bytes
 
     def forget(self) -> None:
         """Free layers that nothing can bring back any more."""

@@ -107,7 +107,7 @@ class Lineup:
         )
 
     def units_of(self, stack: Stack) -> tuple[Unit, ...]:
-        """List the layers of a stack, in order."""
+        """List the layers of a stack, in order; one that stands in several places is there several times."""
         return tuple(self._units[module] for module in stack.layers)
 
     # -- what a person means -------------------------------------------------------------------------------------------
@@ -180,7 +180,8 @@ class Lineup:
         stack = self.stack_called(name)
         gone = set(self.units_of(stack))  # `stack` is of the past: its layers are those of before
         first = next(i for i, unit in enumerate(self.layers) if unit in gone)
-        self.layers = [*self.layers[:first], *after, *(unit for unit in self.layers[first:] if unit not in gone)]
+        behind = (unit for unit in self.layers[first:] if unit not in gone)
+        self.layers = list(dict.fromkeys([*self.layers[:first], *after, *behind]))
         now = replace(stack, layers=tuple(unit.module for unit in after))
         self.stacks = tuple(now if old is stack else old for old in self.stacks)
         return self._rename(now, set(after))

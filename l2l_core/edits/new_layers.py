@@ -18,7 +18,8 @@ from l2l_core.edits.lineup import Lineup
 from l2l_core.edits.optimizer_state import Held, Inherit, State, in_shape_of, states_of
 from l2l_core.edits.parked import Parked, Parking
 from l2l_core.eps import LayerStore, Side
-from l2l_core.eps.blocks import Block, Unit, build_layer, refuse_scripted
+from l2l_core.eps.blocks import Empty, Unit, build_layer, masters_over, refuse_scripted
+from l2l_core.eps.optimizers import rounds_weights
 from l2l_core.model import RandomState, Stack, deep_copy
 from l2l_core.surgery import anatomy, check_fit, rearrange, same_random_numbers
 from l2l_core.surgery.identity import IdentityPlan, Sample, apply_plan, capture_samples, plan_identity, sample_behind
@@ -31,7 +32,7 @@ class NewLayers:
         lineup: gives them keys, and knows what the model holds.
         store: the EPS.
         parking: takes them in.
-        empty: makes a float32 host buffer of so many elements.
+        empty: makes a host buffer of so many elements of a `dtype`.
         seed: of what is initialised anew.
 
     Attributes:
@@ -44,11 +45,11 @@ class NewLayers:
         lineup: Lineup,
         store: LayerStore,
         parking: Parking,
-        empty: Callable[[int], torch.Tensor],
+        empty: Empty,
         seed: int,
     ) -> None:
         self._lineup, self._store, self._parking = lineup, store, parking
-        self._empty, self._seed = empty, seed
+        self._empty, self._seed, self._bf16 = empty, seed, rounds_weights(store.optimizer)
         self.call: Callable[[], Any] | None = None
         self.untried: list[Unit] = []
         self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer: it is tried first
@@ -112,7 +113,7 @@ class NewLayers:
             warmup: updates over which its learning rate rises.
         """
         key = self._lineup.new_key()
-        unit = build_layer(key, key, module, self._empty)
+        unit = build_layer(key, key, module, self._empty, bf16=self._bf16)
         self._lineup.origin[key] = self._lineup.origin[like.key]
         self._lineup.add(unit)
         named = {(name, param.shape): param for name, param in like.module.named_parameters()}
@@ -125,7 +126,7 @@ class NewLayers:
                 known[twin] if twin is not None else _Known(_usual_group(param, known), {})
                 for twin, param in zip(twins, block.params, strict=True)
             ]
-            masters = _masters_over(block)
+            masters = masters_over(block)
             states = {
                 master: state
                 for master, its in zip(masters, theirs, strict=True)
@@ -138,10 +139,10 @@ class NewLayers:
     def make_room(self, key: str, module: nn.Module) -> Unit:
         """Make room for a parked layer of a save, without values, state and groups yet; it may share weights."""
         shared = {param: block for block in self._lineup.blocks if block.shared for param in block.params}
-        unit = build_layer(key, key, module, self._empty, shared)
+        unit = build_layer(key, key, module, self._empty, shared, self._bf16)
         self._lineup.add(unit)
         own = [block for block in unit.blocks if not block.shared]
-        sides = {block: Side(_masters_over(block), [-1] * len(block.params), {}) for block in own}
+        sides = {block: Side(masters_over(block), [-1] * len(block.params), {}) for block in own}
         self._parking.put(Parked(unit, sides))
         return unit
 
@@ -255,11 +256,6 @@ def _usual_group(param: nn.Parameter, known: Mapping[nn.Parameter, _Known]) -> i
     alike = [other for other in known if (other.dim() > 1) == (param.dim() > 1)]
     groups = Counter(known[other].group for other in alike or known)
     return groups.most_common(1)[0][0] if groups else 0
-
-
-def _masters_over(block: Block) -> list[nn.Parameter]:
-    """Make the optimizer's own parameters, over the memory of a new block."""
-    return [nn.Parameter(view, p.requires_grad) for p, view in zip(block.params, block.views, strict=True)]
 
 
 def copy_of(unit: Unit) -> nn.Module:

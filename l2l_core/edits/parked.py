@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from l2l_core.devices import Ledger, Process, is_full, no_room, write_tensors
 from l2l_core.eps import Side
-from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.blocks import Block, Empty, Unit
 
 _AFTER_FULL = "Free some, or let TMPDIR name a larger disk; the layer is in memory as before"
 
@@ -95,14 +95,15 @@ class Parked:
             for index, (block, side) in enumerate(self.sides.items())
         }
 
-    def fetch(self, empty: Callable[[int], torch.Tensor]) -> None:
-        """Bring weights and state back to memory; `empty` makes a float32 host buffer of so many elements."""
+    def fetch(self, empty: Empty) -> None:
+        """Bring weights and state back to memory; `empty` makes a host buffer of so many elements of a `dtype`."""
         if self.path is None:
             return
         held = load_file(self.path)
         for index, (block, side) in enumerate(self.sides.items()):
             # A copy: what was loaded is mapped from the file, which is deleted below
-            block.hold(empty(block.layout.numel).copy_(held[f"{index}/master"]), side.masters)
+            saved = held[f"{index}/master"]
+            block.hold(empty(block.layout.numel, dtype=saved.dtype).copy_(saved), side.masters)
             for known in side.state.values():
                 known.update({key: _bring(value, held) for key, value in known.items()})
         self._delete()
@@ -125,10 +126,10 @@ class Parking:
 
     Args:
         host: gets the bytes booked.
-        empty: makes a float32 host buffer of so many elements.
+        empty: makes a host buffer of so many elements of a `dtype`.
     """
 
-    def __init__(self, host: Ledger, empty: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, host: Ledger, empty: Empty) -> None:
         self._host, self._empty = host, empty
         self._parked: dict[Unit, Parked] = {}
         self._sides: dict[Block, Side] = {}

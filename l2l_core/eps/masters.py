@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.devices import Ledger
-from l2l_core.eps.blocks import Block, Unit, shared_key
+from l2l_core.eps.blocks import Block, Unit, masters_over, shared_key
 from l2l_core.eps.optimizers import (
     Findings,
     Tally,
@@ -80,9 +80,7 @@ class Masters:
         self._order_of_model, self._host = order, host
         self.blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
         self.owner = {block: unit for unit in units for block in unit.blocks if not block.shared}
-        masters = {
-            p: nn.Parameter(v, p.requires_grad) for b in self.blocks for p, v in zip(b.params, b.views, strict=True)
-        }
+        masters = {p: master for b in self.blocks for p, master in zip(b.params, masters_over(b), strict=True)}
         self._model_params = {master: param for param, master in masters.items()}
         replace_params(optimizer, masters)
         # Only now: a slice looks for its parameters in the whole's groups, which have held masters since the line above

@@ -63,11 +63,12 @@ class InHostMemory:
 
     def begin(self, units: Sequence[Unit], dtype: torch.dtype, trace: Trace) -> None:
         self.end()
-        if self._device.in_host_memory or dtype == torch.float32:
+        blocks = dict.fromkeys(block for unit in units for block in unit.blocks if block.master.dtype != dtype)
+        if self._device.in_host_memory or not blocks:
             return
         if self._thread is None:
             self._thread = serial_thread("wire", max(1, torch.get_num_threads() // 2))
-        for block in dict.fromkeys(block for unit in units for block in unit.blocks):
+        for block in blocks:
             if block.cast is None or block.cast.dtype != dtype:
                 block.cast = self._new_cast(block.master.numel(), dtype)
             self._casts[block] = self._thread.submit(self._cast, block)

@@ -113,6 +113,18 @@ class ByOptimizer:
                 if unit.key != SHELL and params and not any(param in state for param in params):
                     findings.refuse_newcomer(f"layer {unit.key} ({unit.name})", self._optimizer)
         check_rates(self._masters, self._optimizer)
+        if self._hooks.has_any:
+            self._check_types()
+
+    def _check_types(self) -> None:
+        """Refuse hooks that would be shown what PyTorch does not pair."""
+        for block in self._masters.blocks:
+            if block.values.dtype != torch.float32:
+                raise ValueError(
+                    f"a hook around the optimizer's step would see weights of {block.values.dtype} ({block.key}) with gradients "
+                    "of float32, which PyTorch does not pair: remove the hook, or leave the model in float32. The optimizer "
+                    "rounds its weights to the same values there"
+                )
 
     def _fire_before(self, fire: Callable[[], None]) -> None:
         """Fire pre-hooks; what they make of the settings is taken back with the step."""

@@ -26,7 +26,7 @@ class Stack:
     Attributes:
         name: dotted name of the container ("transformer.h"); "" if the model itself is the container.
         container: where the layers are. A Sequential may also hold an embedding and a head.
-        layers: those of its members that relay, in order.
+        layers: those of its members that relay, in order; one that stands in several places is there several times.
     """
 
     name: str
@@ -53,7 +53,7 @@ def find_stacks(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Stack, .
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        members = tuple(dict.fromkeys(child for child in module if child in wanted and child not in held))
+        members = tuple(child for child in module if child in wanted and child not in held)
         if members:
             held.update(members)
             found[members[0]] = Stack(name, module, members)
@@ -81,7 +81,11 @@ class Resolver:
         self._keys, self._names = keys, names
         self._by_key = {key: layer for layer, key in keys.items()}
         self._by_name = {name: layer for layer, name in names.items() if layer in keys}
-        self._places = {layer: (stack, i) for stack in self._stacks for i, layer in enumerate(stack.layers)}
+        self._places: dict[nn.Module, tuple[Stack, range]] = {}  # from the first one of a layer to the last
+        for stack in self._stacks:
+            for i, layer in enumerate(stack.layers):
+                first = self._places[layer][1].start if layer in self._places else i
+                self._places[layer] = stack, range(first, i + 1)
 
     def layer(self, where: Where) -> nn.Module:
         """Return the layer at `where`."""
@@ -98,7 +102,16 @@ class Resolver:
         return stack.layers[_index(stack, position, len(stack))]
 
     def place_of(self, where: Where) -> tuple[Stack, int]:
-        """Return the stack of the layer at `where`, and its position there."""
+        """Return the stack of the layer at `where`, and its position there; the first one, if it is named and has several."""
+        stack, places = self._places_of(where)
+        return stack, places.start
+
+    def _places_of(self, where: Where) -> tuple[Stack, range]:
+        """Return the stack of the layer at `where`, and its place there; if it is named, from its first to its last place."""
+        if not isinstance(where, str | nn.Module):
+            stack, position = self._positioned(where)
+            at = _index(stack, position, len(stack))
+            return stack, range(at, at + 1)
         layer = self.layer(where)
         if layer not in self._places:
             raise ValueError(
@@ -122,6 +135,8 @@ class Resolver:
     ) -> tuple[Stack, range]:
         """Return a stack and the indices of layers that follow one another in it.
 
+        A layer that stands in several places and is named spans from its first to its last one.
+
         ``span(2)`` is one layer, ``span(2, 4)``, ``span("L002", "L004")`` and ``span(("L002", "L004"))`` are three: both ends
         belong to it. A slice or range counts as in Python, so ``span(slice(2, 5))`` is the same three.
         """
@@ -132,8 +147,9 @@ class Resolver:
             if last is not None:
                 raise ValueError(f"a span is either {part!r} or a first and a last layer, not both")
             return self._part(part, name)
-        stack, begin = self.place_of(first)
-        other, end = (stack, begin) if last is None else self.place_of(last)
+        stack, begins = self._places_of(first)
+        other, ends = (stack, begins) if last is None else self._places_of(last)
+        begin, end = begins.start, ends.stop - 1
         if other is not stack:
             raise ValueError(
                 f"{first!r} is in {stack.title} and {last!r} in {other.title}: a span lies in one stack; "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from l2l_core.edits import Branches, Editor, History, Parked, Values
-from l2l_core.eps.blocks import Block, Layout, Unit
+from l2l_core.eps.blocks import Block, Empty, Layout, Unit
 from l2l_core.saves.codec import Part, Reader, of_kind, plain_branch, plain_history
 from l2l_core.saves.resume import Resumption
 from l2l_core.surgery import kind_of, per_layer
@@ -90,7 +90,7 @@ class Restorer:
     Args:
         editor, history, branches: of the relay.
         resumption: finds modules for parked layers.
-        empty: makes a float32 host buffer of so many elements.
+        empty: makes a host buffer of so many elements of a `dtype`.
         read: reads values of a block into a buffer, by name; see `Saved.values`.
         room: says what of a block this worker holds, and in how many elements.
     """
@@ -99,7 +99,7 @@ class Restorer:
     history: History
     branches: Branches
     resumption: Resumption
-    empty: Callable[[int], torch.Tensor]
+    empty: Empty
     read: Callable[[str, Block, Layout | None, torch.Tensor], list[dict[str, Any] | None]]
     room: Callable[[Block], tuple[Layout | None, int]]
 
@@ -126,7 +126,7 @@ class Restorer:
                 units[unit.key] = unit  # also as a pattern for those that come after it
                 waiting.append((part, unit))
         reader = Reader(self.editor, units, missing)
-        branches = of_kind("branch", parts).values()
+        branches = [self._placed(part) for part in of_kind("branch", parts).values()]
         keys = {name: key for branch in branches for key, name in branch["values"].items() if key in reader.blocks}
         held = {
             name: self._values(name, part, reader.blocks[keys[name]])
@@ -178,10 +178,16 @@ class Restorer:
         unit.buffers.restore(part["buffers"])
         per_layer.remember_entries(unit.module, part["entries"])
 
+    def _placed(self, branch: Part) -> Part:
+        """Let a branch of an older save name its layers once for each place."""
+        placed, lineup = self.resumption.edited.placed, self.editor.lineup
+        stacks = {name: placed(name, keys, lineup) for name, keys in branch["stacks"].items()}
+        return {**branch, "stacks": stacks}
+
     def _values(self, name: str, plain: Part, block: Block) -> Values:
         if "master" in plain:
-            master = self.empty(plain["master"].numel()).copy_(plain["master"])
+            master = self.empty(plain["master"].numel(), dtype=plain["master"].dtype).copy_(plain["master"])
             return self.branches.keep(master, plain["version"], plain["states"])
         part, numel = self.room(block)
-        master = self.empty(numel).zero_()
+        master = self.empty(numel, dtype=block.values.dtype).zero_()
         return self.branches.keep(master, plain["version"], self.read(name, block, part, master), part)

@@ -96,7 +96,8 @@ class Resumption:
             lineup.began_as(edited.first, self.built.containers)
         editor.group_order.recall(edited.orders, lineup.first_names)
         lineup.made, lineup.origin = max(edited.made, lineup.made), {**lineup.origin, **edited.origin}
-        for name, keys in edited.stacks.items():
+        for name, saved_keys in edited.stacks.items():
+            keys = edited.placed(name, saved_keys, lineup)
             before = lineup.units_of(lineup.stack_called(name))
             for key in keys:
                 if key not in units:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from l2l_core.edits import Built, Editor, Entry, History
+from l2l_core.edits import Built, Editor, Entry, History, Lineup
 from l2l_core.surgery import kind_of, ties_of
 
 
@@ -17,7 +17,7 @@ class Edited:
     """Tells of the stacks of an edited relay.
 
     Attributes:
-        stacks: keys of the layers in order, by the name that the stack had first.
+        stacks: keys of the layers in order, by the name that the stack had first; one for each place.
         original: dotted names of the layers before any edit, by key.
         origin: by key, the original layer that it goes back to.
         made: keys given out so far, or passed over.
@@ -40,6 +40,7 @@ class Edited:
     first: Built | None = None
     now: Built | None = None
     orders: list[Any] = field(default_factory=list)
+    by_place: bool = False  # older saves name a layer that stands in several places once; see `placed`
 
     @staticmethod
     def from_(editor: Editor, history: History) -> Edited:
@@ -51,7 +52,8 @@ class Edited:
         stats = {unit.key: dict(unit.stats) for unit in lineup.units}
         origin, made, journal = lineup.origin, lineup.made, history.journal
         orders = editor.group_order.to_plain(lineup.first_names)
-        return Edited(now.stacks, first.layers, origin, made, journal, kinds, sizes, stats, first, now, orders)
+        told = now.stacks, first.layers, origin, made, journal, kinds, sizes, stats, first, now, orders
+        return Edited(*told, by_place=True)
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Edited:
@@ -96,6 +98,13 @@ class Edited:
             f"{where} was saved with other layers: the model is neither as it was when the relay was made ({reasons[0]}), nor "
             f"as it is in the save ({reasons[1]}). Build the model and the optimizer as they were when the relay was made"
         )
+
+    def placed(self, name: str, keys: Sequence[str], lineup: Lineup) -> Sequence[str]:
+        """Give the keys that the save has of a stack with one for each place."""
+        if self.by_place:
+            return keys
+        here = [unit.key for unit in lineup.units_of(lineup.stack_called(name))]
+        return here if len(set(here)) < len(here) else keys  # such a stack could not be edited in those days
 
     def restore_into(self, editor: Editor, history: History) -> None:
         """Let a relay with the saved stacks go on with the same journal."""

@@ -128,8 +128,11 @@ class State:
 
     def shapes(self) -> dict[str, str]:
         """Say of all weights and buffers, whole, what shape and type they have, by the names that saves have for them."""
-        pairs = (pair for block in self.blocks for pair in zip(block.names, block.layout.pieces, strict=True))
-        weights = {f"weights/{name}": shape_of(whole.size, torch.float32) for name, whole in pairs}
+        weights = {
+            f"weights/{name}": shape_of(whole.size, block.values.dtype)
+            for block in self.blocks
+            for name, whole in zip(block.names, block.layout.pieces, strict=True)
+        }
         return weights | {f"buffers/{name}": shape_of(b.shape, b.dtype) for _, name, b in self.buffers()}
 
 

@@ -100,6 +100,8 @@ class InCore:
         torch_device: torch.device,
     ) -> None:
         self._model, self._store, self._twin = model, store, (twin := _twin_of(model))
+        for param in twin.parameters():
+            param.data = param.data.float()  # masters may be of bfloat16; computed is in float32
         optimizer = store.masters.plain_optimizer(twin, model)
         if torch_device.type != "cpu":
             twin.to(torch_device)
@@ -173,7 +175,8 @@ def _row(
     visits: Mapping[str, int],
 ) -> VerifyRow:
     params = [(name, param) for block in unit.blocks for name, param in zip(block.names, block.params, strict=True)]
-    pairs: list[Pair] = [(name, param.detach(), weights[param].detach()) for name, param in params]
+    # What is rounded to bfloat16 by the optimizer is so whatever memory it lies in: the cast changes no value
+    pairs: list[Pair] = [(name, param.detach().float(), weights[param].detach()) for name, param in params]
     pairs += [buffers[id(buffer)] for buffer in unit.buffers.now() if id(buffer) in buffers]
     differing = {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
     several = tuple(n for b in unit.blocks if b.shared or visits.get(unit.key, 0) > 1 for n in b.names)

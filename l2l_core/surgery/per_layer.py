@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +44,8 @@ def _entry(
     like: Mapping[nn.Module, nn.Module],
 ) -> Any:
     for known in (layer, like.get(layer)):
+        if stack.layers[position : position + 1] == (known,):  # one that stands in several places has an entry for each
+            return listed.values[position]
         if known in at:
             return listed.values[at[known]]
         if known is not None and listed.name in _entries_of_left.get(known, {}):
@@ -81,12 +83,13 @@ def remember_entries(layer: nn.Module, entries: Mapping[str, Any]) -> None:
 def _positions(stack: Stack) -> dict[tuple[str, str], int]:
     """Find each (submodule, attribute) that is the position in all layers that have it, and what is added there."""
     offsets: dict[tuple[str, str], set[int]] = {}
-    for i, layer in enumerate(stack.layers):
+    firsts = _firsts(stack.layers)
+    for layer, i in firsts.items():
         for path, name in anatomy(layer).positions:
             value = attributes_at(layer, path).get(name)
             # Another offset in one layer, or no number, and the place says something else than a position
             offsets.setdefault((path, name), set()).add(value - i if isinstance(value, int) else -1)
-    single = len(stack) == 1  # then any number would do: take only what counts from 0 or 1
+    single = len(firsts) == 1  # then any number would do: take only what counts from 0 or 1
     return {
         place: min(offset)
         for place, offset in offsets.items()
@@ -98,8 +101,16 @@ def renumber(assignments: Assignments, stack: Stack, new: tuple[nn.Module, ...])
     """Let layers say the positions where they will stand, counted as the stack has counted so far."""
     known = _positions(stack)
     names = {name: offset for (_, name), offset in known.items()}
-    for i, layer in enumerate(new):
+    for layer, i in _firsts(new).items():
         for path, name in anatomy(layer).positions:
             offset = known.get((path, name), names.get(name))
             if offset is not None:
                 assignments.set(attributes_at(layer, path), name, i + offset)
+
+
+def _firsts(layers: Sequence[nn.Module]) -> dict[nn.Module, int]:
+    """Find the position of every layer, the first one of those that stand in several places."""
+    places: dict[nn.Module, int] = {}
+    for i, layer in enumerate(layers):
+        places.setdefault(layer, i)
+    return places

@@ -45,7 +45,8 @@ def rearrange(
     Args:
         model: the whole model.
         stack: one of `find_stacks`.
-        layers: at least one module, each once, of the stack or new, in any order.
+        layers: at least one module, of the stack or new, in any order. Each once; those of which the stack holds one in several
+            places may do so again, as long as the number of places stays.
         like: new layer -> layer of the stack whose entries it gets in lists of the configuration (`layer_types`). Not
             needed for layers that were in the stack before, nor where attributes or shapes tell.
         depth_field: name of the configuration's field that is the depth, if it cannot be found ("decoder.num_layers").
@@ -63,7 +64,7 @@ def rearrange(
     new = tuple(layers)
     # All that may be refused comes first, and gathers assignments; none is made before the last line.
     surroundings = Surroundings.of(model, stack)
-    _check_layers(stack, new, surroundings)
+    _check_layers(stack, new, surroundings, trust)
     members = _new_members(stack, new)
     for layer in set(new) - set(stack.layers):
         look_again(layer)  # what is in no stack may have been changed by its owner meanwhile
@@ -92,8 +93,8 @@ def rearrange(
     return assignments.apply(stack.title)
 
 
-def _check_layers(stack: Stack, new: tuple[nn.Module, ...], around: Surroundings) -> None:
-    """Refuse a list that is none of layers, holds one twice or one of the shell's, or is of a stack of the past."""
+def _check_layers(stack: Stack, new: tuple[nn.Module, ...], around: Surroundings, trust: bool) -> None:
+    """Refuse a list that is none of layers, links layers to one, holds one of the shell's, or is of a stack of the past."""
     title = stack.title
     if not new:
         raise ValueError(f"{title} would be left without layers; at least one must stay")
@@ -102,14 +103,16 @@ def _check_layers(stack: Stack, new: tuple[nn.Module, ...], around: Surroundings
             raise TypeError(f"layers contains {layer!r}; give modules")
     inside = set(stack.layers)
     held = [child for child in stack.container if child in inside]
-    if len(held) != len(set(held)):
-        raise ValueError(
-            f"{title} holds one module in several slots: its layers share weights and have no position of their own"
-        )
     if tuple(held) != stack.layers:
         raise ValueError(f"{title} does not hold the stack's layers in this order any more; call find_stacks again")
-    if len(set(new)) != len(new):
-        _refuse_twice(title, new, next(layer for layer in new if new.count(layer) > 1))
+    if len(inside) < len(held) != len(new) and not trust:
+        raise ValueError(
+            f"{title} holds one module in several places: its layers share weights and have no position of their own, so their "
+            f"number stays {len(held)}. Give every place a layer of its own first (Delink)"
+        )
+    for layer in new if len(set(new)) < len(new) and not trust else ():
+        if new.count(layer) > max(1, held.count(layer)):
+            _refuse_twice(title, new, layer)
     names = {module: name for name, module in around.shell}
     for layer in new:
         if layer in names:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l2l_core import (
+    Delink,
     Drop,
     Duplicate,
     Edit,
@@ -186,15 +187,15 @@ KINDS = {
 
 REFUSALS = [
     "one must stay", "one must run", "all of .* would sit out", "out of range", "interpolate'\\) needs a layer on both sides",
-    "share the weights .* would all leave", "holds one module in several slots", "there is nothing to (undo|redo)",
-    "dropped for good", "cannot be mixed", "not interchangeable", "would hold the same",
+    "share the weights .* would all leave", "holds one module in several places", "there is nothing to (undo|redo)",
+    "no layer there shares", "dropped for good", "cannot be mixed", "not interchangeable", "would hold the same",
 ]  # fmt: skip
 
 Command = tuple[str, int, int, int]
 COMMANDS = {
     "step": 8, "skip": 2, "evaluate": 1, "verify": 1, "forecast": 0.2, "insert": 4, "duplicate": 2, "drop": 4, "swap": 3,
-    "move": 2, "replace": 2, "interpolate": 2, "freeze": 1, "unfreeze": 1, "group": 2, "inverse": 1, "undo": 5, "redo": 3,
-    "fork": 1, "switch": 3, "discard": 1, "reload": 3, "reload as it is": 1,
+    "move": 2, "replace": 2, "interpolate": 2, "delink": 2, "freeze": 1, "unfreeze": 1, "group": 2, "inverse": 1, "undo": 5,
+    "redo": 3, "fork": 1, "switch": 3, "discard": 1, "reload": 3, "reload as it is": 1,
 }  # fmt: skip
 
 
@@ -396,6 +397,29 @@ class Walk:
             lambda: self.apply(Interpolate((there, b % depth), (there, c % depth), weight)),
             lambda: self.shadow.do(self.shadow.interpolate(one, other, weight)),
         )
+
+    def delink(self, a: int, b: int, c: int) -> None:
+        name, there, depth = self.stack(a)
+        first = b % depth
+        span = range(first, min(depth, first + 1 + c % 3))
+
+        def mirror() -> None:
+            layers, model = self.layers(name), self.shadow.world.model
+            delinked = {layers[i] for i in span} - {layer for i, layer in enumerate(layers) if i not in span}
+            inside = {module for layer in delinked for module in layer.modules()}
+            outside = [module for module in model.modules() if module not in inside]
+            taken = {param for module in outside for param in module.parameters(recurse=False)}
+            after = list(layers)
+            for i in span:
+                if not taken.isdisjoint(layers[i].parameters()):
+                    after[i] = self.shadow.copy_of(layers[i], "copy")
+                    for new, old in zip(after[i].parameters(), layers[i].parameters(), strict=True):
+                        new.requires_grad_(old.requires_grad)
+                else:
+                    taken |= set(layers[i].parameters())
+            self.shadow.do(self.shadow.order(name, after))
+
+        self.attempt(lambda: self.apply(Delink((there, slice(span.start, span.stop)))), mirror)
 
     def freeze(self, a: int, b: int, c: int) -> None:
         self._train(Freeze, False, a, b)

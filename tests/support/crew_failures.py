@@ -170,6 +170,8 @@ def refused(rank: int, count: int, what: str) -> dict[str, Any]:
     """What several workers are refused: the error, and whether the model is as it was."""
     kind = BY_NAME["batch_norm" if what == "batch_norm" else "spectral_norm" if what == "spectral_norm" else "chain"]
     model = kind.make_model()
+    if what == "bfloat16":
+        model.bfloat16()
     if what == "depth" and rank == 1:
         model.layers = nn.ModuleList(list(model.layers)[:-1])
     old = [param.detach().clone() for param in model.parameters()]

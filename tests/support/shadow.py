@@ -68,8 +68,7 @@ class Shadow:
     ) -> None:
         containers = {name: model.get_submodule(name) for name in stacks}
         layers = {
-            name: list(dict.fromkeys(m for m in container if isinstance(m, kind)))
-            for name, container in containers.items()
+            name: [member for member in container if isinstance(member, kind)] for name, container in containers.items()
         }
         self.world = World(model, containers, layers)
         self.make, self.loss, self.config = make, loss, config

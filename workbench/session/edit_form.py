@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
+from l2l_core import Delink, Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
 from l2l_core.trace import format_bytes
 from workbench.readings import Numbers, full_name
 from workbench.session.edit_words import place_words
@@ -29,6 +29,7 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
     "Interpolate": ("layer", "other", "weight"),
     "Freeze": ("first", "last"),
     "Unfreeze": ("first", "last"),
+    "Delink": ("first", "last", "optimizer", "factor", "warmup"),
     "Replace": (),
 }
 NEEDS_CODE = "Replace takes a module, so it takes code: workbench.edit(Replace({key!r}, YourLayer())) in a cell."
@@ -73,6 +74,7 @@ _MAKE: Mapping[str, Callable[[Answers, Sequence[LayerRow]], Edit]] = {
     "Interpolate": lambda of, _: Interpolate(of["layer"], of["other"], of["weight"]),
     "Freeze": lambda of, _: Freeze(_span(of)),
     "Unfreeze": lambda of, _: Unfreeze(_span(of)),
+    "Delink": lambda of, _: Delink(_span(of), _policy(of), of["warmup"]),
 }
 
 
@@ -87,23 +89,26 @@ class Outlook:
         does: a sentence.
         keeps_function: whether the model computes the same afterwards.
         optimizer: what becomes of the optimizer's state.
-        layers, params, nbytes: by how much the number of layers, their weights and the weights' bytes change.
+        layers, params, nbytes: by how much the number of layers, their weights and the weights' bytes change; None where the
+            rows of layers do not tell, as who shares weights with whom.
     """
 
     does: str
     keeps_function: bool
     optimizer: str
-    layers: int
-    params: int
-    nbytes: int
+    layers: int | None
+    params: int | None
+    nbytes: int | None
 
     def facts(self, layers: Sequence[LayerRow]) -> tuple[str, ...]:
         """Say what would change, in a few words each; `layers` are all layers as they are now."""
         nbytes = sum(row.nbytes for row in layers)
         same = "= computes the same" if self.keeps_function else "≠ computes something else"
         params = sum(row.num_params for row in layers)
-        sizes = (f"{len(layers)} layers", f"{params:,} weights", format_bytes(nbytes))
-        if self.layers:
+        sizes: tuple[str, ...] = (f"{len(layers)} layers", f"{params:,} weights", format_bytes(nbytes))
+        if self.layers is None or self.params is None or self.nbytes is None:
+            sizes = ("a layer for every place",)
+        elif self.layers:
             sizes = (
                 f"{len(layers)} → {len(layers) + self.layers} layers",
                 f"{params:,} → {params + self.params:,} weights",
@@ -114,15 +119,12 @@ class Outlook:
 
 def foresee(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> Outlook:
     """Say what an edit out of `make_edit` would do if the stack stays as it is until then; `numbers` are those of all layers."""
+    told = _sentence(edit, stack, numbers), edit.preserves_function, edit.optimizer_policy
+    if isinstance(edit, Delink):
+        return Outlook(*told, None, None, None)
     sign, rows = _comes_and_goes(edit, stack)
-    return Outlook(
-        _sentence(edit, stack, numbers),
-        edit.preserves_function,
-        edit.optimizer_policy,
-        sign * len(rows),
-        sign * sum(row.num_params for row in rows),
-        sign * sum(row.nbytes for row in rows),
-    )
+    params, nbytes = sum(row.num_params for row in rows), sum(row.nbytes for row in rows)
+    return Outlook(*told, sign * len(rows), sign * params, sign * nbytes)
 
 
 def _comes_and_goes(edit: Edit, stack: Sequence[LayerRow]) -> tuple[int, Sequence[LayerRow]]:
@@ -174,6 +176,8 @@ def _sentence(edit: Edit, stack: Sequence[LayerRow], numbers: Numbers) -> str:
             return f"{call(layers)} {'are' if isinstance(layers, tuple) else 'is'} no longer trained."
         case Unfreeze(layers):
             return f"{call(layers)} {'are' if isinstance(layers, tuple) else 'is'} trained again."
+        case Delink(layers):
+            return f"Where {call(layers)} shares weights, every place gets a layer of its own, with a copy of them."
     raise AssertionError(f"the form has no {type(edit).__name__}")
 
 

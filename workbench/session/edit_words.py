@@ -129,6 +129,7 @@ _SAY: dict[str, Callable[[Fields, Numbers], str]] = {
     "Interpolate": _interpolate,
     "Freeze": lambda of, numbers: f"freeze {_layers(of['layers'], numbers)}",
     "Unfreeze": lambda of, numbers: f"unfreeze {_layers(of['layers'], numbers)}",
+    "Delink": lambda of, numbers: f"delink {_layers(of['layers'], numbers)}",
 }
 
 

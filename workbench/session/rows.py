@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from l2l_core import Relay, StepResult, TornStep, Trace
+from l2l_core.eps.blocks import Unit
 from l2l_core.trace import format_bytes
 from workbench.readings import Columns, timeline_summary
 from workbench.session.remedies import remedy_of
@@ -21,7 +22,10 @@ BANDWIDTHS = ("h2d_bytes_per_s", "d2h_bytes_per_s")
 
 def layer_rows(relay: Relay) -> tuple[LayerRow, ...]:
     """Read the layers of a relay, in order."""
-    places = {unit: (name, i) for name, units in relay.stacks.items() for i, unit in enumerate(units)}
+    places: dict[Unit, tuple[str, int]] = {}
+    for name, units in relay.stacks.items():
+        for i, unit in enumerate(units):
+            places.setdefault(unit, (name, i))  # the first one, of a layer that stands in several
     return tuple(
         LayerRow(
             key=unit.key,

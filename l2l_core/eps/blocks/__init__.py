@@ -6,9 +6,11 @@ Begin reading at `units.py` (what a unit is), `build.py` (how one is made), `lay
 
 from l2l_core.eps.blocks.buffers import Buffers as Buffers
 from l2l_core.eps.blocks.buffers import Place as Place
+from l2l_core.eps.blocks.build import Empty as Empty
 from l2l_core.eps.blocks.build import build_layer as build_layer
 from l2l_core.eps.blocks.build import build_units as build_units
 from l2l_core.eps.blocks.build import into_memory as into_memory
+from l2l_core.eps.blocks.build import masters_over as masters_over
 from l2l_core.eps.blocks.build import outside as outside
 from l2l_core.eps.blocks.build import shared_key as shared_key
 from l2l_core.eps.blocks.checks import check_keys as check_keys

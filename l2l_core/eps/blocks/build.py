@@ -13,9 +13,14 @@ from l2l_core.eps.blocks.buffers import Buffers
 from l2l_core.eps.blocks.layout import Layout
 from l2l_core.eps.blocks.units import SHELL, Block, Unit, is_nowhere
 
+Empty = Callable[..., torch.Tensor]  # makes a host buffer of so many elements, and of a `dtype`
+
 
 def build_units(
-    model: nn.Module, layers: Mapping[str, nn.Module], settle: Callable[[Block], None] | None = None
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    settle: Callable[[Block], None] | None = None,
+    bf16: bool = False,
 ) -> tuple[Unit, list[Unit]]:
     """Move the model's parameters into flat masters and return the shell and the layers.
 
@@ -23,9 +28,10 @@ def build_units(
         model: any module; its parameters keep their identity, their data become views of the masters.
         layers: permanent key -> module, in stack order.
         settle: finds a place for the weights of a block that holds none yet; default host memory.
+        bf16: whether parameters may be of bfloat16, since the optimizer rounds weights to that.
 
     Raises:
-        ValueError: a parameter that is not a dense float32 tensor on the CPU.
+        ValueError: a parameter that is not a dense float32 tensor on the CPU, nor one of bfloat16 that may be.
     """
     settle = settle or into_memory(torch.empty)
     module_names = {module: name for name, module in model.named_modules()}
@@ -33,7 +39,7 @@ def build_units(
     members = {SHELL: outside(model, set(layers.values())), **members}
     owners = {key: _owners(modules) for key, modules in members.items()}
     names = {param: name for name, param in model.named_parameters()}
-    _check_parameters(names)
+    _check_parameters(names, bf16)
 
     users: dict[nn.Parameter, list[str]] = defaultdict(list)
     for key, held in owners.items():
@@ -59,8 +65,9 @@ def build_layer(
     key: str,
     name: str,
     module: nn.Module,
-    empty: Callable[[int], torch.Tensor] = torch.empty,
+    empty: Empty = torch.empty,
     shared: Mapping[nn.Parameter, Block] = MappingProxyType({}),
+    bf16: bool = False,
 ) -> Unit:
     """A layer of its own: its parameters move into a flat master, as in `build_units`.
 
@@ -68,14 +75,15 @@ def build_layer(
         key: permanent identity.
         name: dotted name that it will have in the model.
         module: the layer.
-        empty: makes a float32 host buffer of so many elements.
+        empty: as in `into_memory`.
+        bf16: as in `build_units`.
         shared: blocks of the parameters that it has in common with other units.
 
     Raises:
-        ValueError: a parameter that is not a dense float32 tensor on the CPU.
+        ValueError: as in `build_units`.
     """
     names = {param: f"{name}.{inner}" for inner, param in module.named_parameters()}
-    _check_parameters(names)
+    _check_parameters(names, bf16)
     members = list(module.modules())
     held = _owners(members)
     params = list(dict.fromkeys(param for _, _, param in held))
@@ -83,6 +91,15 @@ def build_layer(
     blocks = [_make_block(key, own, names, False, into_memory(empty))] if own else []
     blocks += [shared[param] for param in params if param in shared]
     return Unit(key, name, module, blocks, Buffers(members), held)
+
+
+def masters_over(block: Block) -> list[nn.Parameter]:
+    """Make the optimizer's own parameters, over the memory of a block; their gradients are of float32."""
+    masters = [nn.Parameter(view, p.requires_grad) for p, view in zip(block.params, block.views, strict=True)]
+    for master in masters:
+        if master.dtype != torch.float32:
+            master.grad_dtype = torch.float32
+    return masters
 
 
 def outside(model: nn.Module, layers: Set[nn.Module]) -> list[nn.Module]:
@@ -108,25 +125,26 @@ def _owners(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Param
     return [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
 
 
-def _check_parameters(names: Mapping[nn.Parameter, str]) -> None:
+def _check_parameters(names: Mapping[nn.Parameter, str], bf16: bool) -> None:
     for param, name in names.items():
         if param.device.type != "cpu" or param.layout is not torch.strided:
             raise ValueError(
                 f"parameter {name} is on {param.device} ({param.layout}): the masters live in host memory as dense tensors. "
                 "Call model.cpu() before the relay takes over; it moves layers to the device itself"
             )
-        if param.dtype != torch.float32:
+        if param.dtype != torch.float32 and not (bf16 and param.dtype == torch.bfloat16):
             raise ValueError(
                 f"parameter {name} is {param.dtype}: the masters are float32. Call model.float() first; for bfloat16 "
-                "compute use RelayConfig(precision='bf16')"
+                "compute use RelayConfig(precision='bf16'). For masters in bfloat16 the optimizer has to round them at "
+                "random, as in_bf16(torch.optim.AdamW, weights=True) does"
             )
 
 
-def into_memory(empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]:
+def into_memory(empty: Empty) -> Callable[[Block], None]:
     """Make what copies the weights of a block from its parameters into a master in host memory.
 
     Args:
-        empty: makes a float32 buffer of so many elements; a device's `host_empty` copies fast.
+        empty: makes a buffer of so many elements of a `dtype`; a device's `host_empty` copies fast.
     """
 
     def settle(block: Block) -> None:
@@ -136,7 +154,7 @@ def into_memory(empty: Callable[[int], torch.Tensor]) -> Callable[[Block], None]
                     f"parameter {name} has no values here: the model's weights are in the files of a shelf. Go on with "
                     "them by FileShelf(..., resume=True), or load others: model.load_state_dict(weights, assign=True)"
                 )
-        master = empty(block.layout.numel).zero_()
+        master = empty(block.layout.numel, dtype=block.params[0].dtype).zero_()
         for param, view in zip(block.params, block.layout.views(master), strict=True):
             view.copy_(param.detach())
         block.hold(master, block.params)
@@ -151,6 +169,12 @@ def _make_block(
     shared: bool,
     settle: Callable[[Block], None],
 ) -> Block:
+    kinds = {param.dtype: names[param] for param in params}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{key} has parameters of {' and '.join(map(str, kinds))} ({', '.join(kinds.values())}), and its master is one "
+            "buffer: make the whole layer bfloat16 (model.bfloat16()) or float32"
+        )
     block = Block(key, params, [names[param] for param in params], Layout.of(params), torch.empty(0), shared)
     settle(block)
     return block

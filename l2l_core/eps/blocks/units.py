@@ -27,7 +27,7 @@ _NOTHING = torch.empty(0)
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Parameters side by side in one flat float32 master buffer on the host.
+    """Parameters side by side in one flat master buffer on the host: of float32, or of bfloat16 where the optimizer rounds to it.
 
     Invariant: between steps every parameter's data is its home: its view of `master`, where all of the block is there. Of
     several workers each may hold a part of a block. Then `master` is that part, `views` show of every parameter what is in it,
@@ -39,7 +39,7 @@ class Block:
     params: list[nn.Parameter]
     names: list[str]
     layout: Layout  # of the whole block, as it lies in a slot
-    master: torch.Tensor  # (held.numel,) float32, host
+    master: torch.Tensor  # (held.numel,), host
     shared: bool  # used by several units
     version: int = 0
     warmup: int = 0  # updates over which its learning rate rises to that of its group
@@ -172,7 +172,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unit's weights in float32, padding included."""
+        """Bytes of the unit's weights, padding included: of masters here, of float32 where they are away."""
         return sum(4 * block.layout.numel if block.away else block.nbytes for block in self.blocks)
 
     @property

@@ -8,6 +8,7 @@ from l2l_core.eps.optimizers.blockwise import Findings as Findings
 from l2l_core.eps.optimizers.blockwise import check_mode as check_mode
 from l2l_core.eps.optimizers.optimizers import OptimizerFactory as OptimizerFactory
 from l2l_core.eps.optimizers.optimizers import make_optimizer as make_optimizer
+from l2l_core.eps.optimizers.optimizers import rounds_weights as rounds_weights
 from l2l_core.eps.optimizers.order import GroupOrder as GroupOrder
 from l2l_core.eps.optimizers.order import Places as Places
 from l2l_core.eps.optimizers.parts import copy_over as copy_over

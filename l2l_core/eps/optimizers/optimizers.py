@@ -48,6 +48,11 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
     return made, findings
 
 
+def rounds_weights(optimizer: Optimizer) -> bool:
+    """Whether it says of itself that it rounds weights at random after a step, so that they may be of bfloat16."""
+    return bool(getattr(optimizer, "rounds_weights", False))
+
+
 def _call_factory(factory: Any, model: nn.Module) -> Optimizer:
     if not callable(factory):
         raise TypeError(

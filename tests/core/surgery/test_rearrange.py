@@ -596,11 +596,21 @@ def test_layers_that_cannot_be() -> None:
     refuses(model, stack, (a, b, c, d), "does not hold the stack's layers in this order any more")
 
 
-def test_one_module_in_several_slots() -> None:
-    layer = ResidualMlp()
-    model = nn.Sequential(nn.Linear(9, WIDTH), layer, ResidualMlp(), layer)
+def test_one_module_in_several_places() -> None:
+    layer, other, own = ResidualMlp(), ResidualMlp(), ResidualMlp()
+    model = nn.Sequential(nn.Linear(9, WIDTH), layer, other, layer)
     (stack,) = stacks_of(model)
-    refuses(model, stack, (layer,), "holds one module in several slots")
+    assert stack.layers == (layer, other, layer)
+    for layers in [(layer,), (layer, other), (layer, other, layer, own)]:
+        refuses(model, stack, layers, "holds one module in several places")
+    refuses(model, stack, (layer, other, other), "positions 1, 2 of Sequential would hold the same")
+    before = picture(model)
+    put_back = rearrange(model, stack, (layer, other, own))
+    assert list(model)[1:] == [layer, other, own]
+    put_back()
+    assert picture(model) == before
+    rearrange(model, stack, (other, layer, layer))
+    assert list(model)[1:] == [other, layer, layer]
 
 
 def test_layers_of_another_shape() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sessions import make_batches, make_relay
+from sessions import make_batches, make_relay, mse
 
-from l2l_core import Drop, Duplicate, Freeze, Insert, Interpolate, Move, Swap, Unfreeze
+from l2l_core import Delink, Drop, Duplicate, EmulatedDevice, Freeze, Insert, Interpolate, Move, Relay, Swap, Unfreeze
 from workbench.session.edit_form import END, PREVIOUS, QUESTIONS, foresee, make_edit
 from workbench.session.rows import layer_rows
 
@@ -57,6 +57,28 @@ def test_facts_name_what_changes() -> None:
         swap = foresee(Swap("L001", "L002"), rows, {}).facts(rows)
     assert drop[:3] == ("≠ computes something else", "4 → 2 layers", "288 → 144 weights")
     assert swap[1] == "4 layers"
+
+
+def test_of_shared_weights_rows_do_not_tell_who_shares_them() -> None:
+    with make_relay() as relay:
+        rows = layer_rows(relay)
+        made = make_edit("Delink", {"first": "L000", "last": "L002", **NEW, "optimizer": "copy"}, rows)
+        outlook = foresee(made, rows, {})
+    assert made == Delink(("L000", "L002"), "copy", 3)
+    assert (outlook.layers, outlook.params, outlook.nbytes) == (None, None, None) and outlook.keeps_function
+    assert outlook.facts(rows)[:2] == ("= computes the same", "a layer for every place")
+
+
+def test_the_form_names_a_layer_of_several_places_once_and_delinks_them_all() -> None:
+    with make_relay() as relay:
+        model = relay.model
+    for place in (2, 3, 4):
+        model[place] = model[1]
+    with Relay(model, device=EmulatedDevice(), layers=[model[1]], loss=mse) as relay:
+        rows = layer_rows(relay)
+        assert [(row.key, row.position) for row in rows] == [("L000", 0)]
+        relay.apply(make_edit("Delink", {"first": "L000", "last": "L000", **NEW}, rows))
+        assert [(row.key, row.position) for row in layer_rows(relay)] == [(f"L00{i}", i) for i in range(4)]
 
 
 def test_replace_needs_code() -> None:

@@ -6,7 +6,7 @@ import pytest
 from sessions import Layer, make_batches, make_relay
 from torch import nn
 
-from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Replace, Swap, Unfreeze
+from l2l_core import Delink, Drop, Duplicate, Edit, Freeze, Insert, Interpolate, Move, Replace, Swap, Unfreeze
 from l2l_core.edits.history import Entry
 from workbench.session.edit_words import edit_words, entry_words
 
@@ -32,6 +32,7 @@ WORDS: list[tuple[Edit, str]] = [
     (Interpolate(1, 2, 0.25), "1 ← 25 % 2"),
     (Freeze(slice(None, 2)), "freeze layers 0–1"),
     (Unfreeze(slice(2, None)), "unfreeze layers 2–end"),
+    (Delink(), "delink all layers"),
 ]
 
 
@@ -48,6 +49,7 @@ NUMBERED: list[tuple[Edit, str]] = [
     (Interpolate("L002", "L003"), "0 · L002 ← 50 % 1 · L003"),
     (Freeze(("L002", "L003")), "freeze 0–1 · L002–L003"),
     (Unfreeze("L007"), "unfreeze 5 · L007"),
+    (Delink(("L002", "L004"), optimizer="fresh"), "delink 0–2 · L002–L004"),
 ]
 
 

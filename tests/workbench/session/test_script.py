@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,24 @@ import numpy
 import pytest
 import torch
 from patience import HANG_S, rarely
-from sessions import assert_equal, make_batches, make_relay, noisy_relay, train
+from sessions import assert_equal, make_batches, make_relay, mse, noisy_relay, train
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from l2l_core import Drop, Duplicate, Freeze, Insert, Relay, RelayConfig, Replace, Schedule, Swap
+from l2l_core import (
+    Delink,
+    Drop,
+    Duplicate,
+    EmulatedDevice,
+    Freeze,
+    Insert,
+    Relay,
+    RelayConfig,
+    Replace,
+    Schedule,
+    Swap,
+)
 from workbench.session.script import apply_code
 from workbench.session.session import Session
 
@@ -109,6 +122,29 @@ def test_the_script_of_a_session_gives_its_bits() -> None:
         found, states = again(script, relay)
     assert found == losses and len(found) == 3 + 2 + 1 + 2 + 2 + 1 + 20 + 1
     assert len(states) == len(ends)
+    assert_equal(states, ends)
+
+
+def test_the_script_of_a_delinked_stack_gives_its_bits() -> None:
+    def make() -> Relay:
+        with noisy_relay() as relay:
+            model = relay.model
+        for place in (2, 3, 4):
+            model[place] = model[1]
+        config = RelayConfig(micro_batches=3, seed=5)
+        return Relay(model, partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), [model[1]], mse, config=config)
+
+    with make() as relay, Session(relay, BATCHES) as session:
+        train(session, 2)
+        session.edit(Delink("L000", optimizer=0.25)).result(HANG_S)
+        train(session, 2)
+        losses, script = [row.loss for row in session.snapshot().steps], session.script()
+        session.close()
+        ends = state_of(relay)
+    assert "relay.apply(Delink(layers='L000', optimizer=0.25))" in script
+    with make() as relay:
+        found, states = again(script, relay)
+    assert found == losses
     assert_equal(states, ends)
 
 
