@@ -173,6 +173,7 @@ class Course:
         self._execution = execution
         RandomState.seeded(work.seeds[k]).put()
         ran.bases.append(meter.now)
+        self.trace.sample("device", self._device.ledger.by_category())
         try:
             execution.run(operations)
         except BaseException:
@@ -259,9 +260,9 @@ class Course:
         found.add(self._execution.backs)  # type: ignore[union-attr]
 
 
-def _timed(clock: Clock, k: int, kind: str, layer: str) -> Callable[[], None]:
+def _timed(clock: Clock, k: int, kind: str, layer: str, visit: int) -> Callable[[], None]:
     clock.stay += 1  # every operation is a stay of its own: a stage may run several times
-    clock.start(kind, layer, k)
+    clock.start(kind, layer, k, visit)
     return clock.stop
 
 

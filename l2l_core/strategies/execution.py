@@ -32,7 +32,7 @@ from l2l_core.strategies.replay import Replay, as_it_is
 from l2l_core.strategies.structure import Structure
 
 OnMade = Callable[[int, dict[int, Tensor], bool], None]  # stage, the cut behind it, whether it ran again
-Timed = Callable[[str, str], Callable[[], None]]  # begins an event of a kind and a layer; the result ends it
+Timed = Callable[[str, str, int], Callable[[], None]]  # begins an event of a kind, layer and visit; the result ends it
 _BACK = {PRE: OFF, PREX: OFFX}
 
 
@@ -156,7 +156,8 @@ class Execution(Forward):
         if kind in COMPUTES:
             for out in (OFF, OFFX):
                 self.moves.wait((out, i))
-            stop = self._timed("backward" if kind == B else "forward", layer)
+            visit = i if is_first else 2 * self.structure.stages - 1 - i
+            stop = self._timed("backward" if kind == B else "forward", layer, visit)
             if kind == B:
                 record = self._backward(i)
             elif is_first:

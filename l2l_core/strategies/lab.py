@@ -309,4 +309,4 @@ def _checked(device: Device) -> Device:
 
 def _needs(plan: Plan) -> str:
     nbytes = plan.peak_device_bytes
-    return f"{plan.name} needs {format_bytes(nbytes)} ({nbytes} bytes), which is the smallest budget that would do"
+    return f"{plan.name} needs {format_bytes(nbytes)} ({nbytes} bytes), which is the smallest budget that would do."
