@@ -228,8 +228,8 @@ MAY_IMPORT = {
         "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",
         "relay": "runner shelf workers inside saves forecast edits step eps eps.optimizers eps.blocks surgery devices batches "
         "model trace config",
-        "strategies": "relay forecast step step.traffic step.graph eps.optimizers eps.blocks surgery devices batches model trace "
-        "rules config",
+        "strategies": "relay forecast step step.traffic step.graph eps eps.optimizers eps.blocks surgery devices batches model "
+        "trace rules config",
     },
     "workbench": {
         "readings": "",

@@ -11,6 +11,7 @@ from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
 from workbench.panels.plan_header import PlanHeaderPanel
 from workbench.panels.timeline import TimelinePanel
+from workbench.panels.tour import Stop
 from workbench.panels.verdict import VerdictPanel, WhyPanel
 from workbench.panels.views import check_view
 from workbench.plans import WAYS, LabSession
@@ -21,6 +22,25 @@ VIEWS: Mapping[str, Sequence[Kind]] = {
     "memory": (MemoryPanel,),
     "loss": (LossPanel,),
 }
+STOPS: Sequence[Stop] = (
+    Stop(
+        "",
+        "Train",
+        "Run trains for the number of steps beside it; Step trains one. The plan that is pressed is followed from the next step "
+        "on, also while it runs.",
+    ),
+    Stop(
+        "time",
+        "See what runs and moves",
+        "A plan that recomputes runs layers forward again among the backwards; one that offloads copies, and hatched copies "
+        "are not hidden.",
+    ),
+    Stop(
+        "memory",
+        "See what fits",
+        "Device memory over the step by what fills it, with the budget and what plain training would need.",
+    ),
+)
 
 
 class LabBench(Board):
@@ -52,7 +72,7 @@ class LabBench(Board):
     ) -> None:
         check_view(view, VIEWS)  # first: making a session starts a thread
         self.session = LabSession(lab, batches, ways, plan)
-        super().__init__(self.session, (PlanHeaderPanel, VerdictPanel), VIEWS, view)
+        super().__init__(self.session, (PlanHeaderPanel, VerdictPanel), VIEWS, view, stops=STOPS)
 
     run = steered(LabSession.run)
     step = steered(LabSession.step)

@@ -1,6 +1,6 @@
 """Ways to train in less memory, as plans over one executor: recompute, offload, both; exact bytes before and after.
 
-May import `relay`, `forecast`, `step`, `step.traffic`, `step.graph`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`,
+May import `relay`, `forecast`, `step`, `step.traffic`, `step.graph`, `eps`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`,
 `batches`, `model`, `trace`, `rules`, `config`.
 Begin reading at `plan.py`, `execution.py`, `walk.py`; `lab.py` is the facade.
 """

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from l2l_core.batches import Objective, leaves_in
 from l2l_core.devices import Device, Ledger
+from l2l_core.eps import TornStep
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import Caches, RandomState, copy_tensors
 from l2l_core.step.traffic import Clock
@@ -206,6 +207,7 @@ class Course:
 
         Raises:
             DeviceOutOfMemory: there is no such room; nothing was updated.
+            TornStep: the optimizer failed when some weights were new; it names their parameters.
         """
         ledger = self._device.ledger
         if ledger.limit_bytes is not None and ledger.total + room_bytes > ledger.limit_bytes:
@@ -213,7 +215,14 @@ class Course:
         meter.take_high()
         clock = Clock(self._device, self.trace)
         clock.start("update", "", -1)
-        optimizer.step()
+        versions = {name: param._version for name, param in self.model.named_parameters()}
+        try:
+            optimizer.step()
+        except Exception as error:
+            new = [name for name, param in self.model.named_parameters() if param._version != versions[name]]
+            if not new:
+                raise
+            raise TornStep(f"the optimizer failed after it had updated {', '.join(new)}: {error!r}", new) from error
         clock.stop()
         self._note_high(meter, meter.take_high())
         meter.call(_state_tensors(optimizer), "optimizer")

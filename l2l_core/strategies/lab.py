@@ -153,7 +153,8 @@ class Lab:
 
         Raises:
             DeviceOutOfMemory: the device's budget does not suffice; `least_bytes` is the smallest with which the plan fits.
-            RuntimeError: the model takes another way than the one learned. Either way weights and buffers are as they were.
+            RuntimeError: the model takes another way than the one learned.
+            TornStep: the optimizer failed in the middle of its update. In all other cases nothing was changed.
             ValueError: the batch has other shapes.
         """
         work = self._work if batch is None else self._work_on(batch)

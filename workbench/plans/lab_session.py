@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
-from l2l_core import DeviceOutOfMemory
+from l2l_core import DeviceOutOfMemory, TornStep
 from l2l_core.batches import Batch, RowsOf
 from l2l_core.edits import FIRST
 from l2l_core.strategies import Lab, LabResult, Plain, Plan, Way
@@ -135,8 +135,13 @@ class LabSession(Steering):
             way: the name of a choice, or a plan, as ``lab.plan([...])`` makes one by hand; that is another choice from now on.
 
         Raises:
+            TypeError: neither.
             ValueError: there is no such choice, or it has no plan.
         """
+        if not isinstance(way, str | Plan):
+            raise TypeError(
+                f"{way!r} is a {type(way).__name__}: give the name of a choice, or a plan, as lab.plan(Rotor())"
+            )
         with self._changed:
             if isinstance(way, Plan) and all(choice.plan != way for choice in self.choices):
                 self.choices.append(Choice(self._free_name(way.name), way))
@@ -175,9 +180,13 @@ class LabSession(Steering):
             return
         self._during = "step"
         self._batches.tried()
-        with self._watched():
-            assert self.chosen.plan is not None, self.chosen
-            result = self.lab.step(self.chosen.plan, batch)
+        assert self.chosen.plan is not None, self.chosen
+        try:
+            with self._watched():
+                result = self.lab.step(self.chosen.plan, batch)
+        except TornStep:
+            self._batches.used()  # a part of the weights has learned from it
+            raise
         self._batches.used()
         self._note(result, batch)
 
@@ -244,6 +253,8 @@ class LabSession(Steering):
     def _what_holds(self, error: BaseException, during: During) -> str:
         if during == "batch":
             return "The source of batches failed before anything was computed: Run asks it again."
+        if isinstance(error, TornStep):
+            return "Some weights are new and the batch counts as used: Run goes on with the next one."
         if not isinstance(error, DeviceOutOfMemory):
             return _KEPT
         names = ", ".join(choice.name for choice in self.choices if choice.fits(self._budget))

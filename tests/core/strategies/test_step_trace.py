@@ -31,7 +31,9 @@ def test_a_trace_has_the_metered_bytes_the_layers_and_the_update(
         assert [bound.phase for bound in trace.bound_by()] == ["the step"]
         stages = len(lab.layers) + 1
         assert {event.visit for event in compute[:-1]} == {*range(2 * stages)}
-        assert {*range(stages)} == {event.visit for event in compute if event.visit < stages and event.kind == "forward"}
+        assert {*range(stages)} == {
+            event.visit for event in compute if event.visit < stages and event.kind == "forward"
+        }
 
 
 def binding(*events: Event) -> str:

@@ -137,6 +137,8 @@ def test_ways_without_a_plan_are_grey_and_say_why() -> None:
         session.follow("Relay")
     with pytest.raises(ValueError, match="there is no plan 'Ful' to choose; there are 'Plain', 'Full'"):
         session.follow("Ful")
+    with pytest.raises(TypeError, match="give the name of a choice"):
+        session.follow(Full())  # type: ignore[arg-type]
     find(panel, "Full").click()
     session.wait(HANG_S)
     shown(panel)
@@ -179,3 +181,25 @@ def test_a_second_bench_on_a_model_takes_it_over() -> None:
     with pytest.raises(RuntimeError, match="closed"):
         with_views.step()
     second.close(), with_views.close()
+
+
+def test_an_optimizer_that_fails_in_the_middle_leaves_a_torn_step() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise ArithmeticError("no")
+
+    model, (batch,) = make_model(), make_batches(1)
+    lab = Lab(model, batch, torch.optim.SGD(model.parameters(), 0.1), layers=["0", "1", "2"], loss=loss_of)
+    session = LabSession(lab, iter([batch]), WAYS)
+    lab.optimizer = Failing(model.parameters(), 0.1)
+    session.step()
+    failure = session.wait(HANG_S).failure
+    assert (
+        failure is not None and failure.error == "TornStep" and "updated 0.0.weight: ArithmeticError" in failure.message
+    )
+    assert "the batch counts as used" in failure.after
+    session.step()
+    assert session.wait(HANG_S).state == "idle", "there is no other batch"
+    session.close()
