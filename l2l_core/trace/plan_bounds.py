@@ -6,7 +6,7 @@ A plan has one step for all micro-batches, which run forward and backward in tur
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from l2l_core.trace.bounds import SMALL, Bound, binding_lane
 from l2l_core.trace.events import Event, Recorded
@@ -39,20 +39,17 @@ def plan_bounds(trace: Recorded) -> tuple[Bound, ...]:
     )
 
 
-def _advice(step: Phase, lane: str, compute: Iterable[Event]) -> str:
+def _advice(step: Phase, lane: str, compute: Sequence[Event]) -> str:
     if lane == IDLE:
         return "overhead between operations, not the link; larger micro-batches make it count for less"
     if lane != "compute":
         return "a faster link, or a plan that recomputes instead of moving, would save up to that"
     again_s, update_s = recompute_s(compute), _sum_s(event for event in compute if event.kind == "update")
-    said = [
-        *(
-            [f"{time_words(again_s)} of it recompute, which a plan that keeps or moves more would save"]
-            if again_s
-            else []
-        ),
-        *([f"{time_words(update_s)} of it the update"] if update_s > SMALL * step.span_s else []),
-    ]
+    said = []
+    if again_s:
+        said.append(f"{time_words(again_s)} of it recompute, which a plan that keeps or moves more would save")
+    if update_s > SMALL * step.span_s:
+        said.append(f"{time_words(update_s)} of it the update")
     return ", and ".join(said) or "it recomputes nothing and hides its copies, so no other plan is faster"
 
 

@@ -174,7 +174,7 @@ def test_a_second_bench_on_a_model_takes_it_over() -> None:
     assert "in the step" in repr(with_views) or "compute-bound" in repr(with_views)
     still = with_views._repr_mimebundle_()["text/html"]
     assert "Timeline of step 1" in still and "Memory over a step" in still and "The next step follows" in still
-    second = workbench.LabBench(lab.on(EmulatedDevice()), make_batches(), ways=WAYS)
+    second = workbench.LabBench(lab.on(EmulatedDevice()), make_batches())
     second.step()
     assert second.wait(HANG_S).state == "idle" and lab.steps == 1
     assert "taken over" in with_views.snapshot().ended
