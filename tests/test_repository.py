@@ -228,8 +228,8 @@ MAY_IMPORT = {
         "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",
         "relay": "runner shelf workers inside saves forecast edits step eps eps.optimizers eps.blocks surgery devices batches "
         "model trace config",
-        "strategies": "relay forecast step.traffic step.graph eps.optimizers eps.blocks surgery devices batches model trace "
-        "rules config",
+        "strategies": "relay forecast step step.traffic step.graph eps eps.optimizers eps.blocks surgery devices batches model "
+        "trace rules config",
     },
     "workbench": {
         "readings": "",
@@ -241,8 +241,10 @@ MAY_IMPORT = {
         "lessons": "pictures runs session",
         "pages": "",
         "ranks": "session",
-        "panels": "ranks what_if runs pictures readings session",
+        "plans": "readings session",
+        "panels": "plans ranks what_if runs pictures readings session",
         "app": "panels session",
+        "lab_bench": "plans panels session",
         "launched": "ranks panels session",
         "replayed": "panels pictures runs",
         "__main__": "commands lessons runs",
@@ -331,7 +333,7 @@ def test_headless_rooms_know_no_widgets_and_pictures_are_pure() -> None:
     assert len(drawing) > 20 and not any(drawing.values()), drawing
 
 
-HEADLESS = {"readings", "session", "pictures", "runs", "what_if", "commands"}
+HEADLESS = {"readings", "session", "plans", "pictures", "runs", "what_if", "commands"}
 
 
 def test_only_the_eps_touches_masters() -> None:

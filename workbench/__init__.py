@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from workbench.app import Workbench as Workbench
+    from workbench.lab_bench import LabBench as LabBench
     from workbench.launched import launch as launch
     from workbench.panels.ways import Ways as Ways
     from workbench.pictures import text_view as text_view
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
 # As text: an import here would bring torch and ipywidgets along, and `doctor` must run without them.
 _WHERE = {
     "Workbench": "workbench.app",
+    "LabBench": "workbench.lab_bench",
     "launch": "workbench.launched",
     "Ways": "workbench.panels.ways",
     "Session": "workbench.session",

@@ -1,6 +1,6 @@
 """Ways to train in less memory, as plans over one executor: recompute, offload, both; exact bytes before and after.
 
-May import `relay`, `forecast`, `step.traffic`, `step.graph`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`,
+May import `relay`, `forecast`, `step`, `step.traffic`, `step.graph`, `eps`, `eps.optimizers`, `eps.blocks`, `surgery`, `devices`,
 `batches`, `model`, `trace`, `rules`, `config`.
 Begin reading at `plan.py`, `execution.py`, `walk.py`; `lab.py` is the facade.
 """
@@ -30,3 +30,4 @@ from l2l_core.strategies.selective import SelectiveCheckpoint as SelectiveCheckp
 from l2l_core.strategies.swap import Swap as Swap
 from l2l_core.strategies.table import Row as Row
 from l2l_core.strategies.table import Table as Table
+from l2l_core.strategies.table import Way as Way

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from l2l_core.batches import Objective, leaves_in
 from l2l_core.devices import Device, Ledger
+from l2l_core.eps import TornStep
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import Caches, RandomState, copy_tensors
 from l2l_core.step.traffic import Clock
@@ -22,6 +23,7 @@ from l2l_core.strategies.forward import Tensor
 from l2l_core.strategies.learning import Learning
 from l2l_core.strategies.meter import Meter
 from l2l_core.strategies.moves import Moves
+from l2l_core.strategies.plan import COMPUTES
 from l2l_core.strategies.recipes import Operations
 from l2l_core.strategies.structure import Structure
 from l2l_core.surgery import same_random_numbers
@@ -72,6 +74,7 @@ class Course:
         objective: the scalar loss of a micro-batch.
         device: computes in host memory.
         shared: names of parameters to whose gradients several stages add.
+        trace: of what happens; default one that nobody reads.
     """
 
     def __init__(
@@ -81,12 +84,13 @@ class Course:
         objective: Objective,
         device: Device,
         shared: frozenset[str] = frozenset(),
+        trace: Trace | None = None,
     ) -> None:
         self.model, self._layers, self._objective, self._device = model, layers, objective, device
         self._shared = [param for name, param in model.named_parameters() if name in shared]
         self._caches = Caches(model)
         self.host = Ledger("host", "Host memory")
-        self.trace = Trace()
+        self.trace = trace or Trace()
         self.stages_of: dict[str, set[int]] = {}  # which stages added to each parameter's gradient, in `measuring`
         self.on_made: OnMade | None = None  # is shown what stages make, first and again
         self._measures = False
@@ -116,7 +120,7 @@ class Course:
         """Book weights and optimizer state, and count what else is made, in the block."""
         ledger, weights = self._device.ledger, [*self.model.parameters(), *self.model.buffers()]
         fixed = {"weights": nbytes_of(weights), "optimizer": optimizer_bytes(optimizer)}
-        states = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)] if optimizer else []
+        states = _state_tensors(optimizer) if optimizer else []
         ledger.reset_peak()
         booked: dict[str, int] = {}
         meter = Meter(ledger, [*weights, *states])
@@ -170,6 +174,7 @@ class Course:
         self._execution = execution
         RandomState.seeded(work.seeds[k]).put()
         ran.bases.append(meter.now)
+        self.trace.sample("device", self._device.ledger.by_category())
         try:
             execution.run(operations)
         except BaseException:
@@ -182,10 +187,47 @@ class Course:
         ran.layer_forwards += execution.layer_forwards
         self._execution = None
 
-    def _sample(self, meter: Meter) -> None:
+    def _sample(self, meter: Meter, done: Done) -> None:
+        if done.operation.kind in COMPUTES:
+            self._note_high(meter, done.high)
         meter.call((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
         self.trace.sample("device", self._device.ledger.by_category())
         self.trace.sample("host", self.host.by_category())
+
+    def _note_high(self, meter: Meter, high: int) -> None:
+        """Note the most bytes within what has just run, ahead of what is left of it; readers know this order from a relay."""
+        held = self._device.ledger.by_category()
+        self.trace.sample("device", {**held, "activations": held.get("activations", 0) + high - meter.now})
+
+    def update(self, optimizer: Optimizer, meter: Meter, room_bytes: int) -> None:
+        """Update with the gradients that are there, and drop them.
+
+        Args:
+            room_bytes: that the update will need besides what is there now.
+
+        Raises:
+            DeviceOutOfMemory: there is no such room; nothing was updated.
+            TornStep: the optimizer failed when some weights were new; it names their parameters.
+        """
+        ledger = self._device.ledger
+        if ledger.limit_bytes is not None and ledger.total + room_bytes > ledger.limit_bytes:
+            ledger.book("activations", "", room_bytes)  # refuses, before a part of the weights is new
+        meter.take_high()
+        clock = Clock(self._device, self.trace)
+        clock.start("update", "", -1)
+        versions = {name: param._version for name, param in self.model.named_parameters()}
+        try:
+            optimizer.step()
+        except Exception as error:
+            new = [name for name, param in self.model.named_parameters() if param._version != versions[name]]
+            if not new:
+                raise
+            raise TornStep(f"the optimizer failed after it had updated {', '.join(new)}: {error!r}", new) from error
+        clock.stop()
+        self._note_high(meter, meter.take_high())
+        meter.call(_state_tensors(optimizer), "optimizer")
+        optimizer.zero_grad(set_to_none=True)
+        self.trace.sample("device", ledger.by_category())
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -227,14 +269,19 @@ class Course:
         found.add(self._execution.backs)  # type: ignore[union-attr]
 
 
-def _timed(clock: Clock, k: int, kind: str, layer: str) -> Callable[[], None]:
-    clock.start(kind, layer, k)
+def _timed(clock: Clock, k: int, kind: str, layer: str, visit: int) -> Callable[[], None]:
+    clock.stay += 1  # every operation is a stay of its own: a stage may run several times
+    clock.start(kind, layer, k, visit)
     return clock.stop
 
 
 @contextmanager
 def _as_they_are() -> Iterator[None]:
     yield
+
+
+def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
 
 def nbytes_of(tensors: Sequence[Tensor]) -> int:

@@ -27,12 +27,12 @@ from l2l_core.strategies.forward import Forward, Stage, Tensor
 from l2l_core.strategies.frames import Frames, Position, Seen, key_of, older
 from l2l_core.strategies.meter import Meter
 from l2l_core.strategies.moves import Moves
-from l2l_core.strategies.plan import FALL, FCK, OFF, OFFX, PRE, PREX, RUNS, B, Operation
+from l2l_core.strategies.plan import COMPUTES, FALL, FCK, OFF, OFFX, PRE, PREX, B, Operation
 from l2l_core.strategies.replay import Replay, as_it_is
 from l2l_core.strategies.structure import Structure
 
 OnMade = Callable[[int, dict[int, Tensor], bool], None]  # stage, the cut behind it, whether it ran again
-Timed = Callable[[str, str], Callable[[], None]]  # begins an event of a kind and a layer; the result ends it
+Timed = Callable[[str, str, int], Callable[[], None]]  # begins an event of a kind, layer and visit; the result ends it
 _BACK = {PRE: OFF, PREX: OFFX}
 
 
@@ -94,7 +94,7 @@ class Execution(Forward):
         self.on_made: OnMade | None = None
         self.backs = 0  # how many backwards have begun
         self.measures = False
-        self.on_done: Callable[[], None] = lambda: None
+        self.on_done: Callable[[Done], None] = lambda done: None
         self._timed = timed
         self._cut: dict[int, Tensor] = {}
         self._entries: dict[int, tuple[Tensor, Sink]] = {}
@@ -153,10 +153,11 @@ class Execution(Forward):
         self.meter.take_high()
         began_s, record, is_first = time.perf_counter(), 0, len(self.stages) < self.structure.stages
         layer = self.structure.names[i]
-        if kind in RUNS or kind == B:
+        if kind in COMPUTES:
             for out in (OFF, OFFX):
                 self.moves.wait((out, i))
-            stop = self._timed("backward" if kind == B else "forward", layer)
+            visit = i if is_first else 2 * self.structure.stages - 1 - i
+            stop = self._timed("backward" if kind == B else "forward", layer, visit)
             if kind == B:
                 record = self._backward(i)
             elif is_first:
@@ -175,8 +176,9 @@ class Execution(Forward):
         seen, self.meter.seen = self.meter.seen, None
         frames = self._in_frames(seen) if seen else None
         high, now = self.meter.take_high(), self.meter.now
-        self.log.append(Done(operation, high, now, self.moves.host_bytes, seconds, record, waiting, frames))
-        self.on_done()
+        done = Done(operation, high, now, self.moves.host_bytes, seconds, record, waiting, frames)
+        self.log.append(done)
+        self.on_done(done)
 
     # -- first runs ----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.eps.blocks import refuse_checkpointing, refuse_scripted
 from l2l_core.model import copy_tensors, resolve_layers
 from l2l_core.rules import weight_slots
+from l2l_core.step import note_failure
 from l2l_core.strategies.course import Course, Ran, Work, nbytes_of, optimizer_bytes
 from l2l_core.strategies.measure import Known, measure, small_losses, unlimited, update_costs
 from l2l_core.strategies.meter import Meter
@@ -30,7 +31,7 @@ from l2l_core.strategies.relayed import relayed
 from l2l_core.strategies.selective import Checkpointed
 from l2l_core.strategies.table import Row, Table, Way
 from l2l_core.strategies.ways import default_ways
-from l2l_core.trace import Trace
+from l2l_core.trace import Trace, format_bytes
 
 T = TypeVar("T")
 
@@ -94,14 +95,16 @@ class Lab:
         refuse_scripted(model)
         self.config = RelayConfig(micro_batches=micro_batches, seed=seed)
         self.steps = 0
+        self.trace: Trace | None = None  # of the step under way, or of the last one
         self._layers = tuple(resolve_layers(model, layers))
         self._call = ModelCall(model, loss, objective)
         self._options = {"loss": loss, "objective": objective, "weight": weight}
         rows = RowsOf(batch)
         self._call.check(batch)
         self._micro_batches = [copy_tensors(each) for each in rows.split(micro_batches)]
-        mean = Mean(weight, lambda small, shaken: small_losses(model, self._call.objective, small, shaken))
-        self._divisors = mean.divisors(rows, self._micro_batches)
+        call = self._call
+        self._mean = Mean(weight, lambda small, shaken: small_losses(model, call.objective, small, shaken))
+        self._divisors = self._mean.divisors(rows, self._micro_batches)
         self._known: dict[Any, Known] = {}
         self._shared: frozenset[str] = frozenset()
         self._learn()
@@ -136,29 +139,47 @@ class Lab:
             seconds=prices.seconds(operations),
         )
 
-    def step(self, plan: Plan) -> LabResult:
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers at which stages end."""
+        return self._layers
+
+    def step(self, plan: Plan, batch: Batch | None = None) -> LabResult:
         """Train the model by one step.
 
+        Args:
+            plan: from `plan`.
+            batch: of the same shapes as the lab's own, which is the default.
+
         Raises:
-            DeviceOutOfMemory: the device's budget does not suffice.
-            RuntimeError: the model takes another way than the one learned. Either way weights and buffers are as they were.
+            DeviceOutOfMemory: the device's budget does not suffice; `least_bytes` is the smallest with which the plan fits.
+            RuntimeError: the model takes another way than the one learned.
+            TornStep: the optimizer failed in the middle of its update. In all other cases nothing was changed.
+            ValueError: the batch has other shapes.
         """
-        course = self._course(self.model)
+        work = self._work if batch is None else self._work_on(batch)
+        settings = {"plan": plan.name, "micro_batches": self.config.micro_batches, **self.device.figures()}
+        names = {name: name for name in self._layers}
+        trace = self.trace = Trace(step=self.steps, device=self.device.name, names=names, settings=settings)
+        course = self._course(self.model, trace)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         began_s = time.perf_counter()
         try:
-            ran, peak = self._run(course, self.optimizer, plan)
-        except BaseException:
+            ran, peak = self._run(course, self.optimizer, plan, work)
+        except BaseException as error:
             self.optimizer.zero_grad(set_to_none=True)
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+            if isinstance(error, DeviceOutOfMemory):
+                error.least_bytes, error.remedy = plan.peak_device_bytes, _needs(plan)
+            note_failure(trace, error)
             raise
         self.steps += 1
         return LabResult(
             loss=float(sum(ran.losses)),
             seconds=time.perf_counter() - began_s,
-            trace=course.trace,
+            trace=trace,
             peak_device_bytes=peak,
             peak_host_bytes=course.host.peak,
             layer_forwards=ran.layer_forwards,
@@ -190,7 +211,7 @@ class Lab:
         model, optimizer = self._twins()
         course = self._course(model)
         with unlimited(self.device):
-            ran, peak = self._run(course, optimizer, plan)
+            ran, peak = self._run(course, optimizer, plan, self._work)
         trace = self.prices.trace(plan.operations)
         return Row(policy.name, peak, course.host.peak, ran.layer_forwards, plan.seconds, trace=trace, plan=plan)
 
@@ -213,12 +234,27 @@ class Lab:
 
     @property
     def _work(self) -> Work:
-        seeds = [self.config.micro_batch_seed(self.steps, k) for k in range(len(self._micro_batches))]
-        structures = [self._known[form_of(each)].structure for each in self._micro_batches]
-        return Work(self._micro_batches, self._divisors, seeds, structures)
+        return self._work_of(self._micro_batches, self._divisors)
 
-    def _run(self, course: Course, optimizer: Optimizer, plan: Plan) -> tuple[Ran, int]:
-        return self._stepped(course, optimizer, lambda meter: course.run(plan.operations, self._work, meter))
+    def _work_on(self, batch: Batch) -> Work:
+        self._call.check(batch)
+        rows = RowsOf(batch)
+        micro_batches = rows.split(self.config.micro_batches)
+        ours, theirs = ([form_of(each) for each in those] for those in (self._micro_batches, micro_batches))
+        if ours != theirs:
+            raise ValueError(
+                f"the micro-batches of this batch have shapes {theirs}, and plans are made for {ours}, whose bytes were "
+                "measured: give batches of one shape (a DataLoader with drop_last=True), or make another Lab with this one"
+            )
+        return self._work_of(micro_batches, self._mean.divisors(rows, micro_batches))
+
+    def _work_of(self, micro_batches: Sequence[Any], divisors: Sequence[float]) -> Work:
+        seeds = [self.config.micro_batch_seed(self.steps, k) for k in range(len(micro_batches))]
+        structures = [self._known[form_of(each)].structure for each in micro_batches]
+        return Work(micro_batches, divisors, seeds, structures)
+
+    def _run(self, course: Course, optimizer: Optimizer, plan: Plan, work: Work) -> tuple[Ran, int]:
+        return self._stepped(course, optimizer, lambda meter: course.run(plan.operations, work, meter))
 
     def _stepped(self, course: Course, optimizer: Optimizer, run: Callable[[Meter], T]) -> tuple[T, int]:
         """Let `run` leave gradients, and update; returns what it gives, and the highest bytes on the device."""
@@ -230,13 +266,12 @@ class Lab:
                 ran = run(meter)
             finally:
                 ledger.release("optimizer", "", more)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            course.update(optimizer, meter, more + max(0, self.prices.update_bytes - meter.now))
         return ran, ledger.peak
 
-    def _course(self, model: nn.Module) -> Course:
+    def _course(self, model: nn.Module, trace: Trace | None = None) -> Course:
         layers = {model.get_submodule(name): name for name in self._layers}
-        return Course(model, layers, self._call.objective, self.device, self._shared)
+        return Course(model, layers, self._call.objective, self.device, self._shared, trace)
 
     def _twins(self) -> tuple[nn.Module, Optimizer]:
         for param in self.model.parameters():
@@ -271,3 +306,8 @@ def _checked(device: Device) -> Device:
     if not device.in_host_memory:
         raise ValueError(f"device is {device.name}: plans are metered in host memory, use an EmulatedDevice")
     return device
+
+
+def _needs(plan: Plan) -> str:
+    nbytes = plan.peak_device_bytes
+    return f"{plan.name} needs {format_bytes(nbytes)} ({nbytes} bytes), which is the smallest budget that would do."

@@ -18,7 +18,8 @@ OFF, PRE = "Off", "Pre"  # the record to the host, and back
 OFFX, PREX = "OffX", "PreX"  # a kept input to the host, and back
 
 RUNS = frozenset((F0, FCK, FALL))
-KINDS = frozenset((*RUNS, B, OFF, PRE, OFFX, PREX))
+COMPUTES = frozenset((*RUNS, B))  # the others move
+KINDS = frozenset((*COMPUTES, OFF, PRE, OFFX, PREX))
 
 
 class Operation(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any
 from l2l_core.trace.events import DISK, NETWORK, Event, Recorded
 from l2l_core.trace.phases import IDLE, OTHERS, Phase, cuts_of
 from l2l_core.trace.roofline import OVERLAPPING, Seconds, Work
-from l2l_core.trace.words import format_bytes
+from l2l_core.trace.words import format_bytes, time_words
 
-_SMALL = 0.05  # a share of a phase that is not worth a sentence
+SMALL = 0.05  # a share of a phase that is not worth a sentence
 _ONCE = (
     "load",
     "push",
@@ -61,13 +61,13 @@ class Bound:
 
     def __str__(self) -> str:
         if self.lane == "compute":
-            found = f"bound by compute, which works {_time(self.busy_s['compute'])} of {_time(self.span_s)}"
+            found = f"bound by compute, which works {time_words(self.busy_s['compute'])} of {time_words(self.span_s)}"
         elif self.lane == OTHERS:
-            found = f"compute waits {_time(self.exposed_s)} of {_time(self.span_s)} for other workers"
+            found = f"compute waits {time_words(self.exposed_s)} of {time_words(self.span_s)} for other workers"
         elif self.lane == IDLE:
-            found = f"compute waits {_time(self.exposed_s)} of {_time(self.span_s)} while no lane works"
+            found = f"compute waits {time_words(self.exposed_s)} of {time_words(self.span_s)} while no lane works"
         else:
-            found = f"{self.lane} exposes {_time(self.exposed_s)} of {_time(self.span_s)}"
+            found = f"{self.lane} exposes {time_words(self.exposed_s)} of {time_words(self.span_s)}"
         return f"{self.phase}: {found}; {self.advice}"
 
 
@@ -102,6 +102,12 @@ def micro_batches_to_hide(compute_s: float, fixed_s: float, growing_s: float, mi
     return max(1, math.ceil(needed - 1e-9 * max(1.0, needed)))  # a whole number may come out a little above itself
 
 
+def binding_lane(phase: Phase) -> str:
+    """Find what binds a phase, as `Bound.lane` has it."""
+    lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
+    return lane if phase.exposed_s[lane] > SMALL * phase.span_s else "compute"
+
+
 # ---- advice ----------------------------------------------------------------------------------------------------
 
 Advice = tuple[str, dict[str, Any]]
@@ -117,7 +123,7 @@ class _Adviser:
         self.micro_batches: int = settings.get("micro_batches") or 1 + max((0, *ks))
 
     def bound(self, phase: Phase) -> Bound:
-        lane = self._binding(phase)
+        lane = binding_lane(phase)
         advice, settings = self._advise(phase, lane)
         return Bound(
             phase=phase.name,
@@ -130,10 +136,6 @@ class _Adviser:
             advice=advice + self._half(lane),
             settings=settings,
         )
-
-    def _binding(self, phase: Phase) -> str:
-        lane = max(phase.exposed_s, key=lambda lane: (phase.exposed_s[lane], phase.busy_s.get(lane, 0.0)))
-        return lane if phase.exposed_s[lane] > _SMALL * phase.span_s else "compute"
 
     def _half(self, lane: str) -> str:
         """Say what would send half the bytes over the network, where that is not set yet."""
@@ -152,9 +154,9 @@ class _Adviser:
         if lane == IDLE:
             return "work that no lane records, such as waking a thread", {}
         if lane == "compute":
-            if phase.idle_s <= _SMALL / 5 * phase.span_s:
+            if phase.idle_s <= SMALL / 5 * phase.span_s:
                 return "nothing to gain from the link", {}
-            return f"at most {_time(phase.idle_s)} to gain from anything else", {}
+            return f"at most {time_words(phase.idle_s)} to gain from anything else", {}
         if phase.name == "fill":
             return "no layer can compute before the first is loaded; a larger batch makes this count for less", {}
         return self._advise_tail(phase, lane) if phase.name == "tail" else self._advise_overlap(phase, lane)
@@ -166,18 +168,18 @@ class _Adviser:
             hidden_s = min(late_s, max(0.0, backward.span_s - backward.busy_s["eps"]))
             if self.settings.get("max_grad_norm") is not None:
                 return (
-                    f"clipping needs every gradient first; without it, update='eager' would hide {_time(hidden_s)}",
+                    f"clipping needs every gradient first; without it, update='eager' would hide {time_words(hidden_s)}",
                     {},
                 )
-            return f"update='eager' would hide {_time(hidden_s)} of it under backward", {"update": "eager"}
+            return f"update='eager' would hide {time_words(hidden_s)} of it under backward", {"update": "eager"}
         if late_s > 0.5 * phase.exposed_s[lane]:
-            return f"{_time(late_s)} of it is left over from backward, and what helps there helps here", {}
+            return f"{time_words(late_s)} of it is left over from backward, and what helps there helps here", {}
         return "the first layer's gradient comes last, so nothing hides it; a larger batch makes it count for less", {}
 
     def _advise_overlap(self, phase: Phase, lane: str) -> Advice:
         saved_s = phase.span_s - phase.exposed_s[IDLE] - phase.floor_s
-        if self.settings.get("ahead") == 0 and saved_s > _SMALL * phase.span_s:
-            return f"ahead=1 would save up to {_time(saved_s)}", {"ahead": 1}
+        if self.settings.get("ahead") == 0 and saved_s > SMALL * phase.span_s:
+            return f"ahead=1 would save up to {time_words(saved_s)}", {"ahead": 1}
         load = self._load(phase, lane)
         if load.fixed_s + load.growing_s <= load.compute_s * (1 + 1e-9):
             return self._advise_bursts(phase, lane, load)
@@ -207,8 +209,10 @@ class _Adviser:
 
     def _advise_bursts(self, phase: Phase, lane: str, load: _Load) -> Advice:
         """Advise where the lane's work would fit under compute as a whole, but was exposed."""
-        fits = f"its {_time(load.fixed_s + load.growing_s)} would fit under {_time(load.compute_s)} of compute"
-        ahead, exposed = self.settings.get("ahead"), _time(phase.exposed_s[lane])
+        fits = (
+            f"its {time_words(load.fixed_s + load.growing_s)} would fit under {time_words(load.compute_s)} of compute"
+        )
+        ahead, exposed = self.settings.get("ahead"), time_words(phase.exposed_s[lane])
         if self.settings.get("stash") == "host" and load.growing_s:  # it also waits behind other copies
             return f"{fits}, but compute waits for the stash: stash='device' would save up to {exposed}", {
                 "stash": "device"
@@ -219,7 +223,7 @@ class _Adviser:
 
     def _advise_growing(self, lane: str, load: _Load) -> Advice:
         """Advise where more micro-batches bring as much work for the lane as compute to hide it."""
-        why = f"{_time(load.growing_s)} of its work grows with the micro-batches, as fast as compute or faster"
+        why = f"{time_words(load.growing_s)} of its work grows with the micro-batches, as fast as compute or faster"
         if self.settings.get("stash") != "host" or lane == "eps":
             return f"{why}: only {self._faster(lane, load)} would hide it", {}
         settings: dict[str, Any] = {"stash": "device"}
@@ -238,7 +242,7 @@ class _Adviser:
         latency_s = self.settings.get("latency_s") or 0.0 if link == "link" else 0.0
         copying_s = load.compute_s - load.copies * latency_s
         if copying_s <= 0 or not load.nbytes:
-            return f"a {link} of less latency than {_time(latency_s)}" if latency_s else f"a faster {link}"
+            return f"a {link} of less latency than {time_words(latency_s)}" if latency_s else f"a faster {link}"
         now = self.settings.get(f"{lane}_bytes_per_s") or load.nbytes / (load.fixed_s + load.growing_s)
         return f"a {link} of {format_bytes(load.nbytes / copying_s)}/s instead of {format_bytes(now)}/s"
 
@@ -249,7 +253,7 @@ class _Adviser:
 def _advise_others(waited_s: Mapping[int, float]) -> str:
     last = max(waited_s, key=lambda rank: waited_s[rank])
     return (
-        f"worker {last} comes last and is waited for {_time(waited_s[last])}: give every worker as many rows and as fast a "
+        f"worker {last} comes last and is waited for {time_words(waited_s[last])}: give every worker as many rows and as fast a "
         "machine, or see in its trace what it does meanwhile"
     )
 
@@ -274,11 +278,3 @@ def _sum_s(events: Iterable[Event]) -> float:
 
 def _count(micro_batches: int) -> str:
     return f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
-
-
-def _time(seconds: float) -> str:
-    """Write `seconds` for people: three digits."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= 0.9995 * scale:
-            return f"{seconds / scale:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
-    return f"{seconds * 1e6:.3g} µs"

@@ -25,7 +25,7 @@ def cuts_of(lanes: Mapping[str, Sequence[Event]]) -> Iterator[tuple[str, float, 
     times = [min(e.start_s for e in events)]
     times += [groups[i][0].start_s for i in (1, turn) if i < len(groups)]
     if turn < len(groups):  # otherwise nothing says that compute is over: a forward pass, or a step under way
-        times.append(max(e.stop_s for e in lanes["compute"]))
+        times.append(max(e.stop_s for e in lanes["compute"] if e.kind != "update"))  # a plan updates on the device
     times.append(max(e.stop_s for e in events))
     for name, start_s, stop_s in zip(PHASES, times, times[1:], strict=False):
         if start_s < stop_s:

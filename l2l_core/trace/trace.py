@@ -23,6 +23,7 @@ from l2l_core.trace.events import ALL_LANES, DISK, PLACES, Event, Failed, Memory
 from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
+from l2l_core.trace.plan_bounds import plan_bounds
 from l2l_core.trace.version_1 import with_all_said
 from l2l_core.trace.waits import Wait, waits_of
 from l2l_core.trace.words import format_bytes
@@ -35,9 +36,9 @@ class Trace:
 
     `names` maps layer keys to dotted names for exports. `clock` gives seconds since the step began; a simulation
     passes its virtual clock, the default counts real time from construction. `settings` says how the step ran, as plain
-    values: the fields of `RelayConfig` and what the device states about itself (`Device.figures`). `failed` says how the
-    step ended if it was not finished: what is here is then a part of a step, of which nothing is concluded. `worker` says
-    whose trace it is, where several train together.
+    values: the fields of `RelayConfig`, or the name of a plan, and what the device states about itself (`Device.figures`).
+    `failed` says how the step ended if it was not finished: what is here is then a part of a step, of which nothing is
+    concluded. `worker` says whose trace it is, where several train together.
     """
 
     def __init__(
@@ -169,10 +170,13 @@ class Trace:
     def bound_by(self) -> tuple[Bound, ...]:
         """Say what each phase of the step waits for, by how much, and the setting that would help; see `bounds.py`.
 
-        Empty without events, and for a step that failed. Print one for a sentence: "forward: h2d exposes 420 ms of 1.9 s;
+        Of a step by a plan, it is said of the step as a whole (`plan_bounds.py`). Empty without events, and for a step that
+        failed. Print one for a sentence: "forward: h2d exposes 420 ms of 1.9 s;
         6 micro-batches ...".
         """
-        return () if self.failed is not None else bounds(self)
+        if self.failed is not None:
+            return ()
+        return plan_bounds(self) if "plan" in self.settings else bounds(self)
 
     def waits(self) -> tuple[Wait, ...]:
         """Say for which other workers this one has waited, where and how long; see `waits.py`. Empty for one that is alone."""

@@ -18,7 +18,7 @@ from workbench.panels.panel import Panel
 from workbench.panels.present import Present
 from workbench.panels.style import STYLE
 from workbench.panels.touch import Touch
-from workbench.panels.tour import Tour
+from workbench.panels.tour import STOPS, Stop, Tour
 from workbench.panels.views import Views, check_view
 from workbench.pictures import bundle_of, glossary_table, print_view, text_view
 from workbench.session import Snapshot, Source
@@ -49,6 +49,7 @@ class Board:
         views: kinds of panels by the name of their view.
         view: the view that is seen first, or several to be stacked; see `Views`.
         above: widgets over all.
+        stops: of the tour.
 
     Raises:
         ValueError: there is no such view.
@@ -61,6 +62,7 @@ class Board:
         views: Mapping[str, Sequence[Kind]],
         view: str | Sequence[str] | None = None,
         above: Sequence[ipywidgets.DOMWidget] = (),
+        stops: Sequence[Stop] = STOPS,
     ) -> None:
         self._source = source
         # first: a widget that was made stays in the registry of ipywidgets until somebody closes it
@@ -73,7 +75,7 @@ class Board:
         self.views = Views(made, first, lambda: self._show(self._source.snapshot()))
         self.panels = (*self._top, *self.views.all)
         head = ipywidgets.VBox([*above, *(panel.widget for panel in self._top)])
-        tour, words = Tour(self.views, head), Fold("The words of a relay")
+        tour, words = Tour(self.views, head, stops), Fold("The words of a relay")
         words.show(glossary_table)
         words.widget.add_class("l2l-glossary")
         bar = ipywidgets.HBox([self.views.buttons, tour.button, Present()])

@@ -60,12 +60,13 @@ class Tour:
     Args:
         views: are turned to.
         top: what the first stop points at.
+        stops: of the tour; those of views that are not there are left out.
     """
 
-    def __init__(self, views: Views, top: ipywidgets.DOMWidget) -> None:
+    def __init__(self, views: Views, top: ipywidgets.DOMWidget, stops: Sequence[Stop] = STOPS) -> None:
         self._views, self._top = views, top
         # stacked, only those views are there that were asked for
-        self._stops = [stop for stop in STOPS if not stop.view or stop.view in views.names]
+        self._stops = [stop for stop in stops if not stop.view or stop.view in views.names]
         self._at: int | None = None
         self.button = _button(
             "Tour", "map-signs", f"{len(self._stops)} stops that explain the views; end it at any time"

@@ -11,20 +11,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from l2l_core import Edit
 from workbench.ranks.messages import Answer
 from workbench.ranks.ranks import END_S, Ranks
-from workbench.session import Command, Failure, Run, Snapshot, Worker, checked_steps
+from workbench.session import Command, Failure, Snapshot, Steering
 
-_TRAIN = "train"
 _CLOSED = "These workers were ended: run the cell again to start others."
 
 
-class Conductor:
+class Conductor(Steering):
     """What can be done with ranks together, and how they stand; `ranks` has each of them by itself.
 
     Invariant: a rank is asked by the conductor's thread alone, and all are asked the same.
@@ -34,10 +32,8 @@ class Conductor:
     """
 
     def __init__(self, ranks: Ranks) -> None:
+        super().__init__(lambda command, error: None)  # whoever asked gets the error, by the future
         self.ranks = ranks
-        self._worker = Worker(self._due, lambda command, error: None)  # whoever asked gets the error, by the future
-        self._changed, self._ended = self._worker.changed, ""
-        self._run = Run(self._changed)
         ranks.listen = self._worker.touch
         self._worker.start(lambda: None, self._last)
 
@@ -48,14 +44,13 @@ class Conductor:
         first = self.ranks[0].snapshot()
         with self._changed:
             run, queue = self._run, list(self._worker.queue)
-            waiting = tuple(command.said for command in queue)
             return replace(
                 first,
                 number=self._worker.number,
                 state="closed" if self._ended else run.state,
-                pausing=run.state == "running" and (run.pauses or bool({"pause", "stop"} & {*waiting})),
+                pausing=self._is_pausing,
                 device=f"{len(self.ranks)} workers, {first.device}",
-                queued=waiting,
+                queued=tuple(command.said for command in queue),
                 tickets=tuple(command.ticket for command in queue),
                 done=run.done,
                 target=run.target,
@@ -64,50 +59,7 @@ class Conductor:
                 probe=None,
             )
 
-    def wait_for_change(self, number: int, timeout_s: float) -> None:
-        """Wait until a snapshot would have another number than this one, at most `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._worker.number != number, timeout_s)
-
-    def wait(self, timeout_s: float | None = None) -> Snapshot:
-        """Wait until nothing runs and nothing is queued; an interrupt pauses the run.
-
-        Raises:
-            TimeoutError: it takes longer.
-        """
-        try:
-            with self._changed:
-                if not self._changed.wait_for(self._rests, timeout_s):
-                    raise TimeoutError(f"the workers are still {self._run.state}: wait longer, or pause()")
-        except KeyboardInterrupt:
-            with suppress(RuntimeError):  # closed meanwhile
-                self.pause()
-            raise
-        return self.snapshot()
-
-    def _rests(self) -> bool:
-        return self._run.state != "running" and not self._worker.is_busy
-
     # -- commands ------------------------------------------------------------------------------------------------------
-
-    def run(self, steps: int | None = None) -> None:
-        """Train for so many steps, as `Session.run`."""
-        steps = checked_steps(steps)
-        with self._changed:
-            goes_on = steps is None and self._run.state == "running"
-            self._worker.submit(Command("run", lambda: self._run.begin(steps, goes_on=goes_on)))
-
-    def step(self) -> None:
-        """Train one step; a run under way pauses after it."""
-        self._worker.submit(Command("step", self._run.begin_one))
-
-    def pause(self) -> None:
-        """Pause when the step under way is over."""
-        self._worker.submit(Command("pause", self._run.halt))
-
-    def stop(self) -> None:
-        """End the run when the step under way is over."""
-        self._worker.submit(Command("stop", self._run.end))
 
     def skip(self) -> None:
         """Leave out the batch that a step has failed on, on every rank."""
@@ -148,10 +100,6 @@ class Conductor:
         words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return self._submit(words, "reconfigure", **settings)
 
-    def cancel(self, ticket: int) -> bool:
-        """Take a command out of the queue; False if its turn has come already."""
-        return self._worker.cancel(ticket)
-
     def close(self, wait: bool = True) -> None:
         """Let the step under way finish, for so long as ranks may take to end, and end every process. Closing twice is fine.
 
@@ -178,9 +126,6 @@ class Conductor:
 
     def _submit(self, words: str, verb: str, *args: Any, **options: Any) -> Future[None]:
         return self._worker.submit(Command(words, lambda: self._all(verb, *args, **options)))
-
-    def _due(self) -> Command | None:
-        return Command(_TRAIN, self._step) if self._run.is_due(bool(self._worker.queue)) else None
 
     def _step(self) -> None:
         before = self.ranks[0].snapshot().step

@@ -100,7 +100,7 @@ def phases_of(columns: Columns) -> list[tuple[str, float, float]]:
     times += [float(start_s[visits[0]])] if len(visits) else []
     if len(turns):
         times.append(float(start_s[visits[np.searchsorted(visits, turns[0], side="right") - 1]]))
-        times.append(float(columns.stop_s[compute].max()))
+        times.append(float(columns.stop_s[compute[~is_kind(columns, compute, ("update",))]].max()))
     times.append(columns.end_s)
     return [cut for cut in zip(PHASES, times, times[1:], strict=False) if cut[1] < cut[2]]
 

@@ -4,6 +4,7 @@ May import `readings`.
 Begin reading at `session.py`, `snapshot.py`.
 """
 
+from workbench.session.batches import Batches as Batches
 from workbench.session.batches import BatchSource as BatchSource
 from workbench.session.branch_history import Pasts as Pasts
 from workbench.session.edit_form import END as END
@@ -43,15 +44,20 @@ from workbench.session.source import Source as Source
 from workbench.session.source import Steered as Steered
 from workbench.session.statistics import FIGURES as FIGURES
 from workbench.session.statistics import Statistics as Statistics
+from workbench.session.statistics import StatisticsLog as StatisticsLog
 from workbench.session.statistics import Track as Track
+from workbench.session.steering import TRAIN as TRAIN
+from workbench.session.steering import Steering as Steering
 from workbench.session.trial import TRIED as TRIED
 from workbench.session.trial import How as How
 from workbench.session.trial import Moment as Moment
 from workbench.session.trial import Trial as Trial
 from workbench.session.values import Change as Change
+from workbench.session.values import During as During
 from workbench.session.values import Failure as Failure
 from workbench.session.values import LayerRow as LayerRow
 from workbench.session.values import ProbeRow as ProbeRow
+from workbench.session.values import Progress as Progress
 from workbench.session.values import Remedy as Remedy
 from workbench.session.values import StepRow as StepRow
 from workbench.session.worker import Command as Command

@@ -17,10 +17,10 @@ from workbench.session.rows import explain
 from workbench.session.run import Run
 from workbench.session.settings import Plan, config_of
 from workbench.session.snapshot import Snapshot
+from workbench.session.steering import TRAIN
 from workbench.session.values import Change, During, Failure, Progress
 from workbench.session.worker import Command, Worker
 
-TRAIN = "train"  # what the command is called that makes a step of the run
 CLOSED = "This workbench was closed: run its cell again, or make a new one on the relay."
 TAKEN_OVER = "This workbench was taken over by another one on the same relay: use that one, or run this cell again."
 

@@ -1,0 +1,97 @@
+"""A lab in a notebook: steps by plans, chosen one by one, seen like those of a relay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import wraps
+
+from l2l_core.strategies import Lab, Plan, Way
+from workbench.panels.board import Board, Kind, steered
+from workbench.panels.loss import LossPanel
+from workbench.panels.memory import MemoryPanel
+from workbench.panels.plan_header import PlanHeaderPanel
+from workbench.panels.timeline import TimelinePanel
+from workbench.panels.tour import Stop
+from workbench.panels.verdict import VerdictPanel, WhyPanel
+from workbench.panels.views import check_view
+from workbench.plans import WAYS, LabSession
+from workbench.session import BatchSource, Snapshot
+
+VIEWS: Mapping[str, Sequence[Kind]] = {
+    "time": (TimelinePanel, WhyPanel),
+    "memory": (MemoryPanel,),
+    "loss": (LossPanel,),
+}
+STOPS: Sequence[Stop] = (
+    Stop(
+        "",
+        "Train",
+        "Run trains for the number of steps beside it; Step trains one. The plan that is pressed is followed from the next step "
+        "on, also while it runs.",
+    ),
+    Stop(
+        "time",
+        "See what runs and moves",
+        "A plan that recomputes runs layers forward again among the backwards; one that offloads copies, and hatched copies "
+        "are not hidden.",
+    ),
+    Stop(
+        "memory",
+        "See what fits",
+        "Device memory over the step by what fills it, with the budget and what plain training would need.",
+    ),
+)
+
+
+class LabBench(Board):
+    """See the model of a lab train by plans, and choose the plan of the next step.
+
+    ``LabBench(lab, batches)`` at the end of a cell shows the buttons, the plans, a line on how the last step went, and one of
+    these views: "time" (lanes and overlap, and why), "memory", "loss". A step that the device has no room for changes nothing
+    and is shown up to where it failed. Another bench on the same model takes it over.
+
+    Args:
+        lab, batches, ways, plan: as of `LabSession`.
+        view: the view that is seen first; several names are stacked, without buttons to turn.
+
+    Attributes:
+        session: steers; a `LabSession`.
+
+    Raises:
+        TypeError, ValueError: as of `LabSession`; or there is no such view.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        batches: BatchSource,
+        *,
+        ways: Sequence[Way | Plan] = WAYS,
+        plan: str | None = None,
+        view: str | Sequence[str] = "memory",
+    ) -> None:
+        check_view(view, VIEWS)  # first: making a session starts a thread
+        self.session = LabSession(lab, batches, ways, plan)
+        super().__init__(self.session, (PlanHeaderPanel, VerdictPanel), VIEWS, view, stops=STOPS)
+
+    run = steered(LabSession.run)
+    step = steered(LabSession.step)
+    pause = steered(LabSession.pause)
+    stop = steered(LabSession.stop)
+    skip = steered(LabSession.skip)
+    follow = steered(LabSession.follow)
+
+    @wraps(LabSession.wait)
+    def wait(self, timeout_s: float | None = None) -> Snapshot:
+        now = self.session.wait(timeout_s)
+        self._display.catch_up()  # the pump may be behind, and the notebook saved as soon as this cell ends
+        return now
+
+    def close(self, wait: bool = True) -> None:
+        """End the session when its step is over, and leave a still picture in the notebook. The lab can be used again.
+
+        Args:
+            wait: for the step under way.
+        """
+        self.session.close(wait)  # before the still is drawn: it shows how the session has ended
+        super().close()

@@ -1,0 +1,297 @@
+"""Trains the model of a lab in a thread of its own, each step by the plan that is chosen then, and shows it as a session does.
+
+commands ──► queue ──► thread: one command, or else one step ──► lab.step(plan, batch) ──► snapshot
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import chain, count
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+
+from l2l_core import DeviceOutOfMemory, TornStep
+from l2l_core.batches import Batch, RowsOf
+from l2l_core.edits import FIRST
+from l2l_core.strategies import Lab, LabResult, Plain, Plan, Way
+from l2l_core.trace import Trace
+from workbench.plans.choices import WAYS, Choice, choices_of, fastest
+from workbench.readings import Columns, timeline_summary
+from workbench.session import (
+    TRAIN,
+    Batches,
+    BatchSource,
+    Change,
+    Command,
+    During,
+    Failure,
+    LayerRow,
+    Progress,
+    ShownStep,
+    Snapshot,
+    StatisticsLog,
+    Steering,
+    StepRow,
+)
+
+CLOSED = "This bench was closed: run its cell again, or make a new one on the lab."
+TAKEN_OVER = "This bench was taken over by another one on the same model: use that one, or run this cell again."
+_KEPT = "Weights and optimizer are as they were before this step: Run tries the same batch again, Skip leaves it out."
+
+
+class LabSession(Steering):
+    """What can be done with a lab, and how it stands.
+
+    Invariant: the lab trains on the thread alone, and a model has one such session: a second one takes it over. A batch is
+    used once, however often a step on it fails.
+
+    Args:
+        lab: whose model is trained.
+        batches: all of the shapes of the lab's batch; as of `Session`.
+        ways: policies and plans to choose from.
+        plan: name of the first one to follow; default the fastest that fits, by simulated seconds.
+
+    Attributes:
+        choices: the ways, with those that have no plan, in order.
+        chosen: for the next step.
+
+    Raises:
+        TypeError: not a lab, batches of no known kind, or ways that are none.
+        ValueError: there is no way, or none of this name, or it has no plan.
+    """
+
+    def __init__(
+        self, lab: Lab, batches: BatchSource, ways: Sequence[Way | Plan] = WAYS, plan: str | None = None
+    ) -> None:
+        if not isinstance(lab, Lab):
+            raise TypeError(f"lab is a {type(lab).__name__}: give l2l_core.strategies.Lab(model, batch, ...)")
+        super().__init__(self._show_error)
+        self.lab, self._batches = lab, Batches(batches)
+        self.choices = choices_of(lab, ways)
+        first = fastest(self.choices, self._budget) if plan is None else self._named(plan)
+        if first is None:
+            raise ValueError(f"ways={list(ways)!r}: none has a plan; give policies, as [Plain(), Rotor()]")
+        self.chosen = first
+        self._in_core_bytes = lab.plan(Plain()).peak_device_bytes
+        self._steps: list[StepRow] = []
+        self._changes: list[Change] = []
+        self._shown: ShownStep | None = None
+        self._layers = self._read_layers()
+        self._under_way: Callable[[], Trace | None] = lambda: None
+        self._failed: Trace | None = None  # of the step that has just failed
+        self._during: During = "step"
+        earlier = _sessions[lab.model]() if lab.model in _sessions else None
+        if earlier is not None:
+            earlier._end(TAKEN_OVER)
+        _sessions[lab.model] = ref(self)
+        self._worker.start(lambda: earlier._worker.join() if earlier is not None else None, self._last)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Take a snapshot of it as it is now, in the middle of a step too."""
+        with self._changed:
+            run, lab, queue, work = self._run, self.lab, [*self._worker.queue], self._worker.at_work
+            trace, params = self._under_way(), [*lab.model.parameters()]
+            in_layers = {id(param) for name in lab.layers for param in lab.model.get_submodule(name).parameters()}
+            shell = [param for param in params if id(param) not in in_layers]
+            return Snapshot(
+                number=self._worker.number,
+                state="closed" if self._ended else run.state,
+                pausing=self._is_pausing,
+                model=type(lab.model).__name__,
+                num_params=sum(param.numel() for param in params),
+                device=lab.device.name,
+                figures=lab.device.figures(),
+                config=lab.config,
+                queued=tuple(command.said for command in queue),
+                step=lab.steps,
+                done=run.done,
+                target=run.target,
+                steps=tuple(self._steps),
+                changes=tuple(self._changes),
+                layers=self._layers,
+                statistics=StatisticsLog().view(),
+                shell_params=sum(param.numel() for param in shell),
+                shell_trained=sum(param.numel() for param in shell if param.requires_grad),
+                busy="" if work is None else f"step {lab.steps + 1}" if work.what == TRAIN else work.said,
+                ended=self._ended,
+                shown=self._shown,
+                progress=Progress(trace, *trace.counts, trace.now()) if trace is not None else None,
+                failure=run.failure,
+                tickets=tuple(command.ticket for command in queue),
+            )
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def follow(self, way: str | Plan) -> Future[None]:
+        """Follow another plan from the next step on; the one under way ends as it began.
+
+        Args:
+            way: the name of a choice, or a plan, as ``lab.plan([...])`` makes one by hand; that is another choice from now on.
+
+        Raises:
+            TypeError: neither.
+            ValueError: there is no such choice, or it has no plan.
+        """
+        if not isinstance(way, str | Plan):
+            raise TypeError(
+                f"{way!r} is a {type(way).__name__}: give the name of a choice, or a plan, as lab.plan(Rotor())"
+            )
+        with self._changed:
+            if isinstance(way, Plan) and all(choice.plan != way for choice in self.choices):
+                self.choices.append(Choice(self._free_name(way.name), way))
+            choice = self._named(way) if isinstance(way, str) else next(c for c in self.choices if c.plan == way)
+        return self._worker.submit(Command(f"follow {choice.name}", lambda: self._follow(choice)))
+
+    def skip(self) -> None:
+        """Leave out the batch that a step has failed on: the next step takes another one."""
+        self._worker.submit(Command("skip the batch", self._skip))
+
+    def close(self, wait: bool = True) -> None:
+        """End when the step under way is over. Closing twice is fine.
+
+        Args:
+            wait: for that step.
+        """
+        self._end(CLOSED)
+        if wait:
+            self._worker.join()
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            self._ended = self._ended or why
+        self._worker.close(wait=False)
+
+    # -- on the thread -------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        with self._changed:
+            self._run.owes_step = False  # whatever comes of it: commands waited for this one alone
+        self._during = "batch"
+        try:
+            batch = self._batches.take()
+        except StopIteration:
+            self._run.end()
+            return
+        self._during = "step"
+        self._batches.tried()
+        assert self.chosen.plan is not None, self.chosen
+        try:
+            with self._watched():
+                result = self.lab.step(self.chosen.plan, batch)
+        except TornStep:
+            self._batches.used()  # a part of the weights has learned from it
+            raise
+        self._batches.used()
+        self._note(result, batch)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Show the lab's trace as progress in the block, as soon as it is that of a new step."""
+        old = self.lab.trace  # is still there until the step has made one of its own
+        self._under_way, self._failed = lambda: trace if (trace := self.lab.trace) is not old else None, None
+        try:
+            yield
+        except BaseException:
+            self._failed = self._under_way()
+            raise
+        finally:
+            self._under_way = lambda: None
+
+    def _note(self, result: LabResult, batch: Batch) -> None:
+        row = StepRow(
+            step=self.lab.steps,
+            loss=result.loss,
+            seconds=result.seconds,
+            samples=RowsOf(batch).count,
+            peak_device_bytes=result.peak_device_bytes,
+            bytes_loaded=0,  # weights and gradients stay on the device
+            bytes_pushed=0,
+            overlap=timeline_summary(Columns.of(result.trace)).overlap,
+        )
+        with self._changed:
+            self._steps.append(row)
+            self._layers = self._read_layers()
+            self._shown = ShownStep(FIRST, row.step, result.trace, self._layers, (), self._in_core_bytes)
+            self._run.count()
+
+    def _follow(self, choice: Choice) -> None:
+        with self._changed:
+            if choice is not self.chosen:
+                self._changes.append(Change(self.lab.steps, f"plan {self.chosen.name} → {choice.name}"))
+                self.chosen = choice
+
+    def _skip(self) -> None:
+        self._batches.give_up()
+
+    def _last(self) -> None:
+        with self._changed:
+            self._run.state = "closed"
+            self._worker.touch()
+
+    # -- what goes wrong -----------------------------------------------------------------------------------------------
+
+    def _show_error(self, command: Command, error: BaseException) -> None:
+        during, failed, self._failed = self._during, self._failed, None
+        self._run.fail(
+            Failure(
+                step=self.lab.steps + 1,
+                during=during,
+                error=type(error).__name__,
+                message=str(error) or "no message",
+                traceback="".join(traceback.format_exception(error)),
+                after=self._what_holds(error, during),
+                trace=failed,
+            )
+        )
+
+    def _what_holds(self, error: BaseException, during: During) -> str:
+        if during == "batch":
+            return "The source of batches failed before anything was computed: Run asks it again."
+        if isinstance(error, TornStep):
+            return "Some weights are new and the batch counts as used: Run goes on with the next one."
+        if not isinstance(error, DeviceOutOfMemory):
+            return _KEPT
+        names = ", ".join(choice.name for choice in self.choices if choice.fits(self._budget))
+        return f"{_KEPT} Plans that fit: {names}." if names else f"{_KEPT} None of these plans fits this device."
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _budget(self) -> int | None:
+        return self.lab.device.memory_bytes
+
+    def _named(self, name: str) -> Choice:
+        choice = next((choice for choice in self.choices if choice.name == name), None)
+        if choice is None:
+            there = ", ".join(repr(choice.name) for choice in self.choices)
+            raise ValueError(f"there is no plan {name!r} to choose; there are {there}")
+        if choice.plan is None:
+            raise ValueError(f"no step can follow {name!r}: {choice.why}")
+        return choice
+
+    def _free_name(self, name: str) -> str:
+        """Give the name itself, or one with a number if another choice has it."""
+        taken = {choice.name for choice in self.choices}
+        return next(each for each in chain([name], (f"{name} {i}" for i in count(2))) if each not in taken)
+
+    def _read_layers(self) -> tuple[LayerRow, ...]:
+        model, rows = self.lab.model, []
+        for name in self.lab.layers:
+            params = [*model.get_submodule(name).parameters()]
+            number, trained = (
+                sum(p.numel() for p in each) for each in (params, [p for p in params if p.requires_grad])
+            )
+            nbytes = sum(param.nbytes for param in params)
+            rows.append(
+                LayerRow(name, name, number, nbytes, self.lab.steps, not trained, None, None, num_trained=trained)
+            )
+        return tuple(rows)
+
+
+_sessions: WeakKeyDictionary[nn.Module, ref[LabSession]] = WeakKeyDictionary()
