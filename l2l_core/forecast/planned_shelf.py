@@ -162,7 +162,7 @@ class ShelfCosts:
 
         def block(key: str, shapes: Sequence[Shape], trained: Sequence[Shape]) -> _Block:
             numel, room = slot_numel(tuple(shapes)), sum(map(trial, trained))
-            size = BlockSize(key, numel, room)
+            size = BlockSize(key, numel, sum(map(trial, shapes)))  # what is frozen may be trained one day
             cast = pages(2 * numel) if casts and bf16 else 0
             filed = Filed(size.weights, cast, pages(size.weights + kept.in_file(trained)), size.record)
             return _Block(filed, size, room, bool(trained))

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from on_shelf import ENOUGH, relay_on
 from patience import rarely
 from transformers import GPT2Config, GPT2LMHeadModel
+from zoo import BY_NAME
 
 from l2l_core import (
     Disk,
@@ -111,6 +113,36 @@ def test_bytes_in_memory_are_those_of_the_ledger(name: str) -> None:
         assert forecast.host_bytes.get(category, 0) == most_on_host(trace, category)
 
 
+@pytest.mark.slow
+def test_bytes_with_adapters(folder: Path) -> None:
+    """What is frozen is never written, and memory has room for its state all the same."""
+    kind, config = BY_NAME["lora_llama"], RelayConfig(micro_batches=2)
+    with pytest.raises(ValueError, match="smallest that works") as refused:
+        relay_on(folder / "small", kind, memory_bytes=1, config=config).close()
+    with relay_on(folder / "large", kind, config=config) as relay:
+        adapters = [tuple(param.shape) for param in relay.stack[0].module.parameters() if param.requires_grad]
+        batches = [kind.make_batch(4, seed) for seed in range(3)]
+        trace = [relay.step(batch).trace for batch in batches][-1]
+        shelf = PlannedShelf(disk=DISK, memory_bytes=ENOUGH)
+        length = batches[0]["input_ids"].shape[1]  # type: ignore[index,call-overload]
+        asked: dict[str, Any] = {"emulated": True, "optimizer": ADAMW, "adapters": adapters, "shelf": shelf}
+        told = forecast_config(relay.model.config, MACHINE, **BATCH, sequence=length, **asked).shelf
+    assert told is not None and f"{told.least_bytes:,}" in str(refused.value)
+    assert told.read_bytes == sum(event.nbytes for event in trace.lanes["disk read"])
+    assert told.written_bytes == sum(event.nbytes for event in trace.lanes["disk write"]) > 0
+    assert told.disk_bytes == sum(file.stat().st_size for file in (folder / "large" / "records").iterdir())
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_casts_take_memory_and_move_nothing_more(ahead: int) -> None:
+    """For devices whose copies cannot cast; no such device is here, so this holds one forecast to another."""
+    config = RelayConfig(ahead=ahead, precision="bf16")
+    plain, casting = (told(relay_config=config, emulated=emulated).shelf for emulated in (True, False))
+    assert plain is not None and casting is not None
+    assert (plain.read_bytes, plain.written_bytes) == (casting.read_bytes, casting.written_bytes)
+    assert plain.least_bytes < casting.least_bytes and casting.spare_bytes >= 0
+
+
 def test_a_disk_that_takes_no_time_is_memory() -> None:
     config = RelayConfig(micro_batches=2)
     in_memory = told(shelf=None, relay_config=config)
@@ -134,6 +166,9 @@ def test_a_slow_disk_is_what_binds_and_larger_batches_hide_it() -> None:
         forecast = told(disk=disk, micro_batches=micro_batches, batch=rows * micro_batches)
         return {bound.lane for bound in forecast.bounds if bound.phase in ("forward", "backward")}
 
+    assert (
+        told(disk=Disk(read_bytes_per_s=1e6, write_bytes_per_s=1e6)).hiding_micro_batches > 64
+    )  # beyond what is simulated
     assert lanes(count) == {"compute"} and lanes(count - 1) != {"compute"}
 
 
