@@ -17,6 +17,7 @@ from sessions import held, make_batches, make_relay, train, wait_until
 from torch import nn
 
 from l2l_core import (
+    Delink,
     Drop,
     Duplicate,
     EmulatedDevice,
@@ -92,6 +93,7 @@ def test_signs_of_edits_have_a_letter_of_ascii_each(now: Snapshot) -> None:
         Interpolate("L001", "L002"),
         Freeze(slice(2, None)),
         Unfreeze(2),
+        Delink(slice(1, 3)),
     ]
     assert {type(edit).__name__ for edit in edits} == set(_SAY), "one of every kind"
     numbers = {layer.key: i for i, layer in enumerate(now.layers)}
