@@ -40,11 +40,9 @@ class Way:
 
     def __str__(self) -> str:
         forecast, shelf = self.forecast, self.forecast.shelf
-        disk = (
-            ""
-            if shelf is None
-            else f", {format_bytes(shelf.needed_bytes)} of disk, memory_bytes={shelf.memory_bytes:,}"
-        )
+        disk = ""
+        if shelf is not None:
+            disk = f", {format_bytes(shelf.needed_bytes)} of disk, memory_bytes={shelf.memory_bytes:,}"
         verdict = "fits" if forecast.fits else "; ".join(forecast.lacks())
         return f"{self.name}: {forecast.seconds:.3g} s, {format_bytes(forecast.needed_host_bytes)} of host{disk}: {verdict}"
 
@@ -76,10 +74,11 @@ class ConfigFit:
 
     def __str__(self) -> str:
         best = self.best
-        head = "nothing of this fits" if best is None else f"take {best.name}: of what fits, nothing is faster"
-        bound = [] if best is None else [f"there, {best.forecast.bound}"]
+        if best is None:
+            return "\n".join(["nothing of this fits", *map(str, self.ways)])
+        head = [f"take {best.name}: of what fits, nothing is faster", f"there, {best.forecast.bound}"]
         needs = [f"faster would be {way.name}, but it {'; '.join(way.forecast.lacks())}" for way in self.better[-1:]]
-        return "\n".join([head, *bound, *(needs if best is not None else []), *map(str, self.ways)])
+        return "\n".join([*head, *needs, *map(str, self.ways)])
 
 
 def fit_config(

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.eps.blocks import aligned
-from l2l_core.eps.optimizers import tensors_of
+from l2l_core.eps.optimizers import rounds_weights, tensors_of
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 _LARGE = 1 << 14  # elements: smaller parameters are tried as they are, since their state may be of another kind
@@ -51,7 +51,7 @@ class KeptState:
                 f"optimizer={make!r} makes {self.optimizer!r}: give a function from parameters to a torch optimizer, such as "
                 "partial(torch.optim.AdamW, lr=1e-4)"
             )
-        self.rounds_weights = bool(getattr(self.optimizer, "rounds_weights", False))
+        self.rounds_weights = rounds_weights(self.optimizer)
         self._known: dict[tuple[int, ...], _Known] = {}
 
     def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
