@@ -99,9 +99,10 @@ class Search:
                 ]
                 chosen[rehearsed] = max(as_fast, key=lambda each: each.config.keep)
         # Not the other way round, where deferred updates do: they keep steps whole.
-        if found and "update" in self._wanted.free and found[0].config.update == "eager":
-            step = self.price(replace(found[0].config, update="deferred"))
-            chosen |= {step.config: step} if step is not None and self.room.holds(step) else {}
+        for first in list(chosen.values())[:1]:
+            if "update" in self._wanted.free and first.config.update == "eager":
+                step = self.price(replace(first.config, update="deferred"))
+                chosen |= {step.config: step} if step is not None and self.room.holds(step) else {}
         return list(chosen.values())
 
     def smaller_than(self, step: Priced) -> Priced | None:
