@@ -102,8 +102,8 @@ def _stretched(one: torch.Tensor, other: torch.Tensor, toy: tuple[int, ...], sha
         sides = [1 if side == 1 else whole for side, whole in zip(one.shape, shape, strict=True)]
         return one.itemsize * math.prod(sides)
     numel = math.prod(toy)
-    per_element = (other.nbytes - one.nbytes) / numel
-    return math.ceil(one.nbytes + per_element * (math.prod(shape) - numel))
+    per_element = (other.numel() - one.numel()) / numel
+    return one.itemsize * math.ceil(one.numel() + per_element * (math.prod(shape) - numel))
 
 
 def bytes_per_parameter(kept: KeptState, shapes: Iterable[Sequence[int]]) -> int:

@@ -30,6 +30,8 @@ from l2l_core import (
     in_bf16,
 )
 from l2l_core.devices import Ledger
+from l2l_core.eps.optimizers import state_bytes
+from l2l_core.forecast.kept_state import KeptState
 from l2l_core.forecast.virtual_shelf import VirtualPool
 from l2l_core.shelf.pool import Buffer, Pool
 
@@ -141,6 +143,34 @@ def test_casts_take_memory_and_move_nothing_more(ahead: int) -> None:
     assert plain is not None and casting is not None
     assert (plain.read_bytes, plain.written_bytes) == (casting.read_bytes, casting.written_bytes)
     assert plain.least_bytes < casting.least_bytes and casting.spare_bytes >= 0
+
+
+class InBlocks(torch.optim.Optimizer):
+    """Keeps what 8-bit optimizers do: a byte per element, a scale per block of 256, and one table for all."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.table = torch.zeros(256)
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.numel() < 4096:  # as there, small ones stay in float32
+                self.state[param] = {"moment": torch.zeros_like(param)}
+                continue
+            scales = torch.zeros(-(-param.numel() // 256))
+            moment = torch.zeros_like(param, dtype=torch.uint8)
+            self.state[param] = {"moment": moment, "scales": scales, "table": self.table}
+
+
+@pytest.mark.parametrize("make", [InBlocks, *OPTIMIZERS.values()], ids=["in blocks", *OPTIMIZERS])
+def test_state_of_large_parameters_is_that_of_a_real_step(make: Any) -> None:
+    shapes = [(301, 97), (70_001,), (5, 7, 31, 33), (40, 40), (7,)]
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    real, kept = make(params), KeptState(make)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    real.step()
+    assert kept.nbytes(shapes) + kept.common(shapes) == state_bytes(*real.state.values())
 
 
 def test_a_disk_that_takes_no_time_is_memory() -> None:
