@@ -119,6 +119,7 @@ def test_fit_chooses_settings_and_says_why(open_notebook: Callable[..., Notebook
     assert bench.step == 2, "a step with what was chosen"
 
 
+@pytest.mark.slow
 def test_it_fits_a_screen_unfolded(open_notebook: Callable[..., Notebook], page: Page) -> None:
     page.set_viewport_size({"width": 1440, "height": 900})
     notebook = open_notebook(RELAY, "workbench = Workbench(relay, batches, view='what if')\nworkbench")

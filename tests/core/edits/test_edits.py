@@ -255,7 +255,7 @@ ANY_EDIT = st.one_of(
 )
 
 
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(edits=st.lists(ANY_EDIT, min_size=1, max_size=30), every=st.integers(3, 9))
 def test_any_sequence_of_edits_can_be_undone_to_the_bit(edits: list[Edit], every: int) -> None:
     with make_relay(make_gpt(3)) as relay:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -231,37 +231,41 @@ def train(name: str, stash: str) -> None:
                 raise SystemExit(REFUSED) from error
 
 
-def train_all() -> None:
-    """Train every program with either stash, each in a fork of this process; print exit codes and errors as JSON."""
+def train_all(ways: Iterable[tuple[str, str]]) -> None:
+    """Train these programs with these stashes, each in a fork of this process; print exit codes and errors as JSON."""
     torch.set_num_threads(1)  # a fork has none of the threads of its parent
     outcomes = {}
-    for name in PROGRAMS:
-        for stash in STASHES:
-            with tempfile.TemporaryFile("w+") as errors:
-                if (child := os.fork()) == 0:
-                    os.dup2(errors.fileno(), 2)
-                    code = 1
-                    try:
-                        train(name, stash)
-                        code = 0
-                    except SystemExit as refused:
-                        code = refused.code
-                    except BaseException:
-                        traceback.print_exc()
-                    finally:
-                        sys.stderr.flush()
-                        os._exit(code)
-                _, status = os.waitpid(child, 0)
-                errors.seek(0)
-                outcomes[f"{name}, {stash}"] = os.waitstatus_to_exitcode(status), errors.read()[-3000:]
+    for name, stash in ways:
+        with tempfile.TemporaryFile("w+") as errors:
+            if (child := os.fork()) == 0:
+                os.dup2(errors.fileno(), 2)
+                code = 1
+                try:
+                    train(name, stash)
+                    code = 0
+                except SystemExit as refused:
+                    code = refused.code
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+            errors.seek(0)
+            outcomes[f"{name}, {stash}"] = os.waitstatus_to_exitcode(status), errors.read()[-3000:]
     print(json.dumps(outcomes))
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, tuple[int, str]]:
+def outcomes(request: pytest.FixtureRequest) -> dict[str, tuple[int, str]]:
+    """What became of those that are asked for in this session."""
+    asked = [
+        item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == "test_way_in"
+    ]
+    ways = [(params["name"], params["stash"]) for params in asked]
     here = Path(__file__).parent
     folders = [str(here.parents[2]), str(here.parents[1] / "support"), str(here)]
-    code = f"import sys; sys.path[:0] = {folders!r}; import test_images; test_images.train_all()"
+    code = f"import sys; sys.path[:0] = {folders!r}; import test_images; test_images.train_all({ways!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
