@@ -23,11 +23,12 @@ help: ## list the targets (default)
 setup: .venv/.stamp ## make .venv and install everything into it, in the tested versions
 
 # The stamp is younger than the last complete installation, so a change of dependencies installs again.
+# Nothing is compiled now: modules are when they are first imported, and most of what is installed never is.
 .venv/.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
 	  echo "setup needs Python 3.11 or 3.12 and tried $(PYTHON); name another: make setup PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[test,browser]"
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e ".[test,browser]"
 	@touch $@
 
 demo: .venv/.stamp ## run the demonstration without a browser; it prints what it measured and ends with a report

@@ -76,6 +76,7 @@ def test_a_layer_is_chosen_in_the_table_while_training_runs(open_notebook: Calla
     assert bench.state == "running" and "3 layers" in bench.title
 
 
+@pytest.mark.slow
 def test_a_layer_of_twelve_parameters_fits_a_screen(open_notebook: Callable[..., Notebook], page: Page) -> None:
     page.set_viewport_size({"width": 1440, "height": 900})
     notebook = open_notebook(GPT2, WORKBENCH)

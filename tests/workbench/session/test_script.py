@@ -504,6 +504,7 @@ def test_a_session_that_takes_over_begins_where_it_did() -> None:
     assert_equal(states, ends)
 
 
+@pytest.mark.slow
 def test_settings_that_were_searched_are_in_the_script_as_they_were_found() -> None:
     """By a call, and by a relay that fits itself: a search of another machine, or of another moment, may end elsewhere."""
     with noisy_relay("auto") as relay, Session(relay, iter(BATCHES)) as session:
