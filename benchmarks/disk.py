@@ -12,6 +12,9 @@ opened with O_DIRECT go past. Text is the sources of Python's standard library, 
 
 What a lane was busy with is set against the step: if the disk binds, it is busy all the time, and the step takes as long as
 its bytes. Before it, a model that fits is trained both ways, and the bits are compared.
+
+With several numbers of rows, the last step of the first one gives figures of machine and disk, from which later ones are
+forecast (`_disk_forecast.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from typing import Any
 
 import torch
 from _common import make_gpt2, report, show
+from _disk_forecast import Foreteller, said
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig, Trace, empty_weights
 from l2l_core.config import bytes_in
@@ -133,13 +137,17 @@ def train(params: float, length: int, rows: list[int], steps: int, micro_batches
     shelf = FileShelf(folder=folder, memory_bytes=pool, weights=initialise)
     with relay_of(params, length, config, shelf) as relay:
         made_s, done = time.perf_counter() - began_s, []
+        foreteller = Foreteller(relay.model.config, make_optimizer, config, pool, length)
         for count in rows:
             for batch, _ in zip(batches(count, length), range(steps), strict=False):
                 result = relay.step(batch)
                 entry = {"tokens": count * length, "loss": result.loss, **measured(result.trace, result.seconds)}
                 entry["host_peak_bytes"] = result.trace.peak_bytes("host")
+                entry["forecast"] = foreteller.tell(count, result.seconds, entry["lanes"])
                 done.append(entry)
                 print(f"step {len(done)}: {result.seconds:.1f} s, loss {result.loss:.4f}", file=sys.stderr, flush=True)
+            if count == rows[0]:
+                foreteller.learn(count, done[-1]["lanes"])
         told = {
             "params": sum(unit.num_params for unit in (relay.shell, *relay.stack)),
             "layers": len(relay.stack),
@@ -167,6 +175,8 @@ def show_all(told: dict[str, Any]) -> None:
             f"{format_bytes(step['host_peak_bytes'])}; {step['binds']} binds, and the step takes {step['over_roofline']:.2f} "
             "times as long"
         )
+        if step["forecast"] is not None:
+            print(said(step["forecast"]))
         rows = [
             (
                 lane,

@@ -33,8 +33,10 @@ from l2l_core.forecast import Forecast as Forecast
 from l2l_core.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast import Machine as Machine
 from l2l_core.forecast import NothingFits as NothingFits
+from l2l_core.forecast import PlannedShelf as PlannedShelf
 from l2l_core.forecast import Profile as Profile
 from l2l_core.forecast import Shapes as Shapes
+from l2l_core.forecast import fit_config as fit_config
 from l2l_core.forecast import forecast_config as forecast_config
 from l2l_core.forecast import simulate as simulate
 from l2l_core.inside import Inside as Inside
@@ -43,6 +45,7 @@ from l2l_core.optim import LAMB as LAMB
 from l2l_core.optim import LARS as LARS
 from l2l_core.optim import in_bf16 as in_bf16
 from l2l_core.relay import Relay as Relay
+from l2l_core.shelf import Disk as Disk
 from l2l_core.shelf import FileShelf as FileShelf
 from l2l_core.shelf import empty_weights as empty_weights
 from l2l_core.trace import Bound as Bound

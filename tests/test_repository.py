@@ -223,7 +223,7 @@ MAY_IMPORT = {
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
         "workers": "eps eps.blocks devices batches trace config",
         "shelf": "workers saves eps eps.optimizers eps.blocks surgery devices model trace config",
-        "forecast": "workers step step.traffic eps eps.optimizers eps.blocks devices batches trace config rules",
+        "forecast": "shelf workers step step.traffic eps eps.optimizers eps.blocks devices batches trace config rules",
         "inside": "step.micro_batch eps.blocks batches model",
         "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",
         "relay": "runner shelf workers inside saves forecast edits step eps eps.optimizers eps.blocks surgery devices batches "

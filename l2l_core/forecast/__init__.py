@@ -1,6 +1,6 @@
 """What a step costs, in numbers: recorded, stretched, replayed, put into words.
 
-May import `workers`, `step`, `eps`, `devices`, `batches`, `trace`.
+May import `shelf`, `workers`, `step`, `eps`, `devices`, `batches`, `trace`.
 Begin reading at `costs.py` and `replay.py`, then at `from_costs.py`.
 """
 
@@ -19,6 +19,8 @@ from l2l_core.forecast.figures import StepFigures as StepFigures
 from l2l_core.forecast.fit import Fit as Fit
 from l2l_core.forecast.fit import NothingFits as NothingFits
 from l2l_core.forecast.fit import Room as Room
+from l2l_core.forecast.fit_config import ConfigFit as ConfigFit
+from l2l_core.forecast.fit_config import fit_config as fit_config
 from l2l_core.forecast.fit_step import fit_step as fit_step
 from l2l_core.forecast.fit_step import room_of as room_of
 from l2l_core.forecast.fleet import Fleet as Fleet
@@ -33,6 +35,8 @@ from l2l_core.forecast.from_relay import forecast_step as forecast_step
 from l2l_core.forecast.kept import layers_within as layers_within
 from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
 from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
+from l2l_core.forecast.planned_shelf import OfShelf as OfShelf
+from l2l_core.forecast.planned_shelf import PlannedShelf as PlannedShelf
 from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
 from l2l_core.forecast.simulate import simulate as simulate

@@ -14,6 +14,8 @@ from l2l_core.forecast.costs import SHELL, Job, Memory, Op, PartCost, Stay, Turn
 from l2l_core.forecast.families import ModelShapes, count, slot_numel
 from l2l_core.forecast.formula import Machine, Sized, cost_of_moving, costs_by_formula
 from l2l_core.forecast.from_costs import Costs
+from l2l_core.forecast.kept_state import KeptState
+from l2l_core.forecast.planned_shelf import PlannedShelf, ShelfCosts
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.stands import pattern
 from l2l_core.rules import gradient_slots, weight_itemsize, weight_slots
@@ -33,11 +35,40 @@ class ConfiguredStep:
     length: int
     state_bytes: int  # of the optimizer, per parameter
     emulated: bool
+    kept: KeptState | None = None  # what it keeps exactly, if there is an optimizer to ask
+    shelf: PlannedShelf | None = None
 
     @property
     def itemsize(self) -> int:
         """Bytes of a weight on the device."""
         return weight_itemsize(self.config.precision)
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of a weight on the host: 2 where the optimizer rounds weights to bfloat16."""
+        return 2 if self.kept is not None and self.kept.rounds_weights else 4
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of masters and of state in host memory, where there is no shelf on disk."""
+        return {"weights": self._in_masters(self.model.depth, 1), "optimizer": self._in_state(self.model.depth, 1)}
+
+    @property
+    def layer_host_bytes(self) -> int:
+        """What of that each layer adds."""
+        return self._in_masters(1, 0) + self._in_state(1, 0)
+
+    def _in_masters(self, layers: int, shells: int) -> int:
+        cast = 0 if self.emulated or self.itemsize == self.master_itemsize else self.itemsize
+        numel = layers * slot_numel(self.model.layer) + shells * slot_numel(self.model.shell)
+        return (self.master_itemsize + cast) * numel
+
+    def _in_state(self, layers: int, shells: int) -> int:
+        layer, shell = self.model.trained
+        if self.kept is None:
+            return self.state_bytes * (layers * count(layer) + shells * count(shell))
+        own = layers * self.kept.nbytes(layer) + shells * self.kept.nbytes(shell)
+        return own + bool(shells) * self.kept.common((*layer, *shell))
 
     @property
     def tokens(self) -> int:
@@ -66,17 +97,20 @@ def costs_of(step: ConfiguredStep) -> Costs:
     model, machine, micro_batches = step.model, step.machine, step.config.micro_batches
     known = min(micro_batches, _KNOWN)
     profile = _profile_of(step, known)
-    layer, shell = (4 * slot_numel(shapes) for shapes in (model.layer, model.shell))
-    wire = 0.5 if step.config.precision == "bf16" and not step.emulated else 0.0
-    weights = model.depth * layer + shell
-    learning = [step.state_bytes * count(shapes) for shapes in model.trained]  # state of a layer's, and of the shell's
+    layers = [key for key in profile.layers if key != SHELL]
+    shelf = None
+    if step.shelf is not None:
+        assert step.kept is not None, "a shelf is planned for the state of an optimizer"
+        bf16 = step.config.precision == "bf16"
+        shelf = ShelfCosts.of(step.shelf, model, step.kept, layers, step.config.ahead, not step.emulated, bf16)
     return Costs(
         profile=profile,
         stands=pattern(known, micro_batches),
         around_s=0.0,
-        host={"weights": round(weights * (1 + wire)), "optimizer": model.depth * learning[0] + learning[1]},
+        host={} if shelf is not None else step.host_bytes,
         pooled_bytes=0,
-        layer_host_bytes={key: round(layer * (1 + wire)) + learning[0] for key in profile.layers if key != SHELL},
+        layer_host_bytes=dict.fromkeys(layers, 0 if shelf is not None else step.layer_host_bytes),
+        shelf=shelf,
         basis=f"formula: {model.num_params:,} parameters, {model.depth} layers of {model.layer_params:,}; {machine.name}: "
         f"{machine.flops_per_s / 1e12:.3g} TFLOP/s, {machine.update_params_per_s / 1e6:.3g} M parameters/s updated",
     )

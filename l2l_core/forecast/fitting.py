@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from l2l_core.forecast.configured_step import ConfiguredStep, costs_of
+from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.smallest import device_bytes
 from l2l_core.rules import MAX_UNDER_WAY
@@ -46,6 +47,27 @@ def advise(step: ConfiguredStep, batch: int, memory_bytes: int | None, host_byte
     return f"would fit with {settings}"
 
 
+def advise_shelf(step: ConfiguredStep, batch: int, forecast: Forecast) -> str:
+    """Say what would make a step fit whose masters are on a shelf."""
+    shelf, words = forecast.shelf, list[str]()
+    assert shelf is not None
+    if forecast.memory_bytes is not None and forecast.peak_device_bytes > forecast.memory_bytes:
+        words.append(f"on the device it {advise(step, batch, forecast.memory_bytes, None)}")
+    if forecast.host_limit_bytes is not None and (over := forecast.needed_host_bytes - forecast.host_limit_bytes) > 0:
+        room = shelf.memory_bytes - over
+        words.append(
+            f"on the host it would fit with memory_bytes={room:,} of the shelf"
+            if room >= shelf.least_bytes
+            else f"the smallest pool that works is {format_bytes(shelf.least_bytes)}, which is {shelf.needs}: load fewer layers "
+            f"ahead, or free {format_bytes(over - (shelf.memory_bytes - shelf.least_bytes))} of the host"
+        )
+    if shelf.lacks_disk:
+        words.append(
+            f"the disk must have {format_bytes(shelf.needed_bytes)} free, or the optimizer less state (in_bf16)"
+        )
+    return "; ".join(words)
+
+
 def _need(step: ConfiguredStep, place: str) -> int:
     """Bytes at the peak; of gradients in host memory as many as there may be."""
     costs = costs_of(step)
@@ -65,7 +87,7 @@ def _changes(place: str, batch: int) -> list[Change]:
         return lambda step: replace(step, config=replace(step.config, **settings))
 
     def optimizer(nbytes: int) -> Make:
-        return lambda step: replace(step, state_bytes=nbytes) if step.state_bytes > nbytes else None
+        return lambda step: replace(step, state_bytes=nbytes, kept=None) if step.state_bytes > nbytes else None
 
     def single(step: ConfiguredStep) -> ConfiguredStep | None:
         return replace(step, rows=1, config=replace(step.config, micro_batches=batch)) if step.rows > 1 else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.figures import StepFigures
 from l2l_core.forecast.fleet import Fleet
+from l2l_core.forecast.planned_shelf import OfShelf
 from l2l_core.forecast.virtual_crew import Sent
 from l2l_core.trace import StepResult, format_bytes
 
@@ -56,6 +57,7 @@ class Forecast(StepFigures):
         host_limit_bytes: budget of the host, None without one.
         advice: what would fit where this does not, as far as that was looked for.
         worker: whose step it is, if several are planned with; the budgets are its own, and so is every figure.
+        shelf: on disk, if one is planned with. Then the disk must be hidden, too, and what fits counts its whole pool.
     """
 
     seconds: float
@@ -66,23 +68,34 @@ class Forecast(StepFigures):
     host_limit_bytes: int | None = None
     advice: str = ""
     worker: OfWorker | None = None
+    shelf: OfShelf | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether both budgets suffice."""
-        return not self._lacks()
+        """Whether both budgets suffice, and the disk."""
+        return not self.lacks()
 
-    def _lacks(self) -> list[str]:
-        """What does not fit, in words."""
+    def lacks(self) -> list[str]:
+        """Say what does not fit, in words."""
         places = (
             ("the device", self.peak_device_bytes, self.memory_bytes, self.device_bytes),
-            ("the host", self.peak_host_bytes, self.host_limit_bytes, self.host_bytes),
+            ("the host", self.needed_host_bytes, self.host_limit_bytes, self.host_bytes),
         )
-        return [
+        lacks = [
             f"does not fit {name}: {format_bytes(need)} of {format_bytes(limit)}, most of it {_words(held, 2)}"
             for name, need, limit, held in places
             if limit is not None and need > limit
         ]
+        if self.shelf is not None and self.shelf.lacks_disk:
+            free = self.shelf.disk.free_bytes
+            assert free is not None
+            lacks.append(f"does not fit the disk: {format_bytes(self.shelf.needed_bytes)} of {format_bytes(free)}")
+        return lacks
+
+    @property
+    def needed_host_bytes(self) -> int:
+        """Bytes that the host must have: those at its peak, and what a pool may take besides."""
+        return self.peak_host_bytes + (self.shelf.spare_bytes if self.shelf is not None else 0)
 
     def check(self, result: StepResult) -> ForecastCheck:
         """Compare with a step that has run."""
@@ -98,18 +111,19 @@ class Forecast(StepFigures):
 
     def __str__(self) -> str:
         count, depth = self.hiding_micro_batches, self.largest_depth
-        hiding = "no number of micro-batches hides the link"
+        what = "the link" if self.shelf is None else "link and disk"
+        hiding = f"no number of micro-batches hides {what}"
         if count is not None:
             hiding = (
-                f"{count} micro-batch{'es' if count > 1 else ''} of this size hide{'s' if count == 1 else ''} the link"
+                f"{count} micro-batch{'es' if count > 1 else ''} of this size hide{'s' if count == 1 else ''} {what}"
             )
         return "\n".join(
             [
                 f"a step of {self.seconds:.3g} s; {self.bound}",
                 f"device peak {format_bytes(self.peak_device_bytes)}: {_words(self.device_bytes)}",
                 f"host peak {format_bytes(self.peak_host_bytes)}: {_words(self.host_bytes)}",
-                *([str(self.worker)] if self.worker is not None else []),
-                *self._lacks(),
+                *(str(each) for each in (self.worker, self.shelf) if each is not None),
+                *self.lacks(),
                 *filter(None, [self.advice]),
                 hiding + ("; any depth fits" if depth is None else f"; at most {depth:,} layers like these fit"),
                 f"basis: {self.basis}",

@@ -12,10 +12,12 @@ from typing import Any
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.configured_step import ConfiguredStep, costs_of
 from l2l_core.forecast.families import Shape, shapes_of_config
-from l2l_core.forecast.fitting import advise
+from l2l_core.forecast.fitting import advise, advise_shelf
 from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.formula import Machine
 from l2l_core.forecast.from_costs import forecast_costs
+from l2l_core.forecast.kept_state import KeptState, MakeOptimizer, bytes_per_parameter
+from l2l_core.forecast.planned_shelf import PlannedShelf
 
 ADAMW = 8  # bytes per parameter of its two moments in float32
 
@@ -33,6 +35,8 @@ def forecast_config(
     optimizer_bytes: int = ADAMW,
     emulated: bool = False,
     adapters: Sequence[Shape] = (),
+    optimizer: MakeOptimizer | None = None,
+    shelf: PlannedShelf | None = None,
 ) -> Forecast:
     """Forecast a step from a configuration of transformers and a machine's figures alone: bytes, seconds, and what binds.
 
@@ -46,6 +50,9 @@ def forecast_config(
         memory_bytes: of the device; None for no limit.
         host_bytes: of the host; None for no limit.
         optimizer_bytes: of the optimizer's state per parameter: 8 for AdamW, 4 for `in_bf16` of it, 2 in 8 bits, 0 for plain SGD.
+        optimizer: makes the optimizer, as `Relay` takes it: what it keeps is tried on small parameters, in place of
+            `optimizer_bytes`. If it rounds weights to bfloat16, the model is taken to be in that.
+        shelf: on disk, in whose files masters and state are; it needs `optimizer`.
         emulated: on an emulated device, bfloat16 weights need no second copy on the host.
         adapters: shapes of the parameters that adapters add to every layer (LoRA of rank 8 on two square matrices of width
             4096: `[(8, 4096), (4096, 8)] * 2`); then nothing else is trained. None of them: everything is. Activations are
@@ -55,7 +62,8 @@ def forecast_config(
         The forecast; where it does not fit, `Forecast.advice` says what would.
 
     Raises:
-        ValueError: a family that is not known, or a number that is not positive.
+        ValueError: a family that is not known, a number that is not positive, a shelf without optimizer or with too little
+            memory.
     """
     model = shapes_of_config(config).with_adapters(adapters)
     length = model.length or sequence
@@ -72,10 +80,22 @@ def forecast_config(
             f"relay_config has keep={settings.keep}: what kept graphs hold is measured and has no formula. Leave it out, or "
             "build the model and ask relay.forecast"
         )
+    if shelf is not None and optimizer is None:
+        raise ValueError(
+            "shelf= needs optimizer=: what lies in its files is what the optimizer really keeps. Give a function from parameters "
+            "to an optimizer, such as partial(torch.optim.AdamW, lr=1e-4)"
+        )
+    kept = None if optimizer is None else KeptState(optimizer)
+    if kept is not None:
+        optimizer_bytes = bytes_per_parameter(kept, [shape for shapes in model.trained for shape in shapes])
     rows = -(-batch // micro_batches)
-    step = ConfiguredStep(model, machine, settings, rows, length, optimizer_bytes, emulated)
+    step = ConfiguredStep(model, machine, settings, rows, length, optimizer_bytes, emulated, kept, shelf)
     forecast = _forecast(step, memory_bytes, host_bytes)
-    return forecast if forecast.fits else replace(forecast, advice=advise(step, batch, memory_bytes, host_bytes))
+    if forecast.fits:
+        return forecast
+    if forecast.shelf is not None:
+        return replace(forecast, advice=advise_shelf(step, batch, forecast))
+    return replace(forecast, advice=advise(step, batch, memory_bytes, host_bytes))
 
 
 def _forecast(step: ConfiguredStep, memory_bytes: int | None, host_bytes: int | None) -> Forecast:

@@ -13,6 +13,7 @@ from l2l_core.forecast.forecast import Forecast, OfWorker
 from l2l_core.forecast.gradient_buffers import gradient_buffer_bytes, gradient_buffer_bytes_of_worker
 from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.limits import Budgets, hiding_micro_batches, largest_depth
+from l2l_core.forecast.planned_shelf import OfShelf, ShelfCosts
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.simulate import replayed as replayed_step
 from l2l_core.forecast.stretch import stretch
@@ -33,6 +34,7 @@ class Costs:
         layer_host_bytes: masters, optimizer state and such of each layer, by key.
         basis: in words.
         holdings: what the EPS has of every block, where that is known; without it nothing can be said of workers.
+        shelf: files in which masters and state are; then `host` and `layer_host_bytes` have none of them.
     """
 
     profile: Profile
@@ -43,6 +45,7 @@ class Costs:
     layer_host_bytes: Mapping[str, int]
     basis: str
     holdings: Holdings | None = None
+    shelf: ShelfCosts | None = None
 
 
 def forecast_costs(
@@ -63,18 +66,22 @@ def forecast_costs(
     """
     replay = _replay(costs, config, figures, fleet)
     trace, memory_bytes = _with_host(replay), figures.get("memory_bytes")
-    budgets = Budgets(memory_bytes, host_limit_bytes, sum(replay.standing.values()), replay.layer_bytes)
+    spare = replay.shelf.spare_bytes if replay.shelf else 0
+    budgets = Budgets(memory_bytes, host_limit_bytes, spare + sum(replay.standing.values()), replay.layer_bytes)
     return Forecast(
         seconds=trace.span_s + costs.around_s + fleet.around_s,
         trace=trace,
         # of the few micro-batches and not of the stretched step: both make steps of other sizes from them
-        hiding_micro_batches=hiding_micro_batches(costs.profile, config, figures),
-        largest_depth=largest_depth(costs.profile, costs.stands, budgets),
+        hiding_micro_batches=hiding_micro_batches(costs.profile, config, figures, costs.shelf),
+        largest_depth=_least(
+            largest_depth(costs.profile, costs.stands, budgets), costs.shelf.deepest() if costs.shelf else None
+        ),
         config=config,
         basis=f"{costs.basis}; {_link_words(figures)}",
         memory_bytes=memory_bytes,
         host_limit_bytes=host_limit_bytes,
         worker=replay.worker,
+        shelf=replay.shelf,
     )
 
 
@@ -91,12 +98,14 @@ class _Replay(NamedTuple):
         standing: what stands on the host besides the stash, by category.
         layer_bytes: of that, each layer's.
         worker: whose step it is, of several.
+        shelf: on disk, if there is one.
     """
 
     trace: Trace
     standing: Mapping[str, int]
     layer_bytes: Mapping[str, int]
     worker: OfWorker | None = None
+    shelf: OfShelf | None = None
 
 
 def _replay(costs: Costs, config: RelayConfig, figures: Mapping[str, Any], fleet: Fleet) -> _Replay:
@@ -106,13 +115,20 @@ def _replay(costs: Costs, config: RelayConfig, figures: Mapping[str, Any], fleet
 
 def _replay_alone(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> _Replay:
     profile = stretch(costs.profile, costs.stands)
-    trace = replayed_step(profile, config, figures, Fleet(count=1)).trace
+    on_shelf = None if costs.shelf is None else costs.shelf.company()
+    if costs.shelf is not None:
+        figures = {**figures, **costs.shelf.figures()}
+    trace = replayed_step(profile, config, figures, Fleet(count=1), shelf=on_shelf).trace
     # The EPS keeps its buffers in a pool: those that earlier steps took are there, needed or not.
     gradients = max(gradient_buffer_bytes(profile, trace), costs.pooled_bytes)
     # Deferred updates keep each layer's gradient as well
     kept = {key: layer.push_bytes for key, layer in costs.profile.layers.items()} if config.update == "deferred" else {}
     layer_bytes = {key: nbytes + kept.get(key, 0) for key, nbytes in costs.layer_host_bytes.items()}
-    return _Replay(trace, {**costs.host, "gradients": gradients}, layer_bytes)
+    standing = {**costs.host, "gradients": gradients}
+    if costs.shelf is None or on_shelf is None:
+        return _Replay(trace, standing, layer_bytes)
+    standing |= {"weights": on_shelf.loads.most, "optimizer": on_shelf.records.most}
+    return _Replay(trace, standing, layer_bytes, shelf=costs.shelf.told(on_shelf, trace))
 
 
 def _replay_of_worker(costs: Costs, config: RelayConfig, figures: Mapping[str, Any], fleet: Fleet) -> _Replay:
@@ -130,6 +146,11 @@ def _replay_of_worker(costs: Costs, config: RelayConfig, figures: Mapping[str, A
         for key, nbytes in costs.holdings.layers_of_worker(shares, rank).items()
     }
     return _Replay(trace, standing, layer_bytes, OfWorker(fleet, held, buffers, dict(sent)))
+
+
+def _least(*depths: int | None) -> int | None:
+    """Give the smallest number, of those that are a limit."""
+    return min((depth for depth in depths if depth is not None), default=None)
 
 
 def _link_words(figures: Mapping[str, Any]) -> str:

@@ -8,15 +8,19 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import COPY_LANES
+from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.memory_walk import MemoryWalk
+from l2l_core.forecast.planned_shelf import ShelfCosts
 from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.simulate import MOST_EVENTS, simulate
+from l2l_core.forecast.simulate import MOST_EVENTS, replayed, simulate
 from l2l_core.forecast.stands import from_the_middle, pattern
 from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.rules import kept_of
-from l2l_core.trace import OVERLAPPING, Trace, Work, micro_batches_to_hide
+from l2l_core.trace import DISK, OVERLAPPING, Trace, Work, micro_batches_to_hide
 
 _DEEPEST = 1 << 20  # layers; what fits so many has no limit worth a number
+_HIDDEN = (*COPY_LANES, *DISK)  # lanes that compute should hide
+_ONCE = ("load", "push", "read", "write")  # per visit, however many micro-batches
 _SIMULATED = 64  # micro-batches that are tried in simulations, whatever the depth
 
 
@@ -74,8 +78,10 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
     return low
 
 
-def hiding_micro_batches(profile: Profile, config: RelayConfig, figures: Mapping[str, Any]) -> int | None:
-    """Find the least number of micro-batches with which the link binds neither forward nor backward; None if there is none.
+def hiding_micro_batches(
+    profile: Profile, config: RelayConfig, figures: Mapping[str, Any], shelf: ShelfCosts | None = None
+) -> int | None:
+    """Find the least number of micro-batches with which neither link nor disk binds forward or backward; None if there is none.
 
     Numbers are tried in simulations as long as those are short; beyond, the arithmetic of `micro_batches_to_hide` decides.
     """
@@ -83,12 +89,13 @@ def hiding_micro_batches(profile: Profile, config: RelayConfig, figures: Mapping
     most = max(_SIMULATED, MOST_EVENTS // (2 * len(profile.stays)))
 
     def trace_of(count: int) -> Trace:
-        return simulate(
-            stretch(bare, pattern(bare.micro_batches, count)), replace(config, micro_batches=count), figures
-        )
+        asked, stretched = replace(config, micro_batches=count), stretch(bare, pattern(bare.micro_batches, count))
+        if shelf is None:
+            return simulate(stretched, asked, figures)
+        return replayed(stretched, asked, {**figures, **shelf.figures()}, Fleet(count=1), shelf=shelf.company()).trace
 
     def is_hidden(trace: Trace) -> bool:
-        return not any(b.phase in OVERLAPPING and b.lane in COPY_LANES for b in trace.bound_by())
+        return not any(b.phase in OVERLAPPING and b.lane in _HIDDEN for b in trace.bound_by())
 
     low, high = 0, 1  # low does not hide, or is none at all
     while not is_hidden(trace := trace_of(high)):
@@ -105,13 +112,13 @@ def _by_arithmetic(trace: Trace, micro_batches: int) -> int | None:
     work = Work(trace.lanes, trace.settings)
     needed = 1
     for phase in OVERLAPPING:
-        for lane in COPY_LANES:
+        for lane in (lane for lane in _HIDDEN if lane in trace.lanes):
             visits = [visit for visit in work.in_phase(phase) if visit[lane]]
             if not visits:
                 continue  # the lane has nothing to do in this phase, so there is nothing to hide
             events = [event for visit in visits for event in visit[lane]]
             # With a micro-batch's number a push is that of its own gradient, and grows with the number of them.
-            fixed_s = sum(e.stop_s - e.start_s for e in events if e.kind in ("load", "push") and e.k < 0)
+            fixed_s = sum(e.stop_s - e.start_s for e in events if e.kind in _ONCE and e.k < 0)
             whole_s = sum(e.stop_s - e.start_s for e in events)
             compute_s = sum(e.stop_s - e.start_s for visit in visits for e in visit["compute"])
             found = micro_batches_to_hide(compute_s, fixed_s, whole_s - fixed_s, micro_batches)

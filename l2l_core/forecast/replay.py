@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -241,6 +241,8 @@ class Replay:
             self._run_eps()
 
         self._jobs.append(job)
+        if self._config.update == "eager":
+            self._company.expect_update(self._t, layer)
         # 4: a gradient is float32 in either precision.
         self._d2h.trickle(self._t, "push", layer, cost.push_bytes, 4, then)
 
@@ -248,10 +250,16 @@ class Replay:
         """Let the EPS put together what came by micro-batch, if no later stay brings more of it."""
         if not (works := self._due.get(index)):
             return
+        self._expect_updates(works)
         self._jobs.append(_Job(self._t, works))
         self._run_eps()
         if len(self._updated_s) > MAX_UNDER_WAY:
             self._wait(self._updated_s[-MAX_UNDER_WAY - 1])
+
+    def _expect_updates(self, works: Sequence[Job]) -> None:
+        for job in works:
+            if job.kind == "update":
+                self._company.expect_update(self._t, job.layer)
 
     def _run_eps(self) -> None:
         """Let the EPS do, in order, what can be begun."""
@@ -262,19 +270,27 @@ class Replay:
             for kind, layer, k, seconds, nbytes in job.works:
                 if kind == "clip":
                     self._eps_s = self._company.clip(self._eps_s)
+                if kind == "update":
+                    self._eps_s = self._company.come(self._eps_s, layer)
                 start_s, self._eps_s = self._eps_s, self._eps_s + seconds
                 self._events.append(Event("eps", kind, start_s, self._eps_s, layer, k, nbytes))
                 if kind == "reduce" and k < 0:  # that of a micro-batch is added to the others of this worker
                     self._eps_s = self._company.exchange(self._eps_s, layer)
                 if kind == "update":
                     self._updated_s.append(self._eps_s)
+                    self._company.go(self._eps_s, layer)
         if not self._overlap:
             self._wait(self._eps_s)
 
     def _finish(self) -> None:
         """What the EPS does when all gradients have come."""
         self._d2h.flush(self._t)
-        self._jobs.append(_Job(self._t, self._closing))
+        updates = [job for job in self._closing if job.kind == "update"]
+        self._jobs.append(_Job(self._t, [job for job in self._closing if job.kind != "update"]))
+        self._run_eps()
+        self._t = max(self._t, self._eps_s)  # until then nobody knows what will be updated
+        self._expect_updates(updates)
+        self._jobs.append(_Job(self._t, updates))
         self._run_eps()
         self._company.end(max(self._t, self._eps_s))
 

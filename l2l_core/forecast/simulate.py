@@ -16,7 +16,8 @@ from l2l_core.forecast.costs import Job, Op
 from l2l_core.forecast.fleet import Fleet, Share, shares_of_profile
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.replay import Replay
-from l2l_core.forecast.virtual_crew import Along, Meetings, Sent
+from l2l_core.forecast.virtual_crew import Alone, Along, Meetings, Sent
+from l2l_core.forecast.virtual_shelf import OnShelf
 from l2l_core.rules import kept_of, pieces_of_copy, weight_itemsize
 from l2l_core.trace import Trace
 from l2l_core.workers import Network
@@ -91,6 +92,7 @@ def replayed(
     figures: Mapping[str, Any],
     fleet: Fleet,
     shares: Mapping[str, Sequence[Share]] | None = None,
+    shelf: OnShelf | None = None,
 ) -> Replayed:
     """Replay a step; see `simulate`.
 
@@ -99,13 +101,14 @@ def replayed(
         figures: of the link, as in `Device.figures`.
         fleet: of workers, perhaps of one.
         shares: what workers hold of each layer; None to cut as if a layer were one parameter.
+        shelf: in whose files the weights and state of one worker are; None for memory.
     """
     _check(profile, config, fleet)
     profile = _of_one(profile).with_micro_batches(config.micro_batches)
     if _count_events(profile) > MOST_EVENTS:
         profile = profile.aggregated()
     if fleet.count == 1:
-        return Replayed(Replay(_slowed(profile, fleet.slowness(0)), config, figures).run(), {}, {})
+        return Replayed(Replay(_slowed(profile, fleet.slowness(0)), config, figures, shelf or Alone()).run(), {}, {})
     shares = shares_of_profile(profile, fleet.count) if shares is None else shares
     meetings, itemsize, figures = Meetings(), weight_itemsize(config.precision), {**figures, **fleet.figures()}
     rounds = profile.micro_batches if fleet.keeps_apart else 1

@@ -42,6 +42,15 @@ class Company(Protocol):
     def take_back(self, layer: str) -> None:
         """Hear that a layer that was lent has been loaded."""
 
+    def expect_update(self, t: float, block: str) -> None:
+        """Hear at `t` which block will be updated next."""
+
+    def come(self, t: float, block: str) -> float:
+        """Say when weights and state of a block, asked for at `t` for its update, are in this host's memory."""
+
+    def go(self, t: float, block: str) -> None:
+        """Hear that a block was updated at `t`."""
+
     def exchange(self, t: float, block: str) -> float:
         """Say when the gradients of a block, given at `t`, have come from everybody."""
 
@@ -55,7 +64,7 @@ class Company(Protocol):
 class Alone:
     """Is the company of one worker, whose weights and gradients are there."""
 
-    worker = Worker()
+    worker: Worker = Worker()
     events: Sequence[Event] = ()
 
     def expect(self, t: float, layers: Iterable[str]) -> None:
@@ -65,6 +74,15 @@ class Alone:
         return -math.inf
 
     def take_back(self, layer: str) -> None:
+        pass
+
+    def expect_update(self, t: float, block: str) -> None:
+        pass
+
+    def come(self, t: float, block: str) -> float:
+        return t
+
+    def go(self, t: float, block: str) -> None:
         pass
 
     def exchange(self, t: float, block: str) -> float:
@@ -143,7 +161,7 @@ class Sent(NamedTuple):
         return Sent(self.sent + traffic.sent, self.received + traffic.received)
 
 
-class Along:
+class Along(Alone):
     """Is the company of one of several workers.
 
     Args:

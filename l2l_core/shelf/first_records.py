@@ -17,7 +17,7 @@ from l2l_core.shelf.form import Form
 from l2l_core.shelf.pool import Pool
 from l2l_core.shelf.records import Records
 from l2l_core.shelf.settings import Initialiser
-from l2l_core.shelf.sizes import StateRoom, record_bytes
+from l2l_core.shelf.sizes import BlockSize, StateRoom
 
 Given = dict[Block, list[torch.Tensor]]  # what the parameters of blocks were before these went away
 
@@ -73,7 +73,7 @@ def write_first(
     for block in masters.blocks:
         twins = masters.params_of(block)
         form, tensors = Form.of(block.layout, [state[twin] if twin in state else None for twin in twins])
-        buffer = pool.take(max(record_bytes(block, room), form.nbytes))
+        buffer = pool.take(max(BlockSize.of(block, room).record, form.nbytes))
         assert buffer is not None, f"no room for {block.key}, though there is for the largest"
         flat = buffer.flat[: form.nbytes]
         _fill(block, form.weights(flat, block.layout).zero_(), given[block], fill)

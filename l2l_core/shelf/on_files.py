@@ -29,7 +29,7 @@ from l2l_core.shelf.pool import Pool
 from l2l_core.shelf.records import Records
 from l2l_core.shelf.settings import FileShelf, Initialiser
 from l2l_core.shelf.shards import Shards, write_shards
-from l2l_core.shelf.sizes import Sizes, StateRoom, record_bytes
+from l2l_core.shelf.sizes import BlockSize, Sizes, StateRoom
 from l2l_core.shelf.updates import ThroughFiles
 from l2l_core.surgery import ties_of
 from l2l_core.trace import Trace
@@ -99,7 +99,9 @@ class OnFiles(Solo):
     ) -> int:
         masters, self._units = store.masters, units
         room = StateRoom(masters)
-        sizes = Sizes.of(units, room, self._ahead, casts=not device.in_host_memory)
+        measured = {block: BlockSize.of(block, room) for block in masters.blocks}
+        by_unit = [(unit.key, [measured[block] for block in unit.blocks]) for unit in units]
+        sizes = Sizes.of(by_unit, self._ahead, casts=not device.in_host_memory)
         self._loads.limit_bytes, self._updates.limit_bytes = sizes.shared_out(self._shelf.nbytes)
         self._manifest = Manifest(self.folder, units, masters, self._records)
         if self._shelf.resume:
@@ -109,9 +111,14 @@ class OnFiles(Solo):
             check_disk(self.folder, masters.blocks, room)
             write_first(masters, self._records, self._updates, room, self._given, self._initialiser())
             self._records.commit(partial(self._manifest.prepare, 0), partial(self._manifest.switch, 0))
-        buffers = {block: record_bytes(block, room) for block in masters.blocks}
         store.update = ThroughFiles(
-            masters, store.update, self._records, self._updates, buffers.__getitem__, host, self._manifest
+            masters,
+            store.update,
+            self._records,
+            self._updates,
+            lambda block: measured[block].record,
+            host,
+            self._manifest,
         )
         for module in self._model.modules():
             module.register_state_dict_pre_hook(self._refuse_nan)

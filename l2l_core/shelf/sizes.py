@@ -7,12 +7,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from l2l_core.eps import Masters
-from l2l_core.eps.blocks import Block, Layout, Unit
+from l2l_core.eps.blocks import Block, Layout
 from l2l_core.eps.optimizers import over, silent, step_alone
 from l2l_core.shelf.direct import PAGE, pages
 from l2l_core.shelf.form import Form
@@ -22,35 +24,30 @@ _TOY = 4096  # elements: state of smaller parameters may be of another kind
 _SLACK = 128  # bytes per tensor, for its alignment
 
 
-class StateRoom:
-    """Tells what an optimizer will keep of parameters that it has not seen yet, by trying it on small ones.
+class StateTrial:
+    """Tells what room to leave for an optimizer's state of parameters that it has not seen yet, by trying it on small ones.
 
     Args:
-        masters: the optimizer over them.
+        optimizer: whose groups count; it does not hear of the trials.
     """
 
-    def __init__(self, masters: Masters) -> None:
-        self._masters = masters
-        self._group_of = {p: i for i, group in enumerate(masters.optimizer.param_groups) for p in group["params"]}
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
         self._tried: dict[tuple[int, tuple[int, ...]], float] = {}
 
-    def __call__(self, block: Block, only_trained: bool = False) -> int:
-        """Count the bytes for a block, as if all of its parameters were trained, or for those that are."""
-        params = [p for p in self._masters.params_of(block) if p in self._group_of]
-        return sum(self._of(p) for p in params if p.requires_grad or not only_trained)
-
-    def _of(self, param: nn.Parameter) -> int:
-        shape = tuple(param.shape)
-        if param.numel() > _TOY:
+    def __call__(self, shape: Sequence[int], index: int = 0) -> int:
+        """Count the bytes for a parameter of a shape, in the group of an index."""
+        numel, shape = math.prod(shape), tuple(shape)
+        if numel > _TOY:
             side = math.ceil(_TOY ** (1 / len(shape)))
             shape = (side,) * len(shape)
-        key = self._group_of[param], shape
+        key = index, shape
         if key not in self._tried:
             self._tried[key] = self._try(*key)
-        return math.ceil(self._tried[key] * max(1.0, param.numel() / math.prod(shape)))
+        return math.ceil(self._tried[key] * max(1.0, numel / math.prod(shape)))
 
     def _try(self, index: int, shape: tuple[int, ...]) -> float:
-        toy, optimizer = nn.Parameter(torch.ones(shape)), self._masters.optimizer
+        toy, optimizer = nn.Parameter(torch.ones(shape)), self._optimizer
         groups = [{**group, "params": [toy] if i == index else []} for i, group in enumerate(optimizer.param_groups)]
         twin = over(optimizer, groups, defaultdict(dict))
         for name, value in vars(twin).items():
@@ -61,6 +58,56 @@ class StateRoom:
             step_alone(twin)
         form, tensors = Form.of(Layout.of([toy]), [twin.state.get(toy)])
         return sum(tensor.nbytes + _SLACK for tensor in tensors.values())
+
+
+class StateRoom:
+    """Tells the same of whole blocks.
+
+    Args:
+        masters: the optimizer over them.
+    """
+
+    def __init__(self, masters: Masters) -> None:
+        self._masters, self._trial = masters, StateTrial(masters.optimizer)
+        self._group_of = {p: i for i, group in enumerate(masters.optimizer.param_groups) for p in group["params"]}
+
+    def __call__(self, block: Block, only_trained: bool = False) -> int:
+        """Count the bytes for a block, as if all of its parameters were trained, or for those that are."""
+        params = [p for p in self._masters.params_of(block) if p in self._group_of]
+        return sum(self._trial(p.shape, self._group_of[p]) for p in params if p.requires_grad or not only_trained)
+
+
+class BlockSize(NamedTuple):
+    """Is a block in numbers.
+
+    Attributes:
+        key: of the block.
+        numel: elements of its weights, padding included.
+        state: bytes to leave room for, of the optimizer's state.
+    """
+
+    key: str
+    numel: int
+    state: int
+
+    @staticmethod
+    def of(block: Block, room: StateRoom) -> BlockSize:
+        """Measure a block."""
+        return BlockSize(block.key, block.layout.numel, room(block))
+
+    @property
+    def weights(self) -> int:
+        """Bytes of a buffer for its weights: whole pages."""
+        return pages(4 * self.numel)
+
+    @property
+    def record(self) -> int:
+        """Bytes of a buffer for its record: whole pages."""
+        return pages(self.weights + self.state)
+
+    def to_lend(self, casts: bool) -> int:
+        """Count the bytes of a pool that its load needs."""
+        return self.weights + PAGE + (pages(2 * self.numel) + PAGE if casts else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +127,15 @@ class Sizes:
     says: str
 
     @staticmethod
-    def of(units: Sequence[Unit], room: StateRoom, ahead: int, casts: bool) -> Sizes:
-        """Count them for a shell, which comes first, and its layers."""
-        shell, *layers = ((unit, sum(_to_lend(block, casts) for block in unit.blocks)) for unit in units)
+    def of(units: Sequence[tuple[str, Sequence[BlockSize]]], ahead: int, casts: bool) -> Sizes:
+        """Count them for a shell, which comes first, and its layers, each with its key and blocks."""
+        shell, *layers = ((key, sum(block.to_lend(casts) for block in blocks)) for key, blocks in units)
         widest = max(layers, key=lambda pair: pair[1])
-        blocks = dict.fromkeys(block for unit in units for block in unit.blocks)
-        largest = max(blocks, key=lambda block: record_bytes(block, room))
+        blocks = dict.fromkeys(block for _, blocks in units for block in blocks)
+        largest = max(blocks, key=lambda block: block.record)
         loads = max(shell[1], (ahead + 1) * widest[1])
-        record, made = record_bytes(largest, room) + PAGE, max(map(room, blocks))
-        what = "the shell" if loads == shell[1] else f"{ahead + 1} layers as {widest[0].key} that load"
+        record, made = largest.record + PAGE, max(block.state for block in blocks)
+        what = "the shell" if loads == shell[1] else f"{ahead + 1} layers as {widest[0]} that load"
         says = (
             f"{format_bytes(loads)} for the weights of {what}, {format_bytes(record)} for weights and state of "
             f"{largest.key}, {format_bytes(made)} for state while the optimizer makes it"
@@ -99,6 +146,11 @@ class Sizes:
     def least(self) -> int:
         """The smallest memory that works."""
         return self.loads + self.record + self.made
+
+    @property
+    def ample(self) -> int:
+        """Memory beyond which nothing gets faster: three records, and twice the weights that are lent at a time."""
+        return self.least + 2 * self.record + self.loads
 
     def shared_out(self, memory_bytes: int) -> tuple[int, int]:
         """Give the pools of loads and of records their bytes.
@@ -118,13 +170,3 @@ class Sizes:
             )
         records = self.record + min(rest, 2 * self.record)
         return memory_bytes - self.made - records, records
-
-
-def record_bytes(block: Block, room: StateRoom) -> int:
-    """Count the bytes of a buffer for a block's record: whole pages."""
-    return pages(pages(4 * block.layout.numel) + room(block))
-
-
-def _to_lend(block: Block, casts: bool) -> int:
-    numel = block.layout.numel
-    return pages(4 * numel) + PAGE + (pages(2 * numel) + PAGE if casts else 0)

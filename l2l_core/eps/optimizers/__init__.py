@@ -32,5 +32,6 @@ from l2l_core.eps.optimizers.states import Tally as Tally
 from l2l_core.eps.optimizers.states import clone_state as clone_state
 from l2l_core.eps.optimizers.states import differing as differing
 from l2l_core.eps.optimizers.states import state_bytes as state_bytes
+from l2l_core.eps.optimizers.states import tensors_of as tensors_of
 from l2l_core.eps.optimizers.step_hooks import StepHooks as StepHooks
 from l2l_core.eps.optimizers.step_hooks import pre_hooks as pre_hooks

@@ -1,0 +1,145 @@
+"""Where masters and state of a model should lie that nobody has built: in memory, in fewer bits, or on a disk.
+
+Every optimizer that is offered is forecast in memory and on the disk, and the fastest that fits is taken. What a codec costs in
+quality no forecast knows, and the work of packing is not timed: offer what you would train with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from l2l_core.config import RelayConfig
+from l2l_core.forecast.forecast import Forecast
+from l2l_core.forecast.formula import Machine
+from l2l_core.forecast.from_config import forecast_config
+from l2l_core.forecast.kept_state import KeptState, MakeOptimizer
+from l2l_core.forecast.planned_shelf import PlannedShelf
+from l2l_core.shelf import Disk
+from l2l_core.trace import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """An optimizer, and where its state and the masters lie.
+
+    Attributes:
+        optimizer: its name, as it was offered.
+        forecast: of a step; `forecast.shelf` is None where masters are in memory.
+    """
+
+    optimizer: str
+    forecast: Forecast
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.optimizer} {'in memory' if self.forecast.shelf is None else 'on disk'}"
+
+    def __str__(self) -> str:
+        forecast, shelf = self.forecast, self.forecast.shelf
+        disk = ""
+        if shelf is not None:
+            disk = f", {format_bytes(shelf.needed_bytes)} of disk, memory_bytes={shelf.memory_bytes:,}"
+        verdict = "fits" if forecast.fits else "; ".join(forecast.lacks())
+        return f"{self.name}: {forecast.seconds:.3g} s, {format_bytes(forecast.needed_host_bytes)} of host{disk}: {verdict}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFit:
+    """What fits, and what is the fastest of that; `str` gives the reasons.
+
+    Attributes:
+        ways: all that were looked at, the fastest first; of equals the one that was offered first, in memory before disk.
+    """
+
+    ways: tuple[Way, ...]
+
+    @property
+    def best(self) -> Way | None:
+        """The fastest that fits; None if nothing does."""
+        return next((way for way in self.ways if way.forecast.fits), None)
+
+    @property
+    def better(self) -> tuple[Way, ...]:
+        """What would be faster than `best`, and does not fit; all of it if nothing does."""
+        found = self.best
+        return tuple(
+            way
+            for way in self.ways
+            if not way.forecast.fits and (found is None or way.forecast.seconds < found.forecast.seconds)
+        )
+
+    def __str__(self) -> str:
+        best = self.best
+        if best is None:
+            return "\n".join(["nothing of this fits", *map(str, self.ways)])
+        head = [f"take {best.name}: of what fits, nothing is faster", f"there, {best.forecast.bound}"]
+        needs = [f"faster would be {way.name}, but it {'; '.join(way.forecast.lacks())}" for way in self.better[-1:]]
+        return "\n".join([*head, *needs, *map(str, self.ways)])
+
+
+def fit_config(
+    config: Any,
+    machine: Machine,
+    *,
+    optimizers: Mapping[str, MakeOptimizer],
+    host_bytes: int,
+    micro_batches: int,
+    batch: int,
+    sequence: int | None = None,
+    disk: Disk | None = None,
+    relay_config: RelayConfig | None = None,
+    memory_bytes: int | None = None,
+    emulated: bool = False,
+) -> ConfigFit:
+    """Choose among memory, codecs and disk for a model's masters and optimizer state.
+
+        adamw = torch.optim.AdamW
+        optimizers = {"float32": partial(adamw, lr=1e-4), "bf16": partial(in_bf16(adamw), lr=1e-4)}
+        print(fit_config(config, machine, optimizers=optimizers, host_bytes=24 * 10**9, disk=Disk.of("run"), ...))
+
+    Args:
+        optimizers: by name, each a function from parameters to an optimizer, what you like best first.
+        host_bytes: of the host.
+        disk: its figures; None to look at memory alone.
+        config, machine, micro_batches, batch, sequence, relay_config, memory_bytes, emulated: as of `forecast_config`.
+
+    Raises:
+        ValueError: no optimizers, or what `forecast_config` refuses.
+    """
+    if not optimizers:
+        raise ValueError('optimizers={}: offer at least one, {"float32": partial(torch.optim.AdamW, lr=1e-4)}')
+    forecast = partial(
+        forecast_config,
+        config,
+        machine,
+        micro_batches=micro_batches,
+        batch=batch,
+        sequence=sequence,
+        relay_config=relay_config,
+        memory_bytes=memory_bytes,
+        host_bytes=host_bytes,
+        emulated=emulated,
+    )
+    ways = [Way(name, forecast(optimizer=make)) for name, make in optimizers.items()]
+    if disk is not None:
+        may_lie_there = {name: make for name, make in optimizers.items() if not KeptState(make).rounds_weights}
+        ways += [
+            Way(name, _on_disk(partial(forecast, optimizer=make), disk, host_bytes))
+            for name, make in may_lie_there.items()
+        ]
+    return ConfigFit(tuple(sorted(ways, key=lambda way: way.forecast.seconds)))
+
+
+def _on_disk(forecast: partial[Forecast], disk: Disk, host_bytes: int) -> Forecast:
+    """Forecast a step with as large a pool as there is room for and use for, or with the smallest that works."""
+    least = forecast(shelf=PlannedShelf(disk=disk))
+    assert least.shelf is not None
+    pool = min(least.shelf.ample_bytes, host_bytes - (least.needed_host_bytes - least.shelf.memory_bytes))
+    if pool <= least.shelf.least_bytes:
+        return least
+    wide = forecast(shelf=PlannedShelf(disk=disk, memory_bytes=pool))
+    return wide if wide.fits and wide.seconds < least.seconds else least

@@ -1,0 +1,87 @@
+"""How fast a disk is, for forecasts: stated, or measured in a folder by what a shelf does there."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from l2l_core.shelf.direct import PAGE, DirectFiles, page_aligned, pages
+from l2l_core.trace import format_bytes
+
+_TRIES = 3  # the fastest counts: whoever else uses the disk only slows it down
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """Figures of a disk. Reading and writing are taken not to slow one another down.
+
+    Args:
+        read_bytes_per_s, write_bytes_per_s: of large files; what is written counts when it is on the disk itself.
+        free_bytes: that there are, None for no limit.
+        name: for people.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    free_bytes: int | None = None
+    name: str = "a disk"
+
+    def __post_init__(self) -> None:
+        for name in ("read_bytes_per_s", "write_bytes_per_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r}: must be a positive number of bytes per second, such as 2e9")
+        if self.free_bytes is not None and not self.free_bytes >= 0:
+            raise ValueError(f"free_bytes={self.free_bytes!r}: must be 0 or more, or None for no limit")
+
+    @staticmethod
+    def of(folder: str | Path, nbytes: int = 1 << 26) -> Disk:
+        """Measure the disk of a folder: a file of `nbytes` is written and read there, past the page cache where that can be.
+
+        Where it cannot, figures may be those of memory, and `name` says so. Nothing stays in the folder.
+
+        Raises:
+            ValueError: `nbytes` is not positive.
+            OSError: no such folder, or no room in it.
+        """
+        if not nbytes > 0:
+            raise ValueError(f"nbytes={nbytes!r}: must be a positive number of bytes")
+        folder, size = Path(folder), pages(nbytes)
+        flat = page_aligned(torch.zeros(size + PAGE, dtype=torch.uint8), size).random_(0, 256)  # some disks compress
+        with tempfile.TemporaryDirectory(prefix="disk-", dir=folder) as own:
+            files, path = DirectFiles(Path(own)), Path(own) / "measured"
+            written_s, read_s = [], []
+            for _ in range(_TRIES):
+                start_s = time.perf_counter()
+                files.write(path, flat)
+                middle_s = time.perf_counter()
+                files.read(path, flat)
+                written_s.append(middle_s - start_s)
+                read_s.append(time.perf_counter() - middle_s)
+        return Disk(
+            read_bytes_per_s=size / min(read_s),
+            write_bytes_per_s=size / min(written_s),
+            free_bytes=shutil.disk_usage(folder).free,
+            name=f"measured with {format_bytes(size)}{'' if files.is_direct else ' through the page cache'}",
+        )
+
+    def figures(self) -> dict[str, float]:
+        """Return what a trace says of it, as plain values."""
+        return {
+            "disk read_bytes_per_s": self.read_bytes_per_s,
+            "disk write_bytes_per_s": self.write_bytes_per_s,
+        }
+
+    def __str__(self) -> str:
+        free = "" if self.free_bytes is None else f", {format_bytes(self.free_bytes)} free"
+        read, write = format_bytes(self.read_bytes_per_s), format_bytes(self.write_bytes_per_s)
+        return f"{self.name}: reads {read}/s, writes {write}/s{free}"
