@@ -18,6 +18,7 @@ from l2l_core.rules import weight_slots
 
 _AS_FAST = 1.03  # who gains less is not worth other micro-batches, which draw other random numbers, or other updates
 _FASTER = 1.01  # less is not told as a gain
+_CHANCE = 1.1  # by which one run of a step may seem slower than it is
 _FINALISTS = 3  # steps that are timed once more: one run each is too little to tell them apart
 
 
@@ -91,11 +92,11 @@ class Search:
         chosen: dict[RelayConfig, Priced] = {}
         for step in found:
             rehearsed = _rehearsed(step)
-            if rehearsed not in chosen and len(chosen) < _FINALISTS and step.seconds < 1.1 * found[0].seconds:
+            if rehearsed not in chosen and len(chosen) < _FINALISTS and step.seconds < _CHANCE * found[0].seconds:
                 # What stays on the device was reckoned from the same rehearsals, so nothing needs to be timed again. A graph
                 # that is kept costs no time: what makes less than it seem faster is chance.
                 as_fast = [
-                    each for each in found if _rehearsed(each) == rehearsed and each.seconds < _FASTER * step.seconds
+                    each for each in found if _rehearsed(each) == rehearsed and each.seconds < _CHANCE * step.seconds
                 ]
                 chosen[rehearsed] = max(as_fast, key=lambda each: each.config.keep)
         # Not the other way round, where deferred updates do: they keep steps whole.
