@@ -191,6 +191,7 @@ def test_what_plain_training_cannot_run_does_not_count() -> None:
     assert issubclass(Untrainable, Exception)
 
 
+@pytest.mark.slow
 def test_death_and_silence_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The culprit is named, and the programs after it run all the same."""
     with Worker() as worker:
