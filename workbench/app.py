@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 
 from l2l_core import Relay, Schedule
-from workbench.panels.board import Board, Kind, steered
+from workbench.panels.board import Board, Kind, awaited, steered
 from workbench.panels.card import CardPanel
 from workbench.panels.edits import EditsPanel
 from workbench.panels.explore import ExplorePanel
@@ -23,7 +22,7 @@ from workbench.panels.timeline import TimelinePanel
 from workbench.panels.verdict import VerdictPanel, WhyPanel
 from workbench.panels.views import check_view
 from workbench.panels.what_if import WhatIfPanel
-from workbench.session import BatchSource, Given, Logger, Scheduler, Session, Snapshot
+from workbench.session import BatchSource, Given, Logger, Scheduler, Session
 
 VIEWS: Mapping[str, Sequence[Kind]] = {
     "relay": (RelayPanel,),
@@ -93,12 +92,7 @@ class Workbench(Board):
     switch = steered(Session.switch)
     discard = steered(Session.discard)
     script = steered(Session.script)
-
-    @wraps(Session.wait)
-    def wait(self, timeout_s: float | None = None, *, progress: bool = False) -> Snapshot:
-        now = self.session.wait(timeout_s, progress=progress)
-        self._display.catch_up()  # the pump may be behind, and the notebook saved as soon as this cell ends
-        return now
+    wait = awaited(Session.wait)
 
     def close(self, wait: bool = True) -> None:
         """End the session when its step is over, and leave a still picture in the notebook. The relay stays open.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import wraps
 
 from l2l_core.strategies import Lab, Plan, Way
-from workbench.panels.board import Board, Kind, steered
+from workbench.panels.board import Board, Kind, awaited, steered
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
 from workbench.panels.plan_header import PlanHeaderPanel
@@ -15,7 +14,7 @@ from workbench.panels.tour import Stop
 from workbench.panels.verdict import VerdictPanel, WhyPanel
 from workbench.panels.views import check_view
 from workbench.plans import WAYS, LabSession
-from workbench.session import BatchSource, Snapshot
+from workbench.session import BatchSource
 
 VIEWS: Mapping[str, Sequence[Kind]] = {
     "time": (TimelinePanel, WhyPanel),
@@ -80,12 +79,7 @@ class LabBench(Board):
     stop = steered(LabSession.stop)
     skip = steered(LabSession.skip)
     follow = steered(LabSession.follow)
-
-    @wraps(LabSession.wait)
-    def wait(self, timeout_s: float | None = None) -> Snapshot:
-        now = self.session.wait(timeout_s)
-        self._display.catch_up()  # the pump may be behind, and the notebook saved as soon as this cell ends
-        return now
+    wait = awaited(LabSession.wait)
 
     def close(self, wait: bool = True) -> None:
         """End the session when its step is over, and leave a still picture in the notebook. The lab can be used again.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 
-from workbench.panels.board import Board, Kind, steered
+from workbench.panels.board import Board, Kind, awaited, steered
 from workbench.panels.header import HeaderPanel
 from workbench.panels.loss import LossPanel
 from workbench.panels.memory import MemoryPanel
@@ -13,7 +12,7 @@ from workbench.panels.rank_edits import RankEditsPanel
 from workbench.panels.ranks import RanksPanel
 from workbench.panels.waits import LaunchedWaitsPanel
 from workbench.ranks import Conductor, Ranks
-from workbench.session import Session, Snapshot
+from workbench.session import Session
 
 VIEWS: Mapping[str, Sequence[Kind]] = {
     "relays": (RanksPanel, LossPanel),
@@ -50,12 +49,7 @@ class Launched(Board):
     switch = steered(Conductor.switch)
     discard = steered(Conductor.discard)
     reconfigure = steered(Conductor.reconfigure)
-
-    @wraps(Conductor.wait)
-    def wait(self, timeout_s: float | None = None) -> Snapshot:
-        now = self.session.wait(timeout_s)
-        self._display.catch_up()  # the pump may be behind, and the notebook saved as soon as this cell ends
-        return now
+    wait = awaited(Conductor.wait)
 
     def close(self, wait: bool = True) -> None:
         """End all workers, and leave a still picture in the notebook.

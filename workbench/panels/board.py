@@ -40,6 +40,19 @@ def steered(verb: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[Any, P
     return steer
 
 
+def awaited(verb: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Do the same with a verb that waits, and let the panels catch up: the notebook is saved as soon as its cell ends."""
+    steer = steered(verb)
+
+    @wraps(steer)
+    def wait(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        now = steer(self, *args, **kwargs)
+        self._display.catch_up()
+        return now
+
+    return wait
+
+
 class Board:
     """Shows some panels always, and below them one view of several. Made in a cell again, it replaces what the cell had made.
 
