@@ -145,16 +145,23 @@ class Ambient:
         hooks = self.saved_tensor_hooks if self.grad_enabled else ()
         return any(getattr(pack, "__module__", None) == "torch.utils.checkpoint" for pack, _ in hooks)
 
+    @staticmethod
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Run a block under this state, then restore what was there before."""
+    def aside() -> Iterator[None]:
+        """Run a block with empty mode and hook stacks, then restore the whole state that was there before."""
         outside = Ambient.take()
-        self.put()
         try:
             yield
         finally:
             Ambient.clear()  # a block that failed may leave modes behind, and `put` wants empty stacks
             outside.put()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run a block under this state, then restore what was there before."""
+        with Ambient.aside():
+            self.put()
+            yield
 
 
 @contextmanager

@@ -196,7 +196,8 @@ class Call:
         """
         if self.kept is not None:
             self.kept = None
-            self.prove(run)
+            with Ambient.aside():
+                self.prove(run)
 
     def prove(self, run: Pass) -> None:
         """Recompute at once, before anything is trained, a call that left traces, to see whether it gives the same again.

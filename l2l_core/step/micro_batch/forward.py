@@ -107,8 +107,7 @@ class Forward:
     def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a shadowed layer does: cut, give way, and run when it is this layer's turn."""
         for last in self.calls[-1:]:
-            if last.kept is not None:
-                self._goes_on_from(last)
+            last.gives_way(self._run)  # it was not the last one after all
         self._run.check_call()
         with torch._C.DisableTorchFunction():  # the crossing is for the model's own code
             self.waiting = call = Call.of(unit, real, self.k, args, kwargs, self.crossing)
@@ -120,14 +119,6 @@ class Forward:
         outputs = self._run_layer(call, shell, check)
         self._stop_shell = self._run.timed("shell", SHELL, self.k)
         return outputs
-
-    def _goes_on_from(self, last: Call) -> None:
-        """The layer was not the last one after all."""
-        shell = Ambient.take()
-        try:
-            last.gives_way(self._run)
-        finally:
-            shell.put()
 
     def _give_way(self) -> Ambient:
         """Hand control to the engine until it resumes this micro-batch; returns the state that the shell stood in."""

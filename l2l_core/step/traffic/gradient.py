@@ -7,7 +7,7 @@ gradient exists besides the slot. From then on that place stands as the paramete
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -158,11 +158,12 @@ class Gradient:
                 roots += [(get_gradient_edge(param), grad) for param, grad in pairs]
         return roots
 
-    def holds_part_of(self, params: Iterable[torch.Tensor]) -> bool:
+    def holds_part_of(self, params: Collection[torch.Tensor]) -> bool:
         """Whether there is a gradient, not pushed yet, of one of these parameters whose micro-batches are kept apart."""
+        if not params:
+            return False
         apart = [share for share in self._shares if any(share.touched) and self._ways.is_apart(share.block)]
-        held = {share.block.params[i] for share in apart for i in share.piece.views()}
-        return bool(held) and any(param in held for param in params)
+        return not {share.block.params[i] for share in apart for i in share.piece.views()}.isdisjoint(params)
 
     def flush(self, k: int, visit: int) -> None:
         """Push what micro-batch `k` has just added, in `visit`, to blocks whose micro-batches are kept apart."""
