@@ -7,7 +7,10 @@ A GPT-2 with a byte vocabulary and fused AdamW. Every process has one core and o
 share one, and processor time says what seconds cannot). The links of the emulated device, and of the emulated network, get the
 bandwidths at which copies and messages of two take `--share` of one worker's compute, so that one is compute-bound. Whoever
 waits for a link sleeps on the thread of that link. In every round rank 0 makes a step by itself while the others sleep, and
-then all make one together, each on as many rows: efficiency is the first over the second, round by round.
+then all make one together, each on as many rows: efficiency is the first over the second, round by round. Between the two
+comes the control: all make a step at once, each by itself, and nothing is sent. What that takes longer than one alone is the
+machine's (memory, caches, clock, neighbours), and no workers could be quicker: efficiency over that of the control is what
+training together costs.
 
 By processor time the same is said without the waiting, and without what other processes on the machine do to seconds: what
 workers do besides what one alone does, all of it on the core that computes. Forecasts are made by rank 0's own relay from its
@@ -30,6 +33,7 @@ from _ranks import Ranks, timed
 from l2l_core import EmulatedDevice, Forecast, Network, Relay, RelayConfig, Workers
 
 PLANNED = (1, 2, 4, 8, 64, 512)
+SIDES = ("alone", "control", "together")
 STRAGGLER = 1.5  # times as slow as the others
 
 
@@ -55,9 +59,10 @@ def measure(rank: int, count: int, args: argparse.Namespace) -> dict[str, Any]:
         with relay_of(args, config, EmulatedDevice(**link), Workers(network=network)) as together:
             for _ in range(2):
                 together.step(batch)
-            sides: dict[str, list[dict[str, float]]] = {"alone": [], "together": []}
+            sides: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
             for _ in range(args.rounds):
                 sides["alone"].append(timed(partial(alone.step, batch) if rank == 0 else lambda: None))
+                sides["control"].append(timed(partial(alone.step, batch)))
                 sides["together"].append(timed(partial(together.step, batch)))
             waited = together.trace.worker
         # What a message takes here at least, whatever the emulated network says
@@ -111,27 +116,34 @@ def plan(
 def summary(count: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Put together what the ranks have found."""
     alone = ranks[0]["sides"]["alone"]
-    together = [
-        max(each["seconds"] for each in row) for row in zip(*(r["sides"]["together"] for r in ranks), strict=True)
-    ]
-    core_s = [
-        sum(e["core_s"] for e in row) / count for row in zip(*(r["sides"]["together"] for r in ranks), strict=True)
-    ]
+    taken: dict[str, dict[str, list[float]]] = {"seconds": {}, "core_s": {}}  # by side, round by round
+    for side in SIDES[1:]:
+        rounds = list(zip(*(r["sides"][side] for r in ranks), strict=True))
+        taken["seconds"][side] = [max(each["seconds"] for each in row) for row in rounds]
+        taken["core_s"][side] = [sum(each["core_s"] for each in row) / count for row in rounds]
+    for unit, sides in taken.items():
+        sides["alone"] = [each[unit] for each in alone]
+    together = taken["seconds"]["together"]
     planned = {each["workers"]: each["seconds"] for each in ranks[0]["plans"]}
     return {
         "processes": count,
-        "alone_s": spread(each["seconds"] for each in alone),
-        "together_s": spread(together),
-        "efficiency": spread(a["seconds"] / b for a, b in zip(alone, together, strict=True)),
-        "alone_core_s": spread(each["core_s"] for each in alone),
-        "together_core_s": spread(core_s),
-        "efficiency_by_core": spread(a["core_s"] / b for a, b in zip(alone, core_s, strict=True)),
+        **{unit: {side: spread(sides[side]) for side in SIDES} for unit, sides in taken.items()},
+        "efficiency": {unit: efficiencies(sides) for unit, sides in taken.items()},
         "planned_error": planned[count] / spread(together)["median"] - 1,
-        "planned_error_alone": planned[1] / spread(each["seconds"] for each in alone)["median"] - 1,
+        "planned_error_alone": planned[1] / spread(taken["seconds"]["alone"])["median"] - 1,
         "figures": ranks[0]["figures"],
         "plans": ranks[0]["plans"],
         "slow": ranks[0]["slow"],
     }
+
+
+def efficiencies(sides: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Say, round by round, what of one alone is left: of all together, of the control, and of the first over the second."""
+    raw, control = (
+        [a / b for a, b in zip(sides["alone"], sides[side], strict=True)] for side in ("together", "control")
+    )
+    over = [c / b for c, b in zip(sides["control"], sides["together"], strict=True)]
+    return {"raw": spread(raw), "control": spread(control), "over control": spread(over)}
 
 
 def main() -> None:
@@ -153,33 +165,24 @@ def main() -> None:
         with Ranks(count) as ranks:
             found.append(summary(count, ranks.run(measure, args)))
     report("scale", {"settings": vars(args), "results": found})
-    header = [
-        "processes",
-        "one alone, s",
-        "together, s",
-        "efficiency",
-        "core s",
-        "together, core s",
-        "by core",
-        "planned",
-    ]
     show(
-        [*header, "error"],
+        ["processes", "by", *(f"{side}, s" for side in SIDES), "raw", "control", "over control"],
         [
             [
                 one["processes"],
-                one["alone_s"]["median"],
-                one["together_s"]["median"],
-                "{median:.3f} ({min:.3f}-{max:.3f})".format(**one["efficiency"]),
-                one["alone_core_s"]["median"],
-                one["together_core_s"]["median"],
-                "{median:.3f} ({min:.3f}-{max:.3f})".format(**one["efficiency_by_core"]),
-                next(each["seconds"] for each in one["plans"] if each["workers"] == one["processes"]),
-                f"{one['planned_error']:+.1%} (one alone {one['planned_error_alone']:+.1%})",
+                {"seconds": "seconds", "core_s": "processor time"}[unit],
+                *(one[unit][side]["median"] for side in SIDES),
+                *("{median:.3f} ({min:.3f}-{max:.3f})".format(**each) for each in one["efficiency"][unit].values()),
             ]
             for one in found
+            for unit in ("seconds", "core_s")
         ],
     )
+    print("raw: alone / together; control: alone / all at once, each by itself; over control: control / together\n")
+    for one in found:
+        planned = next(each["seconds"] for each in one["plans"] if each["workers"] == one["processes"])
+        error = f"{one['planned_error']:+.1%} (one alone {one['planned_error_alone']:+.1%})"
+        print(f"{one['processes']} processes: planned {planned:.3g} s, error {error}")
     plans = [*found[0]["plans"], *found[0]["slow"]]
     one_s = plans[0]["seconds"]
     print(f"planned, from rank 0's last step; {found[0]['figures']}\n")

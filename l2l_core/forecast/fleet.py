@@ -13,9 +13,8 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.rules import weight_itemsize
 from l2l_core.workers import Cut, Network, Traffic, exchange_traffic, gather_traffic, meeting_traffic, spread_traffic
 
-_AROUND = (
-    9  # messages to all: meeting, two of clocks; meeting, sizes and values of what batches count for, and of losses
-)
+# Messages to all: meeting, two of clocks; meeting and values of what batches count for, and of losses
+_AROUND = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,20 +105,18 @@ class Share(NamedTuple):
         key: of the block.
         cut: of its weights.
         gradient: elements of a gradient for each worker, in the order of ranks.
-        trained: number of parameters that have one.
     """
 
     key: str
     cut: Cut
     gradient: tuple[int, ...]
-    trained: int = 1
 
     @staticmethod
     def of(key: str, layout: Layout, trained: Trained, count: int, elementwise: bool) -> Share:
         """Cut a block for so many workers, as `workers/cuts.py` does."""
         cut = Cut.of(layout, count, elementwise)
         edges = cut.gradient_edges(trained)
-        return Share(key, cut, _sizes(edges), len(trained.indices))
+        return Share(key, cut, _sizes(edges))
 
     def gathering(self, itemsize: int, rank: int) -> list[Traffic]:
         """Say what brings the whole block to all workers, in elements of so many bytes."""
@@ -127,10 +124,6 @@ class Share(NamedTuple):
         if self.cut.even:
             return [gather_traffic(itemsize * self.cut.even, count)]
         return _spreading(self.cut.edges, itemsize, rank)
-
-    def covers(self, rounds: int) -> Traffic:
-        """Say what tells everybody which parameters have a gradient, in so many exchanges."""
-        return exchange_traffic([rounds * self.trained] * len(self.gradient), 0)
 
     def exchange(self, itemsize: int, rank: int) -> Traffic:
         """Say what brings everybody's gradients of its part to each worker, in elements of so many bytes."""

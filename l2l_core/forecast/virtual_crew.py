@@ -224,7 +224,7 @@ class Along(Alone):
         share = self._blocks[block]
         self._exchanged.append(block)
         exchanges = [share.exchange(self._wire, self._rank)] * self._rounds
-        return self._collective("reduce", "exchange", t, block, exchanges, [share.covers(self._rounds)])
+        return self._collective("reduce", "exchange", t, block, exchanges)
 
     def clip(self, t: float) -> float:
         for share in [self._blocks[block] for block in self._exchanged]:
@@ -250,15 +250,13 @@ class Along(Alone):
             self._there_s.append(there_s)
         return self._there_s[number]
 
-    def _collective(
-        self, channel: str, kind: str, t: float, block: str, parts: Sequence[Traffic], told: Sequence[Traffic] = ()
-    ) -> float:
-        """Meet, tell what there is to tell, and move what there is to move; gives when that is over."""
+    def _collective(self, channel: str, kind: str, t: float, block: str, parts: Sequence[Traffic]) -> float:
+        """Meet, and move what there is to move; gives when that is over."""
         came = self._meetings.meet(channel, self._met[channel], self._rank, t)
         self._met[channel] += 1
         met_s = max(came.values())
         stop_s = met_s
-        for traffic in (self._head, *told, *parts):
+        for traffic in (self._head, *parts):
             stop_s = self._link.take(stop_s, self._network.busy_s(traffic)) + self._network.delay_s(traffic)
             self.sent[channel] = self.sent[channel].plus(traffic)
         received = sum(traffic.received for traffic in parts)

@@ -8,7 +8,7 @@ is done first; so channels need not know of one another, and none can hold anoth
 furthest behind waits only for what the others have already begun.
 
 Whether the programs are the same is not taken for granted. Before every collective workers *meet*: they tell one another
-what comes next, and when they came, in 24 bytes. Whoever finds that another does something else, or has failed, raises;
+what comes next, a note, and when they came, in 32 bytes. Whoever finds that another does something else, or has failed, raises;
 between a meeting and what was agreed there nothing is done that may fail. A worker that has failed *ends* each channel: it goes
 to the next meeting to say so, where the others come too sooner or later. After that all have had the same number of
 collectives, so a failed step leaves channels with which the next one can begin.
@@ -31,7 +31,8 @@ from l2l_core.workers.line import Line
 from l2l_core.workers.network import Traffic, exchange_traffic, gather_traffic, spread_traffic
 
 _DIGEST = 16  # bytes: whether the worker has failed, and a digest of what it is about to do
-_HEADER = _DIGEST + 8  # and when it came
+_NOTE = 8  # bytes of what it tells besides
+_HEADER = _DIGEST + _NOTE + 8  # and when it came
 _all_gather: Any = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )  # the second before torch 2.12
@@ -49,10 +50,12 @@ class Meeting:
     Attributes:
         rank: of this worker.
         came_s: by worker, when it came, in seconds on the clock of `SharedTime`.
+        notes: by worker, what it has told besides: 8 bytes.
     """
 
     rank: int
     came_s: tuple[float, ...]
+    notes: tuple[bytes, ...] = ()
 
     @property
     def began_s(self) -> float:
@@ -89,13 +92,20 @@ class Channel:
         self.line.check()
         self._ended = None
 
-    def meet(self, what: str, facts: Mapping[str, str] | None = None, timeout_s: float | None = None) -> Meeting:
+    def meet(
+        self,
+        what: str,
+        facts: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        note: bytes = bytes(_NOTE),
+    ) -> Meeting:
         """Make sure that all workers are about to do the same.
 
         Args:
             what: to do, in words that follow "is about to".
             facts: what must be the same besides, by name.
             timeout_s: how long to wait at most; default that of the line.
+            note: what all are told besides, and may differ; 8 bytes, which cost no message of their own.
 
         Raises:
             WorkerError: they are not, or one has failed; names it and what differs.
@@ -104,11 +114,11 @@ class Channel:
         self._check()
         told = {"": what, **(facts or {})}
         digest = hashlib.sha256(repr(sorted(told.items())).encode()).digest()
-        heads, came_s = self._all_heads(bytes([0]) + digest[: _DIGEST - 1], what, timeout_s)
+        heads, met = self._all_heads(bytes([0]) + digest[: _DIGEST - 1], note, what, timeout_s)
         if len(set(heads)) > 1:
             self._ended = _explained(self.objects((told, None), "explain"))
             raise self._ended
-        return Meeting(self.line.rank, came_s)
+        return met
 
     def end(self, cause: str | None) -> None:
         """Tell the others that this worker has failed, unless they know it from this channel already.
@@ -117,21 +127,23 @@ class Channel:
             cause: of the failure; None if it failed because another one did.
         """
         if self._ended is None and self.line.lost is None:
-            self._all_heads(bytes([1]) + bytes(_DIGEST - 1), "hear of a failure", None)
+            self._all_heads(bytes([1]) + bytes(_DIGEST - 1), bytes(_NOTE), "hear of a failure", None)
             self._ended = _explained(self.objects(({}, cause), "explain"))
 
     def share(self, mine: Any, what: str) -> list[Any]:
         """Meet, and give everybody's `mine`, in the order of ranks; what can be pickled."""
-        self.meet(what)
-        return self.objects(mine, what)
+        data = pickle.dumps(mine)
+        met = self.meet(what, note=struct.pack("<q", len(data)))
+        return self._objects(data, [struct.unpack("<q", note)[0] for note in met.notes], what)
 
     def objects(self, mine: Any, what: str) -> list[Any]:
         """Give everybody's `mine` where all have just met."""
         data = pickle.dumps(mine)
-        sizes = self.tell(torch.tensor([len(data)]), what).flatten()
-        most = int(sizes.max())
-        rows = self.tell(torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8), what)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        return self._objects(data, self.tell(torch.tensor([len(data)]), what).flatten().tolist(), what)
+
+    def _objects(self, data: bytes, sizes: Sequence[int], what: str) -> list[Any]:
+        rows = self.tell(torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8), what)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def tell(self, mine: torch.Tensor, what: str, timeout_s: float | None = None) -> torch.Tensor:
         """Give everybody's `mine`, (n,), a row each: (count, n). For a few bytes, which are copied for every worker.
@@ -183,10 +195,13 @@ class Channel:
         if self._ended is not None:
             raise WorkerError(str(self._ended), self._ended.ranks)  # a new one: it may be raised on several threads
 
-    def _all_heads(self, head: bytes, what: str, timeout_s: float | None) -> tuple[list[bytes], tuple[float, ...]]:
-        mine = bytearray(head + struct.pack("<d", self.line.time.now()))
+    def _all_heads(self, head: bytes, note: bytes, what: str, timeout_s: float | None) -> tuple[list[bytes], Meeting]:
+        assert len(note) == _NOTE, f"a note of {len(note)} bytes"  # whatever is told, all messages are of one size
+        mine = bytearray(head + note + struct.pack("<d", self.line.time.now()))
         rows = [row.numpy().tobytes() for row in self.tell(torch.frombuffer(mine, dtype=torch.uint8), what, timeout_s)]
-        return [row[:_DIGEST] for row in rows], tuple(struct.unpack("<d", row[_DIGEST:])[0] for row in rows)
+        came_s = tuple(struct.unpack("<d", row[-8:])[0] for row in rows)
+        notes = tuple(row[_DIGEST : _DIGEST + _NOTE] for row in rows)
+        return [row[:_DIGEST] for row in rows], Meeting(self.line.rank, came_s, notes)
 
 
 def _explained(said: Sequence[tuple[Mapping[str, str], str | None]]) -> WorkerError:

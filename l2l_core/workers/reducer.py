@@ -8,6 +8,7 @@ sum is to the bit that of one worker with all micro-batches; it costs as many ti
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.eps import Clock, Gradients, Masters, let_have
 from l2l_core.eps.blocks import Block, GradientPiece
 from l2l_core.trace import Trace
+from l2l_core.workers.channel import Meeting
 from l2l_core.workers.crew import Crew
 from l2l_core.workers.seen import note
 
@@ -60,8 +62,7 @@ class Exchanged:
             torch.empty(n, dtype=self._wire) for n in (sizes[me] * count, trained.numel) if self._wire != torch.float32
         ]
         with self._clock.away():
-            met = self._crew.reduces.meet(what)
-            covers = self._covers(mine, len(trained.indices))
+            met, covers = self._meet(mine, len(trained.indices), what)
             came = [k for k in range(self._rounds) if bool(covers[:, k].any())]
             for k in came:
                 self._exchange(come[k], go[k], room, edges, what)
@@ -131,9 +132,15 @@ class Exchanged:
         total = gradients.sum_of(parts)
         return {} if total is None else {0: total}
 
-    def _covers(self, mine: Mapping[int, GradientPiece], params: int) -> torch.Tensor:
-        """Tell all workers what has a gradient: (workers, rounds, parameters)."""
+    def _meet(self, mine: Mapping[int, GradientPiece], params: int, what: str) -> tuple[Meeting, torch.Tensor]:
+        """Meet, and find out what has a gradient on any worker: (workers, rounds, parameters).
+
+        That is the same for all in most models, which the notes of the meeting say; only where it differs it is sent.
+        """
         none = (False,) * params
-        here = [mine[k].covers if k in mine else none for k in range(self._rounds)]
-        every = self._crew.reduces.tell(torch.tensor(here, dtype=torch.uint8).flatten(), "reduce")
-        return every.view(self._crew.count, self._rounds, params)
+        here = torch.tensor([mine[k].covers if k in mine else none for k in range(self._rounds)], dtype=torch.uint8)
+        reduces, shape = self._crew.reduces, (self._crew.count, *here.shape)
+        met = reduces.meet(what, note=hashlib.sha256(here.numpy().tobytes()).digest()[:8])
+        if len(set(met.notes)) == 1:
+            return met, here.expand(shape)
+        return met, reduces.tell(here.flatten(), what).view(shape)

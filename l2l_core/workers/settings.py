@@ -20,8 +20,9 @@ class Workers:
     """Says with whom a relay trains, and how their gradients are added up.
 
     Args:
-        group: a process group; or "auto": the default one of `torch.distributed`, which under torchrun is made if there is
-            none yet, and ended by `Relay.close` in that case. Without either a relay is alone.
+        group: a process group; or "auto": the default one of `torch.distributed`, which is made if there is none yet and a
+            launcher (torchrun, mpirun) has started several processes, and ended by `Relay.close` in that case. Without either a
+            relay is alone.
         reduce: "sum" adds up each worker's gradients first and sends the sum. "ordered" sends the gradient of every
             micro-batch, and adds in the order of one worker with all micro-batches: to the bit what that one would have, for as
             many times the bytes as there are micro-batches.

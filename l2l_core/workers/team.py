@@ -6,7 +6,6 @@ numbers micro-batches through all workers, and sees to it that all do the same.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
@@ -26,7 +25,7 @@ from l2l_core.workers.errors import WorkerError
 from l2l_core.workers.place import Gathered
 from l2l_core.workers.reducer import Exchanged
 from l2l_core.workers.refusals import Unchanged, refuse_batch_norm
-from l2l_core.workers.rounds import init_round
+from l2l_core.workers.rounds import init_round, launched
 from l2l_core.workers.settings import Workers, settings_of
 from l2l_core.workers.shares import Shares
 
@@ -275,17 +274,14 @@ def company(workers: Workers | dist.ProcessGroup | str | Solo | Team | None, mod
     settings = settings_of(workers)
     if not dist.is_available():
         raise ValueError("workers: this PyTorch was built without torch.distributed")
-    made = False
-    if settings.group == "auto" and not dist.is_initialized():
-        if not dist.is_torchelastic_launched():
-            return Solo()
-        made = int(os.environ["WORLD_SIZE"]) > 1
-        if not made:
-            return Solo()
+    made = settings.group == "auto" and not dist.is_initialized()
+    rank, count = launched()
+    if made and count == 1:
+        return Solo()
     if settings.buffers == "same":
         refuse_batch_norm(model)
     if made:
-        init_round(settings.timeout_s)
+        init_round(rank, count, settings.timeout_s)
     group = dist.group.WORLD if settings.group == "auto" else settings.group
     if dist.get_world_size(group) == 1:
         return Solo()

@@ -31,8 +31,7 @@ def test_two_layers_by_hand() -> None:
     """Both fit the two slots, so each is gathered once, before anything is computed; gradients go when their visits end."""
     gather_s, exchange_s, latency_s = 2.0, 2.0, 0.125
     network = Network(bytes_per_s=800 * 4 / gather_s, latency_s=latency_s)
-    head_s = latency_s + 24 / network.bytes_per_s
-    flag_s = latency_s + 1 / network.bytes_per_s  # whether the layer's one parameter has a gradient
+    head_s = latency_s + 32 / network.bytes_per_s
     trace = simulate(profile(2), CONFIG, workers=2, network=network)
     there_s = 2 * (head_s + gather_s + latency_s)  # one after another, and compute waits for the layer ahead, too
     compute = trace.lanes["compute"]
@@ -41,7 +40,7 @@ def test_two_layers_by_hand() -> None:
         there_s + COMPUTE_S + (COMPUTE_S + 8.0) + 12.0
     )  # the second layer's load hides under the first one's forward
     assert compute[-1].stop_s == pytest.approx(done_s)
-    reduce_s = head_s + flag_s + exchange_s + latency_s
+    reduce_s = head_s + exchange_s + latency_s
     assert end_s(trace) == pytest.approx(done_s + LINK_S + reduce_s + UPDATE_S / 2 + head_s)
 
 

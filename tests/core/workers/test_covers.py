@@ -1,0 +1,33 @@
+"""What has a gradient on one worker alone is known to all, though meetings carry no more than a digest of it."""
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from l2l_core.workers.channel import Meeting
+from l2l_core.workers.reducer import Exchanged
+
+
+class Other:
+    """A channel to one other worker, which has gradients of these parameters."""
+
+    def __init__(self, covers: list[int]) -> None:
+        self.covers, self.sent = torch.tensor(covers, dtype=torch.uint8), 0
+
+    def meet(self, what: str, note: bytes) -> Meeting:
+        return Meeting(0, (0.0, 0.0), (note, hashlib.sha256(self.covers.numpy().tobytes()).digest()[:8]))
+
+    def tell(self, mine: torch.Tensor, what: str) -> torch.Tensor:
+        self.sent += 1
+        return torch.stack([mine, self.covers])
+
+
+@pytest.mark.parametrize("covers", [[0, 0], [0, 1]])
+def test_covers_are_sent_where_they_differ(covers: list[int]) -> None:
+    other = Other(covers)
+    crew: Any = SimpleNamespace(reduces=other, count=2)
+    _, every = Exchanged(crew, keeps_apart=False)._meet({}, 2, "reduce")
+    assert every.tolist() == [[[0, 0]], [covers]] and other.sent == any(covers)
