@@ -36,7 +36,7 @@ from l2l_core.config import RelayConfig, checked_config
 from l2l_core.devices import Device, Ledger, Process, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
-from l2l_core.eps import LayerStore
+from l2l_core.eps import LayerStore, Residuals
 from l2l_core.eps.blocks import (
     Unit,
     build_units,
@@ -143,7 +143,7 @@ class Relay:
         # Where layers compute on these cores too, updates behind them take one.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
         self._store = LayerStore.over(
-            parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings
+            parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings, Residuals(self.device)
         )
         self._store.reducer = self._company.reducer()
         self._runner = Runner(parts, self._store, self._call, weight, self._company, self._caches, config)
@@ -945,6 +945,7 @@ class Relay:
         back = [
             keep_attributes(self.model.modules()),
             self._store.masters.snapshot(),
+            self._store.residuals.snapshot(self._store.masters.blocks),
             self._runner.parts.copy_buffers(),
             self._keep_own(),
             self._history.snapshot(),
