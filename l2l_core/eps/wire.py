@@ -29,7 +29,7 @@ from l2l_core.rules import CHUNK, GROUP, PACKING_BYTES, packed_numel, spare_resi
 
 
 class Wire(Protocol):
-    """Sends whole gradients of one step. `keep` and `unpack` are called on the EPS's thread, the others on the one that trains."""
+    """Sends whole gradients of one step. `keep` and `unpack` are called on the EPS's thread."""
 
     def begin(self, blocks: Sequence[Block]) -> None:
         """Hear that the step begins.
