@@ -17,11 +17,16 @@ from l2l_core import (
     EmulatedDevice,
     FileShelf,
     Freeze,
+    Machine,
     Move,
     NonFiniteError,
+    Profile,
     Relay,
     RelayConfig,
+    Trace,
     Unfreeze,
+    forecast_config,
+    simulate,
 )
 from l2l_core.eps import wire
 
@@ -204,7 +209,9 @@ def test_gradients_that_are_kept_apart_go_as_they_are() -> None:
 
 def packed_bytes(form: str, numel: int) -> int:
     groups = -(-numel // GROUP)
-    return {"bf16": -(-numel // 2) * 4, "int8": (-(-numel // 4) + groups) * 4, "int4": (-(-numel // 8) + groups) * 4}[form]
+    return {"bf16": -(-numel // 2) * 4, "int8": (-(-numel // 4) + groups) * 4, "int4": (-(-numel // 8) + groups) * 4}[
+        form
+    ]
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
@@ -224,6 +231,36 @@ def test_the_lane_the_meter_and_the_forecast_count_the_bytes_that_go(form: str) 
         assert forecast.peak_device_bytes == then.peak_device_bytes == relay.forecast(batch_of(2)).peak_device_bytes
         assert device.ledger.by_owner("gradients") == {"residuals": 4 * trained}  # rehearsals have left nothing
     assert device.ledger.by_category() == {}
+
+
+@pytest.mark.parametrize("update", ["eager", "deferred"])
+@pytest.mark.parametrize("compress", ["int4", Compress("bf16", feedback=False)], ids=str)
+def test_a_forecast_without_a_model_has_the_same_bytes(compress: Any, update: Any) -> None:
+    config = RelayConfig(micro_batches=2, compress=compress, update=update)
+    with Relay(make_gpt(4), partial(torch.optim.AdamW, lr=1e-2), EmulatedDevice(), config=config) as relay:
+        real = relay.forecast(make_batch())
+        machine = Machine(1e9, 1e8, 1e9, 1e9)
+        told = {"micro_batches": 2, "batch": 4, "sequence": 8, "relay_config": config, "emulated": True}
+        formula = forecast_config(relay.model.config, machine, **told)
+    assert formula.device_bytes["gradients"] == real.device_bytes["gradients"]
+    assert pushed(formula.trace) == pushed(real.trace)
+    assert formula.host_bytes["gradients"] == real.host_bytes["gradients"] or update == "eager"  # timing's
+
+
+def pushed(trace: Trace) -> int:
+    return sum(event.nbytes for event in trace.lanes["d2h"] if event.kind == "push")
+
+
+def test_a_recorded_step_is_replayed_to_the_byte() -> None:
+    config = RelayConfig(micro_batches=2, compress="int8", stash="host")
+    with relay_of(make_model(), config) as relay:
+        for step in range(2):
+            trace = relay.step(batch_of(step)).trace
+        replayed = simulate(Profile.of(trace), config)
+        assert pushed(replayed) == pushed(trace)
+        assert replayed.peak_bytes("device") == trace.peak_bytes("device")
+        with pytest.raises(ValueError, match=r"compress=Compress\(format='int8'.* pushes other bytes"):
+            simulate(Profile.of(trace), RelayConfig(micro_batches=2, stash="host"))
 
 
 def test_without_feedback_nothing_stays_on_the_device() -> None:
@@ -386,4 +423,6 @@ def test_feedback_and_branches_refuse_each_other() -> None:
 
 def test_weights_in_files_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="compress='int8' is not there for a relay whose weights are in files"):
-        relay_of(make_model(), RelayConfig(compress="int8"), shelf=FileShelf(folder=tmp_path / "shelf"))
+        relay_of(
+            make_model(), RelayConfig(compress="int8"), shelf=FileShelf(folder=tmp_path / "shelf", memory_bytes=10**6)
+        )
