@@ -36,7 +36,7 @@ from l2l_core.config import RelayConfig, checked_config
 from l2l_core.devices import Device, Ledger, Process, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
-from l2l_core.eps import LayerStore, Residuals
+from l2l_core.eps import Gradients, LayerStore, Masters, Residuals
 from l2l_core.eps.blocks import (
     Unit,
     build_units,
@@ -143,16 +143,9 @@ class Relay:
         parts = Parts(model, self.device, self.host, shell, units, place)
         # Where layers compute on these cores too, updates behind them take one.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
-        self._store = LayerStore.over(
-            parts.units,
-            made,
-            model.parameters,
-            self.host,
-            self.device.host_empty,
-            cores,
-            findings,
-            Residuals(self.device),
-        )
+        masters = Masters(parts.units, made, model.parameters, self.host, findings)
+        gradients = Gradients(self.host, self.device.host_empty)
+        self._store = LayerStore.over(masters, gradients, Residuals(self.device), cores)
         self._store.reducer = self._company.reducer()
         self._runner = Runner(parts, self._store, self._call, weight, self._company, self._caches, config)
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)

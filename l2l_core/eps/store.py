@@ -11,23 +11,22 @@ not: it knows nothing of devices or of the order of layers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Copy, Ledger, Ticket, serial_thread
+from l2l_core.devices import Copy, Ticket, serial_thread
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.clock import Clock
 from l2l_core.eps.finite import checked, norm_of
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import Findings, StepHooks, pre_hooks
+from l2l_core.eps.optimizers import StepHooks, pre_hooks
 from l2l_core.eps.reducer import Alone, Reducer
 from l2l_core.eps.residuals import Residuals
 from l2l_core.eps.updates import ByOptimizer, Update
@@ -72,29 +71,16 @@ class LayerStore:
         self._config, self._clock, self._failed = RelayConfig(), Clock(Trace()), False
 
     @staticmethod
-    def over(
-        units: Sequence[Unit],
-        optimizer: Optimizer,
-        order: Callable[[], Iterable[nn.Parameter]],
-        host: Ledger,
-        empty: Callable[[int], torch.Tensor],
-        cores: int,
-        findings: Findings,
-        residuals: Residuals,
-    ) -> LayerStore:
+    def over(masters: Masters, gradients: Gradients, residuals: Residuals, cores: int) -> LayerStore:
         """Make the EPS of a relay, in which the user's optimizer updates.
 
         Args:
-            units, optimizer, order, host: as in `Masters`.
-            empty: makes a float32 host buffer of so many elements for a gradient.
-            cores: for reducing and updating. One where compute is on the CPU too; most of them beside a GPU.
-            findings: about the optimizer. One that adds elements up gets as many cores as it would have in core, since the
-                order in which they are added depends on that.
-            residuals: of compressed gradients.
+            masters, gradients, residuals: as of a store.
+            cores: for reducing and updating: one where compute is on the CPU too, most of them beside a GPU. An optimizer that
+                adds elements up has as many as in core, since the order in which they are added depends on that.
         """
-        masters = Masters(units, optimizer, order, host, findings)
-        thread = serial_thread("eps", cores if findings.elementwise else torch.get_num_threads())
-        return LayerStore(masters, Gradients(host, empty), ByOptimizer(masters), thread, residuals)
+        thread = serial_thread("eps", cores if masters.findings.elementwise else torch.get_num_threads())
+        return LayerStore(masters, gradients, ByOptimizer(masters), thread, residuals)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

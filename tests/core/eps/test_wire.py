@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from late_cuda import LateDevice
 from small import make_batch, make_gpt
 from torch import Tensor, nn
 
 from l2l_core import (
     Compress,
+    Device,
     DeviceOutOfMemory,
     Drop,
     Duplicate,
@@ -72,7 +74,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
 
 
-def relay_of(model: nn.Module, config: RelayConfig, device: EmulatedDevice | None = None, **options: Any) -> Relay:
+def relay_of(model: nn.Module, config: RelayConfig, device: Device | None = None, **options: Any) -> Relay:
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
     return Relay(model, optimizer, device or EmulatedDevice(), objective=loss_of, config=config, **options)
 
@@ -146,9 +148,9 @@ def equal_weights(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def assert_as_oracle(config: RelayConfig, steps: int = 3) -> None:
+def assert_as_oracle(config: RelayConfig, device: Device | None = None, steps: int = 3) -> None:
     oracle = Oracle(make_model(), config)
-    with relay_of(make_model(), config) as relay:
+    with relay_of(make_model(), config, device) as relay:
         oracle.places = places_of(relay)
         for step in range(steps):
             batch = batch_of(step)
@@ -181,6 +183,11 @@ def test_training_is_that_of_the_formulas(compress: Compress, stash: str) -> Non
 @pytest.mark.parametrize("compress", ["int4", Compress("int8", feedback=False)], ids=str)
 def test_and_so_it_is_in_every_way_of_running(more: dict[str, Any], compress: Any) -> None:
     assert_as_oracle(RelayConfig(**({"micro_batches": 2, "compress": compress} | more)))
+
+
+@pytest.mark.parametrize("compress", ["int8", Compress("int4", feedback=False)], ids=str)
+def test_copies_that_come_as_late_as_they_may_change_no_bit(compress: Any) -> None:
+    assert_as_oracle(RelayConfig(micro_batches=3, compress=compress, stash="host"), LateDevice())
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
