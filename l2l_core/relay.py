@@ -457,7 +457,7 @@ class Relay:
 
         The in-core side runs on the device's kind of hardware: on a GPU, which must have room for the whole model, equal
         bits are not to be expected, but losses and weights that agree to float32 rounding are. It is float32 in any case,
-        so with ``precision="bf16"`` the report shows what the precision costs.
+        so with ``precision="bf16"`` the report shows what the precision costs, and with `compress` what fewer bits cost.
 
         Several workers do it together, and each does all of the in-core side, on the micro-batches of all: it must have room for
         the model twice. Only ``reduce="ordered"`` gives equal bits. Buffers are not compared where each worker has its own.

@@ -138,6 +138,11 @@ def _check(profile: Profile, config: RelayConfig, fleet: Fleet) -> None:
                 f"the profile is of a step with {name}={known!r}, and {name}={asked!r} moves other bytes: record a step with "
                 f"RelayConfig({name}={asked!r}), or make the profile with it"
             )
+    if together and config.wire is not None:
+        raise ValueError(
+            f"compress={config.compress!r} is not there for several workers: leave it out of RelayConfig. They send fewer bits "
+            "one another by wire='bf16'"
+        )
     was = Compress.of(profile.settings.get("compress"))
     if was != config.wire:
         raise ValueError(

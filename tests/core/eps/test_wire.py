@@ -428,6 +428,12 @@ def test_feedback_and_branches_refuse_each_other() -> None:
             relay.config = RelayConfig(compress="int8")
 
 
+def test_a_fleet_is_refused() -> None:
+    with relay_of(make_model(), RelayConfig(compress="int8", micro_batches=2)) as relay:
+        with pytest.raises(ValueError, match="compress='int8' is not there for several workers"):
+            relay.forecast(batch_of(0), workers=2)
+
+
 def test_weights_in_files_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="compress='int8' is not there for a relay whose weights are in files"):
         relay_of(
