@@ -141,7 +141,7 @@ def _check(profile: Profile, config: RelayConfig, fleet: Fleet) -> None:
     if together and config.wire is not None:
         raise ValueError(
             f"compress={config.compress!r} is not there for several workers: leave it out of RelayConfig. They send fewer bits "
-            "one another by wire='bf16'"
+            "to one another by wire='bf16'"
         )
     was = Compress.of(profile.settings.get("compress"))
     if was != config.wire:
