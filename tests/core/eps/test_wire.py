@@ -251,7 +251,6 @@ def test_a_forecast_without_a_model_has_the_same_bytes(compress: Any, update: An
         formula = forecast_config(relay.model.config, machine, **told)
     assert formula.device_bytes["gradients"] == real.device_bytes["gradients"]
     assert pushed(formula.trace) == pushed(real.trace)
-    assert formula.host_bytes["gradients"] == real.host_bytes["gradients"] or update == "eager"  # timing's
 
 
 def pushed(trace: Trace) -> int:
