@@ -1,7 +1,8 @@
-"""What an optimizer's state in fewer bits saves, what it costs in time, and what in quality.
+"""What fewer bits save, what they cost in time, and what in quality: of an optimizer's state, and of gradients on the wire.
 
     python benchmarks/bits.py          (10 to 20 minutes)
     python benchmarks/bits.py --steps 20 --seeds 2 --width 256
+    python benchmarks/bits.py --wire   (5 to 10 minutes; gradients alone)
 
 Bytes: host bytes per parameter after a step of AdamW on GPT-2 blocks, by the relay's ledger (masters and state), and by
 the process: what it holds for itself alone beyond the same run with plain SGD, which has no state, plus 4 for the master.
@@ -10,6 +11,8 @@ AdamW in float32. Quality: the demo's model and text by relay, the same weights 
 float32 is the mean over seeds of differences with the same seed, and stands beside the spread of float32 over seeds.
 `bf16 and weights` has masters of bfloat16 besides. `..., to nearest` is what is not done: second moments, or weights, that
 are rounded to nearest.
+Gradients (`--wire`): runs with fused AdamW in float32, whose gradients go to the host as `RelayConfig(compress=...)` says:
+bytes are those that a step pushes.
 Without bitsandbytes the rows of 8 bits are left out, which is said.
 """
 
@@ -35,7 +38,7 @@ from _common import alternate, make_batch, make_gpt2, ratio, report, show
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from l2l_core import EmulatedDevice, Relay, RelayConfig, in_bf16
+from l2l_core import Compress, EmulatedDevice, Relay, RelayConfig, in_bf16
 from workbench.lessons.corpus import Corpus, load_corpus
 from workbench.lessons.demo import draw_batch, make_model, make_schedule, one_thread
 from workbench.lessons.demo_values import Settings
@@ -85,6 +88,12 @@ KINDS: dict[str, Callable[..., Optimizer]] = {
 }
 NOT_DONE = {"bf16, to nearest": ToNearest, "bf16 and weights, to nearest": WeightsToNearest}
 
+WIRES = {"float32": None} | {
+    f"{form}, {'feedback' if feedback else 'at random'}": Compress(form, feedback)  # type: ignore[arg-type]
+    for form in ("bf16", "int8", "int4")
+    for feedback in (True, False)
+}
+
 
 def in_its_type(model: nn.Module, make: Callable[..., Optimizer]) -> nn.Module:
     """Give the model the type of weights that an optimizer of this kind keeps."""
@@ -100,10 +109,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of the runs on text")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--text-layers", type=int, default=6)
+    parser.add_argument("--wire", action="store_true", help="measure gradients on the wire, and nothing else")
     parser.add_argument("--bytes-of", help="measure this kind's bytes in this process, print them and end")
     args = parser.parse_args()
     if args.bytes_of:
         print(json.dumps(measure_bytes(args.bytes_of, args.layers, args.width)))
+        return
+    if args.wire:
+        with one_thread():
+            pushed = {name: bytes_pushed(compress, args) for name, compress in WIRES.items()}
+            make = KINDS["float32"]
+            losses = quality({name: partial(train, make, compress=compress) for name, compress in WIRES.items()}, args)
+        show(("gradients", "bytes pushed in a step"), [(name, f"{nbytes:,}") for name, nbytes in pushed.items()])
+        report("bits_wire", {"arguments": vars(args), "pushed": pushed, "quality": losses})
         return
     kinds = dict(KINDS)
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -113,7 +131,8 @@ def main() -> None:
     with one_thread():
         results["bytes"] = bytes_per_parameter(kinds, args)
         results["time"] = times(kinds, args.width, args.rounds)
-        results["quality"] = quality(kinds | NOT_DONE, args)
+        runs = {kind: partial(train, make) for kind, make in (kinds | NOT_DONE).items()}
+        results["quality"] = quality(runs, args)
     report("bits", results)
 
 
@@ -208,14 +227,17 @@ def times(kinds: dict[str, Callable[..., Optimizer]], width: int, rounds: int) -
 # -- quality -----------------------------------------------------------------------------------------------------------
 
 
-def quality(kinds: dict[str, Callable[..., Optimizer]], args: argparse.Namespace) -> dict[str, list[float]]:
+Train = Callable[[Corpus, Settings], float]  # gives the held-out loss
+
+
+def quality(kinds: dict[str, Train], args: argparse.Namespace) -> dict[str, list[float]]:
     """Held-out losses of every kind, by seed."""
     corpus = load_corpus()
     held_out: dict[str, list[float]] = {kind: [] for kind in kinds}
     for seed in range(args.seeds):
         settings = Settings(layers=args.text_layers, rows=8, micro_batches=2, steps=args.steps, seed=seed)
-        for kind, make in kinds.items():
-            held_out[kind].append(train(make, corpus, settings))
+        for kind, run in kinds.items():
+            held_out[kind].append(run(corpus, settings))
             print(f"seed {seed}, {kind}: {held_out[kind][-1]:.4f}", flush=True)
     base = held_out["float32"]
     rows = []
@@ -228,14 +250,25 @@ def quality(kinds: dict[str, Callable[..., Optimizer]], args: argparse.Namespace
     return held_out
 
 
-def train(make: Callable[..., Optimizer], corpus: Corpus, settings: Settings) -> float:
+def bytes_pushed(compress: Compress | None, args: argparse.Namespace) -> int:
+    """Bytes of gradients that one step sends to the host."""
+    settings = Settings(layers=args.text_layers, rows=8, micro_batches=2)
+    config = RelayConfig(micro_batches=settings.micro_batches, compress=compress)
+    with Relay(make_model(settings), device=EmulatedDevice(), config=config) as relay:
+        windows = torch.Generator().manual_seed(0)
+        return relay.step(draw_batch(load_corpus().train, settings, windows)).bytes_pushed
+
+
+def train(
+    make: Callable[..., Optimizer], corpus: Corpus, settings: Settings, compress: Compress | None = None
+) -> float:
     """Train by relay; the loss on held-out text."""
     windows = torch.Generator().manual_seed(settings.seed)
     model = in_its_type(make_model(settings), make)
     optimizer = make(
         model.parameters(), lr=settings.learning_rate
     )  # second moments of a thousand steps: beta2 is 0.999
-    config = RelayConfig(micro_batches=settings.micro_batches)
+    config = RelayConfig(micro_batches=settings.micro_batches, compress=compress)
     with Relay(model, optimizer, EmulatedDevice(), config=config) as relay:
         schedule = make_schedule(relay.optimizer, settings)
         for _ in range(settings.steps):

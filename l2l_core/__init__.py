@@ -1,5 +1,6 @@
 """Layer relay: train a model one layer at a time, equal to plain training, in device memory that does not grow with depth."""
 
+from l2l_core.config import Compress as Compress
 from l2l_core.config import RelayConfig as RelayConfig
 from l2l_core.devices import CudaDevice as CudaDevice
 from l2l_core.devices import Device as Device

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 StashPlace = Literal["device", "host"]
 UpdateMode = Literal["eager", "deferred"]
 Precision = Literal["fp32", "bf16"]
 MeterMode = Literal["on_change", "always"]
+WireFormat = Literal["bf16", "int8", "int4"]
 
 _UNITS = {
     "B": 1,
@@ -26,9 +28,49 @@ _UNITS = {
 _BYTES = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})")
 
 
+@dataclass(frozen=True)
+class Compress:
+    """In how few bits gradients go to the host, and what becomes of what that leaves out.
+
+    A gradient ``g`` that is pushed whole goes as ``Q(g)``: "bf16" in 2 bytes per element; "int8" and "int4" as whole numbers
+    from -127 to 127, or from -7 to 7, two to a byte, of steps of which each 256 elements of a parameter, as they lie in memory,
+    have their own: a 127th, or a 7th, of the largest magnitude among them, one float32. Gradients that are kept apart by
+    micro-batch (parameters that several units share, layers that are visited several times, a shell whose parts share
+    parameters, as a tied embedding) go in float32 as without compression.
+
+    Attributes:
+        format: "bf16", "int8" or "int4".
+        feedback: whether the device keeps what was left out, ``e``, and adds it to the next gradient: it sends ``Q(g + e)`` and
+            keeps ``g + e - Q(g + e)`` (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847), rounded to nearest.
+            That is 4 bytes on the device for every trained parameter whose gradient is compressed, so device memory grows with
+            depth; and as much again while a step runs, so that one that fails can be taken back: of all of them where a step is
+            taken back as a whole (``update="deferred"``, ``rollback=True``), otherwise of the three largest. Without
+            feedback nothing stays on the device, and rounding is at random, with the right mean (QSGD: Alistarh et al., arXiv
+            1610.02132); the numbers are a function of seed, step, block and element.
+
+    Raises:
+        ValueError: no such format, or a feedback that is neither True nor False.
+    """
+
+    format: WireFormat
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("compress", self.format, WireFormat)
+        if not isinstance(self.feedback, bool):
+            raise ValueError(f"feedback={self.feedback!r}: must be True or False")
+
+    @staticmethod
+    def of(said: Compress | Mapping[str, Any] | str | None) -> Compress | None:
+        """Read what settings say: all of it, a mapping of its fields as saves have it, or a format alone."""
+        if said is None or isinstance(said, Compress):
+            return said
+        return Compress(**said) if isinstance(said, Mapping) else Compress(said)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RelayConfig:
-    """How a relay runs; what it computes does not depend on these settings.
+    """How a relay runs; what it computes does not depend on these settings, but for `precision` and `compress`.
 
     Args:
         micro_batches: slices of a batch that pass through a layer during one visit.
@@ -45,6 +87,10 @@ class RelayConfig:
         precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights on the device and compute under autocast. Masters,
             gradient sums and the optimizer stay float32.
         max_grad_norm: clip the global gradient norm to this; needs ``update="deferred"``.
+        compress: gradients go to the host in fewer bits: ``"bf16"``, ``"int8"``, ``"int4"``, or a `Compress`, which says whether
+            the device keeps what that leaves out; the formats alone say that it does. None for float32. If settings are
+            exchanged for some without feedback, what the device has kept goes with the next step. Not with several workers or
+            weights in files, and with feedback not with branches.
         meter: when activation bytes are counted operation by operation: the first step after a change, or every step.
         rollback: keep an undo log of eager updates (12 bytes per parameter) so that an exception restores the old step.
         seed: start of every random stream, see `micro_batch_seed`.
@@ -61,6 +107,7 @@ class RelayConfig:
     update: UpdateMode = "eager"
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
+    compress: Compress | WireFormat | None = None
     meter: MeterMode = "on_change"
     rollback: bool = False
     seed: int = 0
@@ -78,6 +125,9 @@ class RelayConfig:
         _check_choice("update", self.update, UpdateMode)
         _check_choice("precision", self.precision, Precision)
         _check_choice("meter", self.meter, MeterMode)
+        if isinstance(self.compress, Mapping):  # as saves have it
+            object.__setattr__(self, "compress", self.wire)
+        self.wire  # noqa: B018 - for what it refuses
         if not isinstance(self.rollback, bool):
             raise ValueError(f"rollback={self.rollback!r}: must be True or False")
         if self.max_grad_norm is None:
@@ -91,6 +141,11 @@ class RelayConfig:
                 f"max_grad_norm={self.max_grad_norm!r} with update='eager': the global norm needs every gradient before "
                 "the first update, and eager updates do not wait. Use RelayConfig(update='deferred', ...)"
             )
+
+    @property
+    def wire(self) -> Compress | None:
+        """How gradients are compressed, in whole; None where they are not."""
+        return Compress.of(self.compress)
 
     def micro_batch_seed(self, step: int, k: int) -> int:
         """Return the seed of the random stream of micro-batch `k` in step `step` (both from 0).

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -36,7 +36,7 @@ from l2l_core.config import RelayConfig, checked_config
 from l2l_core.devices import Device, Ledger, Process, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
-from l2l_core.eps import LayerStore
+from l2l_core.eps import Gradients, LayerStore, Masters, Residuals
 from l2l_core.eps.blocks import (
     Unit,
     build_units,
@@ -129,6 +129,7 @@ class Relay:
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
         self._company = company(workers, model) if shelf is None else on_files(shelf, workers, model, asked)
+        self._check_wire(config, {})
         if any(param.dtype == torch.bfloat16 for param in model.parameters()):
             self._company.refuse("a model in bfloat16", "call model.float()")
         self.device = resolve_device(device)
@@ -142,9 +143,9 @@ class Relay:
         parts = Parts(model, self.device, self.host, shell, units, place)
         # Where layers compute on these cores too, updates behind them take one.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
-        self._store = LayerStore.over(
-            parts.units, made, model.parameters, self.host, self.device.host_empty, cores, findings
-        )
+        masters = Masters(parts.units, made, model.parameters, self.host, findings)
+        gradients = Gradients(self.host, self.device.host_empty)
+        self._store = LayerStore.over(masters, gradients, Residuals(self.device), cores)
         self._store.reducer = self._company.reducer()
         self._runner = Runner(parts, self._store, self._call, weight, self._company, self._caches, config)
         self._editor = Editor(model, shell, units, self._store, self.host, self.device.host_empty, config.seed)
@@ -200,7 +201,8 @@ class Relay:
 
     @config.setter
     def config(self, config: RelayConfig) -> None:
-        self._runner.config, self._fits_itself = checked_config(config), False
+        self._check_wire(checked_config(config), self._branches.others)
+        self._runner.config, self._fits_itself = config, False
 
     @property
     def fits_itself(self) -> bool:
@@ -455,7 +457,7 @@ class Relay:
 
         The in-core side runs on the device's kind of hardware: on a GPU, which must have room for the whole model, equal
         bits are not to be expected, but losses and weights that agree to float32 rounding are. It is float32 in any case,
-        so with ``precision="bf16"`` the report shows what the precision costs.
+        so with ``precision="bf16"`` the report shows what the precision costs, and with `compress` what fewer bits cost.
 
         Several workers do it together, and each does all of the in-core side, on the micro-batches of all: it must have room for
         the model twice. Only ``reduce="ordered"`` gives equal bits. Buffers are not compared where each worker has its own.
@@ -663,9 +665,10 @@ class Relay:
         Costs no weights: a block is copied when one of the branches that share it changes it.
 
         Raises:
-            ValueError: no name, or one that there is.
+            ValueError: no name, or one that there is; or `compress` has feedback.
         """
         with interrupts_wait(), self._exclusive(), self._with_branch("make a branch", name):
+            self._check_wire(self.config, [name])
             self._branches.fork(name, self._branch_state())
             self._history = self._history.copy()
             return self._present_branch()
@@ -773,6 +776,7 @@ class Relay:
                         who.room,
                     )
                     fill = past.restore(parts)
+                    relay._check_wire(relay.config, relay._branches.others)
                 present = relay._saved_state()
                 saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail
                 fill()
@@ -819,6 +823,18 @@ class Relay:
             return self._runner.evaluate(batch, self._runner.mean_of_probes)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _check_wire(self, config: RelayConfig, others: Collection[str]) -> None:
+        """Refuse gradients in fewer bits where they would not stay whole; `others` are the branches besides the present one."""
+        if config.wire is None:
+            return
+        instead = "leave compress out of RelayConfig; workers send fewer bits to one another by Workers(wire='bf16')"
+        self._company.refuse(f"compress={config.compress!r}", instead)
+        if config.wire.feedback and others:
+            raise ValueError(
+                f"compress={config.compress!r} with branches ({', '.join(others)}): what the device keeps of gradients is there "
+                f"once, and not for each branch. Use Compress({config.wire.format!r}, feedback=False), or make no branches"
+            )
 
     def _units_to_look_at(self, layers: Iterable[Where] | None) -> list[Unit]:
         """Find the layers that are looked at, in order, each once."""
@@ -945,6 +961,7 @@ class Relay:
         back = [
             keep_attributes(self.model.modules()),
             self._store.masters.snapshot(),
+            self._store.residuals.snapshot(self._store.masters.blocks),
             self._runner.parts.copy_buffers(),
             self._keep_own(),
             self._history.snapshot(),
@@ -994,6 +1011,7 @@ class Relay:
             Edited.from_(self._editor, self._history),
             parts_of(self._editor, self._history, self._branches),
             parts_of_values(self._branches),
+            {block.key: block for unit in self._editor.present for block in unit.blocks},
         )
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_UNDER_WAY = 3  # gradients pushed and not yet used, in eager updates
+GROUP = 256  # elements of a parameter that share a scale where gradients travel as whole numbers
+CHUNK = 1 << 18  # elements that are packed or unpacked at a time; whole groups
+PACKING_BYTES = 24  # per element of a chunk: what packing has beside the gradient
 LEAST_PIECE_BYTES = 1 << 14  # below this, the fixed cost of a copy outweighs what a piece could save
 
 
@@ -17,6 +20,22 @@ def weight_itemsize(precision: str) -> int:
 def weight_share(precision: str) -> float:
     """Divide that by the bytes of float32, in which masters and gradients are."""
     return weight_itemsize(precision) / weight_itemsize("fp32")
+
+
+_CODE_BITS = {"bf16": 16, "int8": 8, "int4": 4}
+
+
+def packed_numel(form: str | None, numel: int) -> int:
+    """Count what the gradient of a parameter takes on the wire in a format of `Compress`, in float32; None: as it is."""
+    if form is None:
+        return numel
+    codes = -(-numel * _CODE_BITS[form] // 32)
+    return codes if form == "bf16" else codes + -(-numel // GROUP)
+
+
+def spare_residuals(update: str, rollback: bool) -> int | None:
+    """Count the blocks whose residuals of the step before are kept meanwhile, the largest ones; None: all of them."""
+    return None if rollback or update == "deferred" else MAX_UNDER_WAY
 
 
 def weight_slots(ahead: int, resident: int = 0) -> int:

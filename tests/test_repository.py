@@ -213,7 +213,7 @@ MAY_IMPORT = {
         "surgery.identity": "surgery model",
         "eps.blocks": "devices model",
         "eps.optimizers": "eps.blocks surgery model",
-        "eps": "eps.optimizers eps.blocks devices model trace config rules",
+        "eps": "eps.optimizers eps.blocks devices model optim trace config rules",
         "step.graph": "eps.blocks",
         "step.traffic": "step.graph eps eps.blocks devices trace rules",
         "step.micro_batch": "step.traffic step.graph eps.blocks surgery devices model trace",

@@ -1,7 +1,7 @@
 """Where weights, gradients and optimizer state live, and who updates them; knows no order of layers.
 
-May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `trace`.
-Begin reading at `store.py`; `updates.py`, `places.py` and `reducer.py` say what could be done otherwise.
+May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `optim`, `trace`.
+Begin reading at `store.py`; `updates.py`, `places.py`, `reducer.py` and `wire.py` say what could be done otherwise.
 """
 
 from l2l_core.eps.clock import Clock as Clock
@@ -15,6 +15,8 @@ from l2l_core.eps.places import Place as Place
 from l2l_core.eps.reducer import Alone as Alone
 from l2l_core.eps.reducer import AloneApart as AloneApart
 from l2l_core.eps.reducer import Reducer as Reducer
+from l2l_core.eps.residuals import Residuals as Residuals
+from l2l_core.eps.residuals import ScratchResiduals as ScratchResiduals
 from l2l_core.eps.scratch import dry_store as dry_store
 from l2l_core.eps.store import LayerStore as LayerStore
 from l2l_core.eps.updates import ByOptimizer as ByOptimizer

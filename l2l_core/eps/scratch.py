@@ -21,11 +21,14 @@ from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
 from l2l_core.eps.optimizers import clone_state, over, step_alone
 from l2l_core.eps.reducer import Reducer
+from l2l_core.eps.residuals import Residuals
 from l2l_core.eps.store import LayerStore
 from l2l_core.eps.updates import Whole, check_rates
 
 
-def dry_store(store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor], reducer: Reducer) -> LayerStore:
+def dry_store(
+    store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tensor], reducer: Reducer, residuals: Residuals
+) -> LayerStore:
     """Make an EPS over the same masters, on the same thread, without effect; no step of `store` may be under way.
 
     It writes to nothing that `store` holds, but for `grad` of the masters while gradients are clipped, and statistics.
@@ -35,8 +38,9 @@ def dry_store(store: LayerStore, host: Ledger, empty: Callable[[int], torch.Tens
         host: gets the bytes of gradient buffers booked.
         empty: makes a float32 host buffer of so many elements.
         reducer: as of a store; asks no other worker.
+        residuals: scratch ones.
     """
-    return LayerStore(store.masters, Gradients(host, empty), ToScratch(store.masters), store.thread, reducer)
+    return LayerStore(store.masters, Gradients(host, empty), ToScratch(store.masters), store.thread, residuals, reducer)
 
 
 class ToScratch:

@@ -11,25 +11,26 @@ not: it knows nothing of devices or of the order of layers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Copy, Ledger, Ticket, serial_thread
+from l2l_core.devices import Copy, Ticket, serial_thread
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.clock import Clock
 from l2l_core.eps.finite import checked, norm_of
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import Findings, StepHooks, pre_hooks
+from l2l_core.eps.optimizers import StepHooks, pre_hooks
 from l2l_core.eps.reducer import Alone, Reducer
+from l2l_core.eps.residuals import Residuals
 from l2l_core.eps.updates import ByOptimizer, Update
+from l2l_core.eps.wire import AsItIs, Wire, wire_of
 from l2l_core.rules import MAX_UNDER_WAY
 from l2l_core.trace import Trace
 
@@ -47,6 +48,7 @@ class LayerStore:
         gradients: where gradients wait.
         update: how a block is updated.
         thread: does one thing after the other.
+        residuals: what compression leaves out of gradients.
         reducer: what other workers have to say to a gradient.
     """
 
@@ -56,9 +58,12 @@ class LayerStore:
         gradients: Gradients,
         update: Update,
         thread: ThreadPoolExecutor,
+        residuals: Residuals,
         reducer: Reducer = Alone(),  # noqa: B008 - without state
     ) -> None:
         self.masters, self.gradients, self.update = masters, gradients, update
+        self.residuals = residuals
+        self._wire: Wire = AsItIs(residuals)
         self.thread, self.reducer = thread, reducer
         self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
         self._jobs: list[Future[None]] = []
@@ -66,27 +71,16 @@ class LayerStore:
         self._config, self._clock, self._failed = RelayConfig(), Clock(Trace()), False
 
     @staticmethod
-    def over(
-        units: Sequence[Unit],
-        optimizer: Optimizer,
-        order: Callable[[], Iterable[nn.Parameter]],
-        host: Ledger,
-        empty: Callable[[int], torch.Tensor],
-        cores: int,
-        findings: Findings,
-    ) -> LayerStore:
+    def over(masters: Masters, gradients: Gradients, residuals: Residuals, cores: int) -> LayerStore:
         """Make the EPS of a relay, in which the user's optimizer updates.
 
         Args:
-            units, optimizer, order, host: as in `Masters`.
-            empty: makes a float32 host buffer of so many elements for a gradient.
-            cores: for reducing and updating. One where compute is on the CPU too; most of them beside a GPU.
-            findings: about the optimizer. One that adds elements up gets as many cores as it would have in core, since the
-                order in which they are added depends on that.
+            masters, gradients, residuals: as of a store.
+            cores: for reducing and updating: one where compute is on the CPU too, most of them beside a GPU. An optimizer that
+                adds elements up has as many as in core, since the order in which they are added depends on that.
         """
-        masters = Masters(units, optimizer, order, host, findings)
-        thread = serial_thread("eps", cores if findings.elementwise else torch.get_num_threads())
-        return LayerStore(masters, Gradients(host, empty), ByOptimizer(masters), thread)
+        thread = serial_thread("eps", cores if masters.findings.elementwise else torch.get_num_threads())
+        return LayerStore(masters, gradients, ByOptimizer(masters), thread, residuals)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -98,6 +92,8 @@ class LayerStore:
         """
         self._config, self._clock = config, Clock(trace)
         self._forget()
+        self._wire = wire_of(config, trace.step, self.residuals)
+        self._wire.begin(self.masters.blocks)
         self.reducer.begin(self.masters, config, self._clock)
         is_deferred = config.update == "deferred"
         self.update.begin(logged=config.rollback or is_deferred, deferred=is_deferred, clock=self._clock)
@@ -122,7 +118,8 @@ class LayerStore:
         # A part waits for its sum: counted as under way, a few of them would keep the next one waiting for ever
         here = replace(piece, flat=self.gradients.buffer(piece.trained.numel, bounded=k is None))
         if k is None:
-            pushed = send([(here.flat, piece.flat)])
+            packed = self._wire.pack(block, piece)
+            pushed = send([(here.flat[: packed.numel()], packed)])
             if self._config.update == "eager":
                 self.update.expect(block)
             self._submit(lambda: self._have(unit, block, here, pushed))
@@ -178,6 +175,7 @@ class LayerStore:
         self.wait()
         self.reducer.finish()  # while it can still be undone: somebody else's last update may have failed
         self.update.finish(whole)
+        self._wire.finish(self.masters.blocks)
 
     def wait(self) -> None:
         """Wait for the work submitted so far; the first error is raised, the rest of the work was skipped."""
@@ -197,6 +195,7 @@ class LayerStore:
         for job in self._jobs:
             job.exception()
         self.update.undo()
+        self._wire.undo(self.updated)
         for master in self.masters.model_params:
             master.grad = None  # clipping may have set it; the next step's norm must not see it
         self.gradients.forget()
@@ -226,6 +225,8 @@ class LayerStore:
         """Join the thread and give the optimizer the model's own parameters back."""
         self.thread.shutdown(wait=True)  # first: a job may still step over the masters
         self.masters.give_back()
+        for block in self.masters.blocks:
+            self.residuals.of(block).clear()
 
     def _submit(self, work: Callable[[], Any]) -> None:
         def guarded() -> None:
@@ -249,6 +250,7 @@ class LayerStore:
     def _have(self, unit: Unit, block: Block, piece: GradientPiece, pushed: Ticket) -> None:
         pushed.join()
         self._clock.start()
+        self._wire.unpack(piece)
         self._note(block, grad_norm=checked(unit, block, piece))
         self._reduce(block, {0: piece})
         if self._config.update == "eager":
@@ -287,6 +289,7 @@ class LayerStore:
             return
         self._clock.start()
         self._note(block, **self.update.update(block, piece))
+        self._wire.keep(block)
         self.gradients.release(piece.flat)
         self._record("update", block, piece)
 

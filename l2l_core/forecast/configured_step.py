@@ -7,18 +7,28 @@ and compute is operations over achieved speed.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import SHELL, Job, Memory, Op, PartCost, Stay, TurnCost
-from l2l_core.forecast.families import ModelShapes, count, slot_numel
+from l2l_core.forecast.families import ModelShapes, Shape, count, slot_numel
 from l2l_core.forecast.formula import Machine, Sized, cost_of_moving, costs_by_formula
 from l2l_core.forecast.from_costs import Costs
 from l2l_core.forecast.kept_state import KeptState
 from l2l_core.forecast.planned_shelf import PlannedShelf, ShelfCosts
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.stands import pattern
-from l2l_core.rules import gradient_slots, weight_itemsize, weight_slots
+from l2l_core.rules import (
+    CHUNK,
+    GROUP,
+    PACKING_BYTES,
+    gradient_slots,
+    packed_numel,
+    spare_residuals,
+    weight_itemsize,
+    weight_slots,
+)
 
 _KNOWN = 4  # micro-batches that are written out; more are as these
 _LOGITS = 12  # bytes per output and token: logits, their float32 copy or log-softmax, and the gradient
@@ -86,6 +96,26 @@ class ConfiguredStep:
         layer, shell = (4 * slot_numel(shapes) for shapes in self.model.trained)
         return layer, shell
 
+    def pushed_numel(self, trained: Sequence[Shape]) -> int:
+        """Count what the gradient of such parameters takes on the wire, in float32."""
+        wire = self.config.wire
+        return slot_numel(trained) if wire is None else sum(packed_numel(wire.format, count((one,))) for one in trained)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes on the device that compressed gradients need besides their slots: where they are packed, and residuals."""
+        wire, (layer, shell) = self.config.wire, self.model.trained
+        if wire is None:
+            return 0
+        largest = max((count((one,)) for one in (*layer, *shell)), default=0)
+        packing = PACKING_BYTES * min(CHUNK, largest + GROUP)
+        if not wire.feedback:
+            return packing
+        # of what goes whole: a shell that leaves micro-batch by micro-batch does not
+        held = [4 * count(layer)] * self.model.depth + [0 if self.parts_shell else 4 * count(shell)]
+        spares = spare_residuals(self.config.update, self.config.rollback)
+        return packing + sum(held) + sum(sorted(held, reverse=True)[:spares])
+
     @property
     def parts_shell(self) -> bool:
         """Whether the shell's gradients leave micro-batch by micro-batch: the head is the embedding, and is trained."""
@@ -129,11 +159,18 @@ def _profile_of(step: ConfiguredStep, micro_batches: int) -> Profile:
         # backward if it is trained. The formula has 4 for a frozen parameter and 2 more for a trained one: half fits both.
         head //= 2
     layer, shell = (
-        cost_of_moving(machine, precision, slot_numel(held), slot_numel(trained), count(trained))
+        cost_of_moving(
+            machine, precision, slot_numel(held), slot_numel(trained), count(trained), step.pushed_numel(trained)
+        )
         for held, trained in zip((model.layer, model.shell), model.trained, strict=True)
     )
     one = Sized(count(model.layer) + products, count(model.trained[0]) + products, layer)
-    settings = {"micro_batches": micro_batches, "stash": step.config.stash, "precision": precision}
+    settings = {
+        "micro_batches": micro_batches,
+        "stash": step.config.stash,
+        "precision": precision,
+        "compress": step.config.compress,
+    }
     costs = costs_by_formula(
         [one] * model.depth,
         Sized(head, head_trained, shell),
@@ -182,7 +219,9 @@ class _Memory:
         layer, shell = slot_numel(model.layer), slot_numel(model.shell)
         self._slots = {
             "weights": step.itemsize * (shell + weight_slots(config.ahead, config.resident) * layer),
-            "gradients": step.gradient_bytes[1] + gradient_slots(config.ahead) * step.gradient_bytes[0],
+            "gradients": step.wire_bytes
+            + step.gradient_bytes[1]
+            + gradient_slots(config.ahead) * step.gradient_bytes[0],
         }
         self._on_host, self._boundary = config.stash == "host", step.boundary_bytes
         # the images that leave and arrive; in backward each is an input and a gradient

@@ -111,11 +111,23 @@ class Sized(NamedTuple):
         return Sized(params, trained, cost_of_moving(machine, precision, params, trained, trained))
 
 
-def cost_of_moving(machine: Machine, precision: str, loaded: int, pushed: int, updated: int) -> LayerCost:
-    """Make the cost of a layer, or of the shell, from numbers of elements: in its slot, in its gradient, and trained ones."""
-    gradient_bytes = 4 * pushed
-    update_s = updated / machine.update_params_per_s
-    return LayerCost(weight_itemsize(precision) * loaded, gradient_bytes, gradient_bytes, update_s=update_s)
+def cost_of_moving(
+    machine: Machine, precision: str, loaded: int, held: int, updated: int, pushed: int | None = None
+) -> LayerCost:
+    """Make the cost of a layer, or of the shell, from numbers of elements.
+
+    Args:
+        machine: its figures.
+        precision: of weights on the device.
+        loaded: in its slot.
+        held: in its gradient.
+        updated: trained.
+        pushed: in its gradient on the wire, in float32; default all that is held.
+    """
+    pushed_bytes = 4 * (held if pushed is None else pushed)
+    return LayerCost(
+        weight_itemsize(precision) * loaded, pushed_bytes, 4 * held, update_s=updated / machine.update_params_per_s
+    )
 
 
 def costs_of_shapes(shapes: Shapes, machine: Machine) -> dict[str, Any]:

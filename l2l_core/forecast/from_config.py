@@ -85,6 +85,10 @@ def forecast_config(
             "shelf= needs optimizer=: what lies in its files is what the optimizer really keeps. Give a function from parameters "
             "to an optimizer, such as partial(torch.optim.AdamW, lr=1e-4)"
         )
+    if shelf is not None and settings.wire is not None:
+        raise ValueError(
+            f"relay_config has compress={settings.compress!r}: a relay on a shelf pushes float32. Leave it out"
+        )
     kept = None if optimizer is None else KeptState(optimizer)
     if kept is not None:
         optimizer_bytes = bytes_per_parameter(kept, [shape for shapes in model.trained for shape in shapes])

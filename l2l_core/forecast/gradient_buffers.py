@@ -115,7 +115,8 @@ def _issues(trace: Trace) -> dict[int, list[float]]:
 def _whole(profile: Profile, trace: Trace) -> Changes:
     """Gradients that leave already summed."""
     issued_s, used_s = _issued(trace), _used(trace)
-    sizes = {key: layer.push_bytes for key, layer in profile.layers.items() if layer.push_bytes and key in used_s}
+    # What is packed on the way is unpacked where it comes
+    sizes = {key: layer.block_bytes for key, layer in profile.layers.items() if layer.push_bytes and key in used_s}
     changes: Changes = defaultdict(list)
     for layer, nbytes in sizes.items():
         changes[nbytes] += [(issued_s[layer], 1), (used_s[layer], -1)]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from l2l_core.batches import form_of
-from l2l_core.config import RelayConfig
+from l2l_core.config import Compress, RelayConfig
 from l2l_core.eps.blocks import Block
 from l2l_core.forecast.costs import Memory
 from l2l_core.forecast.from_costs import Costs
@@ -53,6 +53,7 @@ def costs_of_step(
     if (
         [recorded[k] for k in known.chosen] != [asked[k] for k in others.chosen]
         or any(was.get(name) != getattr(config, name) for name in same)
+        or Compress.of(was.get("compress")) != config.wire
         # one without overlap has other rings and buffers; that there are further slots is reckoned below
         or (was["ahead"] > 0) != (config.ahead > 0)
         or kept_of(was, depth) != kept_of(asdict(config), depth)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
-from l2l_core.eps import Alone, AloneApart, InHostMemory, LayerStore, dry_store
+from l2l_core.eps import Alone, AloneApart, InHostMemory, LayerStore, ScratchResiduals, dry_store
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.profile import Profile
@@ -127,13 +127,15 @@ class Rehearsal:
         """An EPS without effect; its work is over when the block is left, however it is left."""
         # Copies: the dry EPS clears them, and notes its own, on the same units.
         stats = [dict(unit.stats) for unit in parts.units]
-        dry = dry_store(self.store, parts.host, parts.device.host_empty, _REDUCERS[self.reduce])
+        residuals = ScratchResiduals(parts.device, is_real=parts.device is self.parts.device)
+        dry = dry_store(self.store, parts.host, parts.device.host_empty, _REDUCERS[self.reduce], residuals)
         try:
             yield dry
         except BaseException:
             dry.roll_back()  # waits for its jobs: clipping sets the `grad` that is cleared below
             raise
         finally:
+            residuals.close()
             for param in parts.model.parameters():
                 param.grad = None
             for unit, told in zip(parts.units, stats, strict=True):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from l2l_core.config import RelayConfig
+from l2l_core.config import Compress, RelayConfig
 from l2l_core.devices import Device
 from l2l_core.forecast.costs import Job, Op
 from l2l_core.forecast.fleet import Fleet, Share, shares_of_profile
@@ -138,6 +138,17 @@ def _check(profile: Profile, config: RelayConfig, fleet: Fleet) -> None:
                 f"the profile is of a step with {name}={known!r}, and {name}={asked!r} moves other bytes: record a step with "
                 f"RelayConfig({name}={asked!r}), or make the profile with it"
             )
+    if together and config.wire is not None:
+        raise ValueError(
+            f"compress={config.compress!r} is not there for several workers: leave it out of RelayConfig. They send fewer bits "
+            "to one another by wire='bf16'"
+        )
+    was = Compress.of(profile.settings.get("compress"))
+    if was != config.wire:
+        raise ValueError(
+            f"the profile is of a step with compress={was!r}, and compress={config.wire!r} pushes other bytes: record a step "
+            f"with RelayConfig(compress={config.compress!r}), or rehearse one with relay.forecast(batch, config)"
+        )
     layers = len(profile.layers) - 1  # besides the shell
     known, asked = kept_of(profile.settings, layers), kept_of(asdict(config), layers)
     if known != asked:

@@ -5,5 +5,6 @@ Begin reading at `in_bf16.py`.
 """
 
 from l2l_core.optim.in_bf16 import in_bf16 as in_bf16
+from l2l_core.optim.in_bf16 import round_at_random as round_at_random
 from l2l_core.optim.lamb import LAMB as LAMB
 from l2l_core.optim.lars import LARS as LARS

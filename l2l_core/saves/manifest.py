@@ -5,6 +5,7 @@ A generation of `folder.py` has these files::
     manifest.json                config, step, layers, versions, optimizer settings
     shell.safetensors            weights, buffers and optimizer state of the shell ...
     L000.safetensors             ... and of every layer, by its key; shared weights are in the first that holds them
+    residuals.safetensors        what compression has left out of gradients, by block and parameter; if there is any
     relay.safetensors            random generators, and settings that are tensors
 
 and one for each part of the past that has tensors (`history.py`). Of several workers each has files of the shell and of every
@@ -67,6 +68,7 @@ def _common(state: State) -> Content:
     own_settings, settings = to_save(state.store.optimizer)
     common: Tensors = {}
     parts: dict[str, Tensors] = {name: {} for name in state.past}
+    left_out: Tensors = {}
     manifest: dict[str, Any] = {
         "torch": torch.__version__,
         "steps": state.steps,
@@ -77,7 +79,9 @@ def _common(state: State) -> Content:
         "past": {name: encode(part, f"past/{name}", parts[name]) for name, part in state.past.items()},
         "settings": encode(settings, "settings", common),
         "own_settings": encode(own_settings, "own_settings", common),  # attributes and defaults
+        "residuals": encode(state.residuals(), "residuals", left_out),
         "random": encode(plain_random(state.random_state), "random", common),
     }
     # Only now: encoding the manifest has put the tensors of parts and settings where they go
-    return Content(manifest, {name: tensors for name, tensors in parts.items() if tensors} | {"relay": common})
+    files = {name: tensors for name, tensors in {**parts, "residuals": left_out}.items() if tensors}
+    return Content(manifest, files | {"relay": common})

@@ -105,6 +105,10 @@ class Saved:
         takes = [copies_of(part.tensors) for part in self.parts]  # one each, so that what parameters share stays one
         weights = [(master, weight, self._held(weight)) for _, master, weight in state.weights()]
         knows = {master: self._known(weight, held, takes) for master, weight, held in weights}
+        residuals = decode(manifest.get("residuals", {}), take)
+        for key, of in residuals.items():
+            known = {int(index): residual for index, residual in of.items()}
+            state.store.residuals.put(state.present[key], known)
         # All memory is taken and nothing can fail from here on, where the relay begins to change.
         with torch.no_grad():
             for _, weight, held in weights:

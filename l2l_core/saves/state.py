@@ -59,6 +59,7 @@ class State:
         edited: what was edited.
         past: parts of what is beside the present state, by name; plain data and tensors (see `history.py`).
         values: by name, blocks and values of other branches of which a part is here.
+        present: by key, blocks that have values, parked ones too.
     """
 
     config: RelayConfig
@@ -69,6 +70,7 @@ class State:
     edited: Edited
     past: dict[str, Part]
     values: Mapping[str, tuple[Block, Values]]
+    present: Mapping[str, Block]
 
     def outline(self) -> dict[str, Any]:
         """List what a relay must agree in with a save that it takes over, as plain data; versions only in their keys.
@@ -125,6 +127,11 @@ class State:
         shell, *layers = self.units
         for name, buffer in shell.module.named_buffers():  # the shell's module is the whole model
             yield next((unit for unit in layers if name.startswith(f"{unit.name}.")), shell), name, buffer
+
+    def residuals(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copy what compression has left out of gradients to the host, by key of the block and index of the parameter."""
+        held = {key: self.store.residuals.of(block) for key, block in self.present.items()}
+        return {key: {str(i): residual.cpu() for i, residual in of.items()} for key, of in held.items() if of}
 
     def shapes(self) -> dict[str, str]:
         """Say of all weights and buffers, whole, what shape and type they have, by the names that saves have for them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from l2l_core import Compress
 from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
@@ -138,9 +139,15 @@ def _settings(now: Snapshot) -> dict[str, object]:
         "stash on": config.stash,
         "update": config.update,
         "precision": config.precision,
+        **({"gradients on the wire": wire_words(config.wire)} if config.wire is not None else {}),
         **links,
         "device memory": "no limit" if now.budget_bytes is None else format_bytes(now.budget_bytes),
     }
+
+
+def wire_words(compress: Compress) -> str:
+    """Say how gradients are compressed."""
+    return f"{compress.format}, {'with' if compress.feedback else 'without'} feedback"
 
 
 def count_words(number: int) -> str:

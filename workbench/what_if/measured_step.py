@@ -81,7 +81,7 @@ class MeasuredStep:
     def gradient_bytes(self, key: str) -> float:
         """Return the bytes that are trained of a layer or the shell, in float32, as far as the step has shown it."""
         layer = self.profile.layers.get(key)
-        return (layer.push_bytes if layer else 0.0) + sum(self._apart.get(key, {}).values())
+        return (layer.block_bytes if layer and layer.push_bytes else 0.0) + sum(self._apart.get(key, {}).values())
 
     @cached_property
     def _apart(self) -> dict[str, dict[str, int]]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from l2l_core import Compress
 from l2l_core.forecast import SHELL, START, Memory, TurnCost, WalkedTurn
-from l2l_core.rules import gradient_slots, weight_share, weight_slots
+from l2l_core.rules import gradient_slots, spare_residuals, weight_share, weight_slots
 from l2l_core.trace import CATEGORIES
 from workbench.readings import BF16_FACTOR
 from workbench.what_if.measured_step import MeasuredStep
@@ -59,6 +60,8 @@ class Memories:
         )
         before = sum(map(base.weight_bytes, base.profile.layers))
         self._model = weight_bytes / before if before else 1.0
+        left_out = residual_bytes(base, 1, 1), residual_bytes(base, self._model, question.width)
+        self._gradients = self._gradients[0] + left_out[0], self._gradients[1] + left_out[1]
         self._image = base.boundary_bytes * self.moves
         self._first_image = self._kept_at_first()
         # Only a step with overlap reserves a ring: 1, -1 or 0 times that.
@@ -157,6 +160,25 @@ def _slots(nbytes: tuple[float, float], count: int, width: float) -> float:
     """Bytes of the shell and of so many buffers for the largest layer, given those of both, where the model is wider."""
     shell, largest = nbytes
     return width * shell + width**2 * largest * count
+
+
+def residual_bytes(base: MeasuredStep, grow: float, width: float) -> float:
+    """Bytes of what compression leaves out of gradients, and of what a step keeps of it meanwhile, if it is taken back.
+
+    Args:
+        base: the measured step.
+        grow: weights of the new model over those of the old one.
+        width: of the new model over that of the old one.
+    """
+    settings = base.profile.settings
+    compress = Compress.of(settings.get("compress"))
+    if compress is None or not compress.feedback:
+        return 0.0
+    layers = base.profile.layers
+    held = sorted((base.gradient_bytes(key) for key in layers if layers[key].push_bytes), reverse=True)
+    spares = spare_residuals(settings.get("update", "eager"), settings.get("rollback", False))
+    kept = grow * sum(held) if spares is None else width**2 * sum(held[:spares])
+    return grow * sum(held) + kept
 
 
 def _moved_on(old: float, was: float, now: float) -> float:

@@ -47,6 +47,9 @@ class Block:
     cast: torch.Tensor | None = None  # the master in the type in which it travels; see `l2l_core/eps/places.py`
     part: Layout | None = None  # how `master` is laid out, where it is a part of the block
     away: bool = False  # whether nothing of it is here, but while it is updated
+    residuals: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # by parameter, on the device; see `eps/residuals.py`
     _trained: Trained | None = None  # as it was last asked for
 
     @property

@@ -89,6 +89,16 @@ def test_bytes_on_the_device_are_exact_for(stash: str, settings: dict[str, Any],
     assert asked(ran(stash=stash), **settings).device_bytes == measured(ran(stash=stash, **really)).device_bytes
 
 
+@pytest.mark.parametrize("update", ["eager", "deferred"])
+def test_what_compression_leaves_on_the_device_is_known(update: str) -> None:
+    trace = ran(compress="int8", update=update)
+    assert asked(trace, ahead=3).device_bytes == measured(ran(compress="int8", update=update, ahead=3)).device_bytes
+    now, deeper = asked(trace), asked(trace, depth=8)
+    copies = {"eager": 1, "deferred": 2}[update]  # 4 more layers of 8 x 8 weights and a bias; with a copy of each
+    more = deeper.device_bytes["gradients"] - now.device_bytes["gradients"]
+    assert more == pytest.approx(copies * 4 * 4 * 72, rel=0.15)
+
+
 @pytest.mark.parametrize(
     "was, settings",
     [
