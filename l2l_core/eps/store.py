@@ -24,6 +24,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy, Ledger, Ticket, serial_thread
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.clock import Clock
+from l2l_core.eps.custody import Custody, InMemory
 from l2l_core.eps.finite import checked, norm_of
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
@@ -48,6 +49,9 @@ class LayerStore:
         update: how a block is updated.
         thread: does one thing after the other.
         reducer: what other workers have to say to a gradient.
+
+    Attributes:
+        custody: where blocks and their state are between two steps.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class LayerStore:
     ) -> None:
         self.masters, self.gradients, self.update = masters, gradients, update
         self.thread, self.reducer = thread, reducer
+        self.custody: Custody = InMemory(masters)
         self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
         self._jobs: list[Future[None]] = []
         self._completing: deque[Future[None]] = deque()  # updates of blocks whose parts have all come
