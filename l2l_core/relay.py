@@ -53,10 +53,10 @@ from l2l_core.forecast import (
     forecast_step,
 )
 from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
-from l2l_core.model import Caches, RandomState, Where, keep_attributes, refuse_whole, resolve_layers
+from l2l_core.model import Caches, RandomState, Where, keep_attributes, keep_without, refuse_whole, resolve_layers
 from l2l_core.runner import Runner
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of, parts_of_values
-from l2l_core.shelf import FileShelf, OnFiles, on_files
+from l2l_core.shelf import FileShelf, FromSave, OnFiles, on_files, refuse_past
 from l2l_core.step import (
     InCore,
     Parts,
@@ -701,8 +701,9 @@ class Relay:
         """Save weights, optimizer, random state and step to `folder`, atomically; returns the folder.
 
         A crash while saving keeps the previous save. A learning rate scheduler is the user's own: save its `state_dict`
-        beside it. Several workers save together, at once and to one folder, each its part of weights and state: any number
-        of them loads it. If one fails or dies, all raise and the previous save is kept.
+        beside it. With a shelf one block at a time is in memory, and the save is as one of a relay in memory. Several workers
+        save together, at once and to one folder, each its part of weights and state: any number of them loads it. If one fails
+        or dies, all raise and the previous save is kept.
 
         Raises:
             OSError: disk full (says how much is needed, and free), no permission, or workers that do not see one folder.
@@ -738,15 +739,18 @@ class Relay:
                 inserted, dropped or moved since are so here, and weights are replaced.
             optimizer: of the same kind and groups; its state and settings are replaced.
             modules: by key, layers that edits brought in and that are like none of the model's: a save has no code.
-            options: `device`, `layers`, `loss`, `objective`, `weight`, `config`, `workers` of the constructor; the saved config
-                is the default, and the saved layers are. Several workers all see the folder, and each reads what it needs of it.
+            options: `device`, `layers`, `loss`, `objective`, `weight`, `config`, `workers`, `shelf` of the constructor; the saved
+                config is the default, and the saved layers are. Several workers all see the folder, and each reads what it needs
+                of it. A shelf, in a folder of its own, gets the save block by block, so nothing is whole in memory; the model may
+                be one of `empty_weights`.
 
         Raises:
             ValueError: the folder is damaged, incomplete or of another model; names the file. Or workers see different folders.
             WorkerError: it failed on another worker.
         """
+        shelf, workers = options.pop("shelf", None), options.get("workers")
         with ExitStack() as back:  # what fails leaves the caller's model and optimizer as they were
-            options["workers"] = who = company(options.get("workers"), model)
+            options["workers"] = who = company(workers, model)
             back.callback(who.close)
             keep(model, optimizer, back)
             with who.together("load a save", dict):
@@ -755,8 +759,15 @@ class Relay:
                 edited, parts = saved.edited, saved.past()
                 resumption = Resumption(saved, edited, parts, modules)
                 options.setdefault("layers", resumption.prepare(model, optimizer, back))
+            if shelf is not None:
+                refuse_past(saved)
+                options["workers"] = who = on_files(shelf, workers, model, options["config"], FromSave)
+                back.callback(who.close)
             relay = cls(model, optimizer, **options)
             back.callback(relay.close)
+            back.callback(keep_without(vars(relay.optimizer), {"state"}))
+            back.callback(relay._runner.parts.copy_buffers())
+            back.callback(RandomState.take().put)
             with relay.device.current(), who.together("take a save over", dict):
                 with who.whole() if edited.is_edited else nullcontext():
                     with relay._editing():
@@ -774,7 +785,7 @@ class Relay:
                     )
                     fill = past.restore(parts)
                 present = relay._saved_state()
-                saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail
+                saved.restore_into(present)  # from here on the caller's model changes; in memory nothing can fail
                 fill()
             back.pop_all()
         relay._history.forget()  # layers of the model that the save has no more

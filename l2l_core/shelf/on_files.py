@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger
-from l2l_core.eps import LayerStore, Place
+from l2l_core.eps import LayerStore, Masters, Place
 from l2l_core.eps.blocks import Block, Unit, is_nowhere
+from l2l_core.shelf.custody import InRecords
 from l2l_core.shelf.direct import pages
 from l2l_core.shelf.empty import check_buffers, stand_in
 from l2l_core.shelf.first_records import Given, check_disk, refuse_without_weights, write_first
@@ -36,10 +38,17 @@ from l2l_core.trace import Trace
 from l2l_core.workers import Solo
 
 _IN_MEMORY = "use masters in memory (no shelf=) where the model fits"
-_POSSIBLE = ("make a step", "run forward", "evaluate", "probe", "look inside", "put traces together")
+_POSSIBLE = (
+    "make a step",
+    "run forward",
+    "evaluate",
+    "probe",
+    "look inside",
+    "put traces together",
+    "save",
+    "take a save over",
+)
 _INSTEAD = {
-    "save": "the folder is a save already, with which FileShelf(..., resume=True) goes on, and so is a copy that was made of it "
-    "between two steps; relay.shelf.save_pretrained(folder) writes the weights alone",
     "verify": "verify with masters in memory, on a model that fits",
     "make a branch": "copy the folder between two steps, and go on with each by resume=True",
 }
@@ -63,12 +72,16 @@ class OnFiles(Solo):
         self._shelf, self._model, self._ahead = shelf, model, ahead
         self.folder = Path(shelf.folder)
         check_folder(self.folder, shelf.resume)
-        if shelf.weights is None and not shelf.resume:
-            refuse_without_weights(model)
+        self._check_weights()
         check_buffers(model)
         stand_in(model.modules())
         self._given: Given = {}
         self._units: Sequence[Unit] = ()
+        self._opened = ExitStack()
+
+    def _check_weights(self) -> None:
+        if self._shelf.weights is None and not self._shelf.resume:
+            refuse_without_weights(self._model)
 
     # -- set up, in this order -----------------------------------------------------------------------------------------
 
@@ -83,15 +96,14 @@ class OnFiles(Solo):
 
     def _open(self) -> None:
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.folder)
-        try:
-            self._records = Records(self.folder / "records")
-        except BaseException:
-            os.close(self._lock)
-            raise
+        self._opened.callback(os.close, lock(self.folder))
+        self._records = Records(self.folder / "records")
+        self._opened.callback(self._records.close)
 
     def place(self, device: Device, host: Ledger) -> Place:
         self._loads, self._updates = (Pool(0, device.host_empty, host, kind) for kind in ("weights", "optimizer"))
+        for pool in (self._loads, self._updates):
+            self._opened.callback(pool.close)
         return InFiles(self._records, self._loads, casts=not device.in_host_memory)
 
     def take_over(
@@ -104,26 +116,32 @@ class OnFiles(Solo):
         sizes = Sizes.of(by_unit, self._ahead, casts=not device.in_host_memory)
         self._loads.limit_bytes, self._updates.limit_bytes = sizes.shared_out(self._shelf.nbytes)
         self._manifest = Manifest(self.folder, units, masters, self._records)
+        self._begin(masters, room)
+
+        def size_of(block: Block) -> int:
+            return measured[block].record
+
+        files = self._records, self._updates, size_of, host, self._manifest
+        store.update = ThroughFiles(masters, store.update, *files)
+        store.custody = InRecords(masters, *files, then=partial(self._begun, masters.optimizer))
+        return self._manifest.steps
+
+    def _begin(self, masters: Masters, room: StateRoom) -> None:
+        """Have the first records, or those that there are."""
         if self._shelf.resume:
             self._manifest.read()()
-            self._given.clear()
         else:
             check_disk(self.folder, masters.blocks, room)
             write_first(masters, self._records, self._updates, room, self._given, self._initialiser())
             self._records.commit(partial(self._manifest.prepare, 0), partial(self._manifest.switch, 0))
-        store.update = ThroughFiles(
-            masters,
-            store.update,
-            self._records,
-            self._updates,
-            lambda block: measured[block].record,
-            host,
-            self._manifest,
-        )
+        self._begun(masters.optimizer)
+
+    def _begun(self, optimizer: Optimizer) -> None:
+        """From now on the model's weights and the optimizer's state are in files."""
+        self._given.clear()
         for module in self._model.modules():
             module.register_state_dict_pre_hook(self._refuse_nan)
-        store.optimizer.register_state_dict_pre_hook(self._refuse_state)
-        return self._manifest.steps
+        optimizer.register_state_dict_pre_hook(self._refuse_state)
 
     def _initialiser(self) -> Initialiser | None:
         given = self._shelf.weights
@@ -172,10 +190,8 @@ class OnFiles(Solo):
         for block, values in self._given.items():  # it has never begun: the model gets back what it had
             for param, value in zip(block.params, values, strict=True):
                 param.data = value
-        self._records.close()
-        self._loads.close()
-        self._updates.close()
-        os.close(self._lock)
+        self._given.clear()
+        self._opened.close()
 
     # -- what a user asks ----------------------------------------------------------------------------------------------
 
@@ -239,8 +255,28 @@ class OnFiles(Solo):
                 self._loads.give_back(buffer)
 
 
-def on_files(shelf: FileShelf, workers: object, model: nn.Module, config: RelayConfig | Literal["auto"]) -> OnFiles:
-    """Make the company of a relay with a shelf.
+class FromSave(OnFiles):
+    """The same, for a relay that takes a save over: until it has, the folder has no step, and the model keeps what it has."""
+
+    def _check_weights(self) -> None:
+        if self._shelf.weights is not None or self._shelf.resume:
+            raise ValueError(
+                "Relay.load gives the shelf the weights of the save, and weights= or resume= of FileShelf would give it others: "
+                "leave them out, or go on with the shelf as it is by Relay(..., shelf=FileShelf(..., resume=True))"
+            )
+
+    def _begin(self, masters: Masters, room: StateRoom) -> None:
+        check_disk(self.folder, masters.blocks, room)
+
+
+def on_files(
+    shelf: FileShelf,
+    workers: object,
+    model: nn.Module,
+    config: RelayConfig | Literal["auto"],
+    kind: type[OnFiles] = OnFiles,
+) -> OnFiles:
+    """Make the company of a relay with a shelf, of a kind that says what it begins with.
 
     Raises:
         ValueError, TypeError: no shelf, a folder that cannot be used, a model without weights, or several workers.
@@ -251,12 +287,12 @@ def on_files(shelf: FileShelf, workers: object, model: nn.Module, config: RelayC
         )
     if workers is not None:
         raise ValueError(
-            "shelf goes neither with workers nor with Relay.load yet: train with one worker, and go on by "
-            "FileShelf(..., resume=True)"
+            "shelf does not go with workers yet: train with one worker, or keep masters in memory (no shelf=), of which each of "
+            "several workers has a part"
         )
     if isinstance(config, str):
         raise ValueError(
             'config="auto" looks for settings by steps with all weights in memory, and a shelf has them in files: give a '
             "RelayConfig with the number of micro-batches with which a smaller model of these layers fits"
         )
-    return OnFiles(shelf, model, config.ahead)
+    return kind(shelf, model, config.ahead)

@@ -21,6 +21,7 @@ from l2l_core.eps import ByOptimizer, Clock, Masters, Whole
 from l2l_core.eps.blocks import Block, GradientPiece
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import keep_without
+from l2l_core.shelf.custody import here
 from l2l_core.shelf.form import Form
 from l2l_core.shelf.manifest import Manifest
 from l2l_core.shelf.pool import Buffer, Pool
@@ -94,15 +95,10 @@ class ThroughFiles:
 
     def _updated(self, block: Block, piece: GradientPiece, buffer: Buffer) -> tuple[Form, Mapping[str, float]]:
         """Update a block that lies in a buffer, and let the buffer be its new record."""
-        before, twins, state = self._records.current[block].form, self._masters.params_of(block), self._state
+        before = self._records.current[block].form
         self._versions[block] = block.version
-        block.come(before.weights(buffer.flat, block.layout), twins)
-        state.update((p, each) for p, each in zip(twins, before.known(buffer.flat), strict=True) if each is not None)
-        try:
+        with here(self._masters, block, before, buffer.flat) as known:
             stats = self._inner.update(block, piece)
-        finally:
-            block.go(twins)
-            known = [state.pop(param, None) for param in twins]
         form, tensors = Form.of(block.layout, known)
         if form.nbytes > len(buffer.flat):
             raise ValueError(
@@ -151,10 +147,6 @@ class ThroughFiles:
 
     def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
         return [{} for _ in block.params]  # nothing of it is in memory
-
-    @property
-    def _state(self) -> dict[Any, Any]:
-        return self._masters.optimizer.state
 
     # -- buffers -------------------------------------------------------------------------------------------------------
 
