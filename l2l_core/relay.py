@@ -51,12 +51,13 @@ from l2l_core.forecast import (
     Forecast,
     LastStep,
     forecast_step,
+    free_bytes,
 )
 from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
 from l2l_core.model import Caches, RandomState, Where, keep_attributes, keep_without, refuse_whole, resolve_layers
 from l2l_core.runner import Runner
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of, parts_of_values
-from l2l_core.shelf import FileShelf, FromSave, OnFiles, on_files, refuse_past
+from l2l_core.shelf import FileShelf, FromSave, OnFiles, check_in_core, on_files, refuse_past
 from l2l_core.step import (
     InCore,
     Parts,
@@ -444,7 +445,7 @@ class Relay:
             seen = look(passes, units, [parts[k] for k in chosen], asked, lens=lens, generate=generate, top=top)
         return replace(seen, step=self.steps, branch=self.branch, seconds=time.perf_counter() - began_s)
 
-    def verify(self, batch: Batch) -> VerifyReport:
+    def verify(self, batch: Batch, host_bytes: int | None = None) -> VerifyReport:
         """Train one step by relay and in core from the same state, compare, and put everything back as it was.
 
         Compared are the loss, weights, buffers, and what the optimizer keeps. Nothing of either step stays: weights,
@@ -459,6 +460,17 @@ class Relay:
 
         Several workers do it together, and each does all of the in-core side, on the micro-batches of all: it must have room for
         the model twice. Only ``reduce="ordered"`` gives equal bits. Buffers are not compared where each worker has its own.
+
+        With a shelf the relay's step runs from files, as ever, and is then compared with the in-core side block by block; it does
+        not become the folder's. The in-core side is whole in host memory.
+
+        Args:
+            batch: as for `step`.
+            host_bytes: what weights, gradients and optimizer state of the in-core side may take of host memory; what it runs
+                with comes on top. Default with a shelf: what is free now; else they are not counted.
+
+        Raises:
+            ValueError: they take more; says how much. Nothing was done.
         """
         with (
             interrupts_wait(),
@@ -470,11 +482,13 @@ class Relay:
             self._caches.off(),  # in the copy as well
         ):
             check_model(self.model, self._runner.parts.units)  # the in-core side comes first
+            if host_bytes is not None or self.shelf is not None:
+                check_in_core(self._store.masters, free_bytes(None) if host_bytes is None else host_bytes)
             config, every = self._runner.settled(self.config, batch), self._company.every
             rows, own = self._runner.split(batch)
             micro_batches = every(own, "verify")
             divisors = every(self._runner.mean.divisors(rows, own), "verify")
-            with self._company.whole():
+            with self._company.seen_whole():
                 in_core = InCore(
                     model=self.model,
                     store=self._store,
@@ -486,7 +500,7 @@ class Relay:
                     torch_device=self.device.torch_device,
                 )
             result = self._step(batch, config)
-            with self._company.whole():
+            with self._company.seen_whole():
                 alike = self._company.settings.buffers == "same"
                 return in_core.compare(result, self._runner.parts.units, with_buffers=alike)
 
@@ -955,7 +969,7 @@ class Relay:
         """Undo whatever the block trains; no step hook of the optimizer is fired."""
         back = [
             keep_attributes(self.model.modules()),
-            self._store.masters.snapshot(),
+            self._store.custody.snapshot(),
             self._runner.parts.copy_buffers(),
             self._keep_own(),
             self._history.snapshot(),

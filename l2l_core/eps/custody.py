@@ -37,6 +37,9 @@ class Custody(Protocol):
             fill: writes the weights into `values`.
         """
 
+    def snapshot(self) -> Callable[[], None]:
+        """Keep all weights, versions and all that the optimizer keeps; the result puts them back bit by bit, after any steps."""
+
     def received(self, steps: int) -> None:
         """Hear that all else is as it was after so many steps: settings, versions, buffers, random generators."""
 
@@ -68,6 +71,9 @@ class InMemory:
             pairs = zip(masters.params_of(block), known, strict=True)
             state.update((param, each) for param, each in pairs if each is not None)
         masters.book_state()
+
+    def snapshot(self) -> Callable[[], None]:
+        return self._masters.snapshot()
 
     def received(self, steps: int) -> None:
         pass

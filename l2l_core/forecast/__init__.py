@@ -22,6 +22,7 @@ from l2l_core.forecast.fit import Room as Room
 from l2l_core.forecast.fit_config import ConfigFit as ConfigFit
 from l2l_core.forecast.fit_config import fit_config as fit_config
 from l2l_core.forecast.fit_step import fit_step as fit_step
+from l2l_core.forecast.fit_step import free_bytes as free_bytes
 from l2l_core.forecast.fit_step import room_of as room_of
 from l2l_core.forecast.fleet import Fleet as Fleet
 from l2l_core.forecast.forecast import Forecast as Forecast

@@ -16,3 +16,4 @@ from l2l_core.shelf.settings import FileShelf as FileShelf
 from l2l_core.shelf.sizes import BlockSize as BlockSize
 from l2l_core.shelf.sizes import Sizes as Sizes
 from l2l_core.shelf.sizes import StateTrial as StateTrial
+from l2l_core.shelf.sizes import check_in_core as check_in_core

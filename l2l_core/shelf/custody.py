@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,11 +12,14 @@ from l2l_core.devices import Ledger
 from l2l_core.eps import Known, Masters
 from l2l_core.eps.blocks import Block
 from l2l_core.eps.optimizers import state_bytes
+from l2l_core.model import keep
 from l2l_core.saves import Saved
 from l2l_core.shelf.form import Form
-from l2l_core.shelf.manifest import Manifest
+from l2l_core.shelf.here import here
+from l2l_core.shelf.manifest import Manifest, Tried
 from l2l_core.shelf.pool import Buffer, Pool
 from l2l_core.shelf.records import Records
+from l2l_core.shelf.updates import ThroughFiles
 from l2l_core.trace import Trace
 
 
@@ -35,24 +37,6 @@ def refuse_past(saved: Saved) -> None:
         )
 
 
-@contextmanager
-def here(masters: Masters, block: Block, form: Form, flat: torch.Tensor) -> Iterator[list[Mapping[str, Any] | None]]:
-    """Let a block and its state be what a record in memory has of them, in a block of code.
-
-    Yields:
-        A list that is filled at the end, with what the optimizer then knows of each parameter.
-    """
-    twins, state = masters.params_of(block), masters.optimizer.state
-    known: list[Mapping[str, Any] | None] = []
-    block.come(form.weights(flat, block.layout), twins)
-    state.update((p, each) for p, each in zip(twins, form.known(flat), strict=True) if each is not None)
-    try:
-        yield known
-    finally:
-        block.go(twins)
-        known += [state.pop(param, None) for param in twins]
-
-
 class InRecords:
     """Has blocks and their state in records.
 
@@ -62,6 +46,7 @@ class InRecords:
         size_of: bytes of the buffer that a block needs.
         host: gets the bytes booked of state on its way into a buffer.
         manifest: says on the disk which step is whole.
+        update: makes steps.
         then: is done when a whole model was received.
     """
 
@@ -73,10 +58,12 @@ class InRecords:
         size_of: Callable[[Block], int],
         host: Ledger,
         manifest: Manifest,
+        update: ThroughFiles,
         then: Callable[[], None],
     ) -> None:
         self._masters, self._records, self._pool = masters, records, pool
-        self._size_of, self._host, self._manifest, self._then = size_of, host, manifest, then
+        self._size_of, self._host, self._manifest = size_of, host, manifest
+        self._update, self._then = update, then
 
     @contextmanager
     def shown(self, block: Block) -> Iterator[None]:
@@ -105,8 +92,8 @@ class InRecords:
                 if form.nbytes > len(buffer.flat):
                     raise ValueError(
                         f"{form.nbytes - form.weights_bytes:,} bytes of state of {block.key} are to be taken over, and a trial "
-                        f"with small parameters told that the optimizer keeps at most {len(buffer.flat) - form.weights_bytes:,}: give "
-                        "the optimizer that the save was made with, or load it into memory (no shelf=)"
+                        f"with small parameters told that the optimizer keeps at most {len(buffer.flat) - form.weights_bytes:,}: "
+                        "give the optimizer that the save was made with, or load it into memory (no shelf=)"
                     )
                 made = state_bytes(*(each for each in known if each is not None))
                 self._host.book("optimizer", "on its way to a record", made)
@@ -121,6 +108,21 @@ class InRecords:
                 self._host.release("optimizer", "on its way to a record", made)
                 self._records.write(block, form, buffer.flat[: form.nbytes], lambda: None)
                 self._records.settle()
+
+    def snapshot(self) -> Callable[[], None]:
+        """See `Custody`: the halves that are current now are left alone by one step, which does not count on the disk."""
+        update, manifest, current = self._update, self._update.manifest, dict(self._records.current)
+        versions = {block: block.version for block in current}
+        put_optimizer_back = keep(vars(self._masters.optimizer))
+        update.manifest = Tried(manifest.steps)
+
+        def undo() -> None:
+            update.manifest, self._records.current = manifest, current
+            for block, version in versions.items():
+                block.version = version
+            put_optimizer_back()
+
+        return undo
 
     def received(self, steps: int) -> None:
         self._manifest.begin()

@@ -47,9 +47,9 @@ _POSSIBLE = (
     "put traces together",
     "save",
     "take a save over",
+    "verify",
 )
 _INSTEAD = {
-    "verify": "verify with masters in memory, on a model that fits",
     "make a branch": "copy the folder between two steps, and go on with each by resume=True",
 }
 
@@ -122,8 +122,8 @@ class OnFiles(Solo):
             return measured[block].record
 
         files = self._records, self._updates, size_of, host, self._manifest
-        store.update = ThroughFiles(masters, store.update, *files)
-        store.custody = InRecords(masters, *files, then=partial(self._begun, masters.optimizer))
+        store.update = update = ThroughFiles(masters, store.update, *files)
+        store.custody = InRecords(masters, *files, update, then=partial(self._begun, masters.optimizer))
         return self._manifest.steps
 
     def _begin(self, masters: Masters, room: StateRoom) -> None:
@@ -140,8 +140,8 @@ class OnFiles(Solo):
         """From now on the model's weights and the optimizer's state are in files."""
         self._given.clear()
         for module in self._model.modules():
-            module.register_state_dict_pre_hook(self._refuse_nan)
-        optimizer.register_state_dict_pre_hook(self._refuse_state)
+            module.register_state_dict_pre_hook(partial(_refuse_nan, self.folder))
+        optimizer.register_state_dict_pre_hook(partial(_refuse_state, self.folder))
 
     def _initialiser(self) -> Initialiser | None:
         given = self._shelf.weights
@@ -172,18 +172,6 @@ class OnFiles(Solo):
         raise ValueError(
             f"{verb} is not there for a relay whose weights are in files ({self.folder}): "
             f"{_INSTEAD.get(verb, _IN_MEMORY)}. Nothing was done"
-        )
-
-    def _refuse_nan(self, module: nn.Module, *_: Any) -> None:
-        """Refuse to give out a state of parameters without values, also when the relay is closed."""
-        if any(is_nowhere(param) for param in module.parameters()):
-            self._refuse_state()
-
-    def _refuse_state(self, *_: Any) -> NoReturn:
-        raise RuntimeError(
-            f"the weights of this model and the optimizer's state are in {self.folder}, and in memory there is nothing but NaN: "
-            "go through them by `for name, tensor in relay.shelf.weights()`, or write them by "
-            "relay.shelf.save_pretrained(folder)"
         )
 
     def close(self) -> None:
@@ -253,6 +241,20 @@ class OnFiles(Solo):
                 yield dict(zip(block.names, block.layout.views(flat), strict=True))
             finally:
                 self._loads.give_back(buffer)
+
+
+def _refuse_nan(folder: Path, module: nn.Module, *_: Any) -> None:
+    """Refuse to give out a state of parameters without values, also when the relay is closed; copies of the model have them."""
+    if any(is_nowhere(param) for param in module.parameters()):
+        _refuse_state(folder)
+
+
+def _refuse_state(folder: Path, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"the weights of this model and the optimizer's state are in {folder}, and in memory there is nothing but NaN: "
+        "go through them by `for name, tensor in relay.shelf.weights()`, or write them by "
+        "relay.shelf.save_pretrained(folder)"
+    )
 
 
 class FromSave(OnFiles):

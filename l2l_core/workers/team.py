@@ -72,6 +72,9 @@ class Company(Protocol):
     def whole(self) -> AbstractContextManager[None]:
         """Hold all of every block in a block of code that all workers run; inside of another one nothing happens."""
 
+    def seen_whole(self) -> AbstractContextManager[None]:
+        """Let the EPS's custody show all of every block, in a block of code that all workers run."""
+
     def room(self, block: Block) -> tuple[Layout | None, int]:
         """Say what this worker holds of a block, None for all of it, and in how many elements."""
 
@@ -127,6 +130,9 @@ class Solo:
         return nullcontext()
 
     def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def seen_whole(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
@@ -222,6 +228,9 @@ class Team:
         finally:
             self._is_whole = False
             self._shares.cut()  # of whatever is whole by now
+
+    def seen_whole(self) -> AbstractContextManager[None]:
+        return self.whole()
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         cut = self._crew.cut_of(block)
