@@ -66,8 +66,6 @@ class OnFiles(Solo):
         folder: of the files.
     """
 
-    can_rehearse = False
-
     def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int) -> None:
         self._shelf, self._model, self._ahead = shelf, model, ahead
         self.folder = Path(shelf.folder)
@@ -105,6 +103,9 @@ class OnFiles(Solo):
         for pool in (self._loads, self._updates):
             self._opened.callback(pool.close)
         return InFiles(self._records, self._loads, casts=not device.in_host_memory)
+
+    def place_apart(self, device: Device, host: Ledger) -> Place:
+        return InFiles(self._records, self._loads, casts=not device.in_host_memory)  # one pool: a pass at a time
 
     def take_over(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Callable[[], Any]

@@ -60,6 +60,9 @@ class Company(Protocol):
     def place(self, device: Device, host: Ledger) -> Place:
         """Make what knows where weights are."""
 
+    def place_apart(self, device: Device, host: Ledger) -> Place:
+        """Make the same for passes that train nothing, on another device and with another ledger; blocks are seen whole."""
+
     def reducer(self) -> Reducer:
         """Make what happens to gradients before updates."""
 
@@ -118,6 +121,9 @@ class Solo:
         return into_memory(empty)
 
     def place(self, device: Device, host: Ledger) -> Place:
+        return InHostMemory(device, host)
+
+    def place_apart(self, device: Device, host: Ledger) -> Place:
         return InHostMemory(device, host)
 
     def reducer(self) -> Reducer:
@@ -199,6 +205,9 @@ class Team:
 
     def place(self, device: Device, host: Ledger) -> Place:
         return Gathered(device, host, self._crew)
+
+    def place_apart(self, device: Device, host: Ledger) -> Place:
+        return InHostMemory(device, host)
 
     def reducer(self) -> Reducer:
         wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]
