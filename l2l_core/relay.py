@@ -47,17 +47,21 @@ from l2l_core.eps.blocks import (
 )
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, rounds_weights, settings_of, silent
 from l2l_core.forecast import (
+    Costs,
     Fit,
+    Fleet,
     Forecast,
     LastStep,
+    built_shelf,
     forecast_step,
     free_bytes,
+    on_shelf,
 )
 from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
 from l2l_core.model import Caches, RandomState, Where, keep_attributes, keep_without, refuse_whole, resolve_layers
 from l2l_core.runner import Runner
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of, parts_of_values
-from l2l_core.shelf import FileShelf, FromSave, OnFiles, check_in_core, on_files, refuse_past
+from l2l_core.shelf import Disk, FileShelf, FromSave, OnFiles, check_in_core, on_files, refuse_past
 from l2l_core.step import (
     InCore,
     Parts,
@@ -536,6 +540,7 @@ class Relay:
         wire: str | None = None,
         reduce: str | None = None,
         rank: int | None = None,
+        disk: Disk | None = None,
     ) -> Forecast:
         """Say what a step on this batch would need and how long it would take. Trains nothing and changes nothing; a
         relay that does not know yet in which order its layers are called knows it then.
@@ -557,6 +562,8 @@ class Relay:
             stragglers: by rank, how many times as long as here compute and the EPS take there.
             wire, reduce: as of `Workers`; default those of this relay's, and without workers "fp32" and "sum".
             rank: of the worker that is told of; default this one.
+            disk: of the shelf, if there is one: figures of reading and writing; default those that it has now, for which 64 MB
+                are written to its folder and read, see `Disk.of`.
 
         Several workers do it together. Each holds the whole model meanwhile, rehearses on its own, and is told of itself.
 
@@ -575,7 +582,7 @@ class Relay:
             torch.enable_grad(),
             self._caches.off(),
             self._company.together("forecast", partial(self._facts, batch)),
-            self._company.whole(),
+            self._company.seen_whole(),
         ):
             check_model(self.model, self._runner.parts.units)
             self._runner.rows_of(batch)
@@ -583,6 +590,7 @@ class Relay:
                 self._runner.trace, self.steps - 1, self._runner.learned.last, self._runner.kind_of((), self.config)
             )
             asked = self._runner.settled(self.config if config is None else config, batch)
+            where = self._on_disk(asked, disk, fleet)
             return forecast_step(
                 self._runner.rehearsal(fleet),
                 batch,
@@ -591,6 +599,7 @@ class Relay:
                 host_bytes,
                 last,
                 fleet,
+                *where,
             )
 
     def fit(
@@ -842,6 +851,17 @@ class Relay:
         """Measure the loss of a batch, which steps must not learn from."""
         with self._company.together("probe", partial(self._facts, batch)):
             return self._runner.evaluate(batch, self._runner.mean_of_probes)
+
+    def _on_disk(self, config: RelayConfig, disk: Disk | None, fleet: Fleet) -> tuple[Callable[[Costs], Costs], ...]:
+        """Give what puts this relay's files under the costs of a step, if it has any."""
+        if (shelf := self.shelf) is None:
+            if disk is not None:
+                raise ValueError("disk= is that of a shelf, and this relay has its weights in memory: leave it out")
+            return ()
+        if fleet.count > 1:
+            self._company.refuse("a forecast of several workers", "")
+        figures = Disk.of(shelf.folder) if disk is None else disk
+        return (partial(on_shelf, built_shelf(shelf, checked_config(config), figures)),)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

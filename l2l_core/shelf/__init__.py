@@ -4,12 +4,12 @@ May import `workers`, `saves`, `eps`, `eps.optimizers`, `eps.blocks`, `surgery`,
 Begin reading at `records.py` (why a crash loses nothing), `updates.py`, `place.py`; `on_files.py` puts them at the EPS's seams.
 """
 
-from l2l_core.shelf.custody import refuse_past as refuse_past
 from l2l_core.shelf.direct import PAGE as PAGE
 from l2l_core.shelf.direct import pages as pages
 from l2l_core.shelf.disk import Disk as Disk
 from l2l_core.shelf.empty import empty_weights as empty_weights
-from l2l_core.shelf.on_files import FromSave as FromSave
+from l2l_core.shelf.from_save import FromSave as FromSave
+from l2l_core.shelf.from_save import refuse_past as refuse_past
 from l2l_core.shelf.on_files import OnFiles as OnFiles
 from l2l_core.shelf.on_files import on_files as on_files
 from l2l_core.shelf.settings import FileShelf as FileShelf

@@ -13,7 +13,6 @@ from l2l_core.eps import Known, Masters
 from l2l_core.eps.blocks import Block
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import keep
-from l2l_core.saves import Saved
 from l2l_core.shelf.form import Form
 from l2l_core.shelf.here import here
 from l2l_core.shelf.manifest import Manifest, Tried
@@ -21,20 +20,6 @@ from l2l_core.shelf.pool import Buffer, Pool
 from l2l_core.shelf.records import Records
 from l2l_core.shelf.updates import ThroughFiles
 from l2l_core.trace import Trace
-
-
-def refuse_past(saved: Saved) -> None:
-    """Refuse a save with more than a present state.
-
-    Raises:
-        ValueError: it is of a model that was edited, or that has branches.
-    """
-    if saved.edited.is_edited or saved.manifest.get("past", {}).keys() - {"history"}:
-        raise ValueError(
-            f"{saved.path} is of a model that was edited, or that has branches, and what they need comes back in memory alone: "
-            "load it without shelf=. For its present weights on a shelf, without the optimizer's state, write them there by "
-            "model.save_pretrained and give FileShelf(weights=...). Nothing has been loaded"
-        )
 
 
 class InRecords:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger
 from l2l_core.eps import LayerStore, Masters, Place
-from l2l_core.eps.blocks import Block, Unit, is_nowhere
+from l2l_core.eps.blocks import Block, Unit
 from l2l_core.shelf.custody import InRecords
 from l2l_core.shelf.direct import pages
-from l2l_core.shelf.empty import check_buffers, stand_in
+from l2l_core.shelf.empty import check_buffers, refuse_nan, refuse_state, stand_in
 from l2l_core.shelf.first_records import Given, check_disk, refuse_without_weights, write_first
 from l2l_core.shelf.folder import check_folder, lock
 from l2l_core.shelf.manifest import Manifest
@@ -48,8 +48,11 @@ _POSSIBLE = (
     "save",
     "take a save over",
     "verify",
+    "forecast",
 )
 _INSTEAD = {
+    "fit": "it may choose to load more layers ahead than the pool has room for; ask for settings one by one by "
+    "relay.forecast(batch, config), or before the model is made by fit_config",
     "make a branch": "copy the folder between two steps, and go on with each by resume=True",
 }
 
@@ -64,11 +67,15 @@ class OnFiles(Solo):
 
     Attributes:
         folder: of the files.
+        memory_bytes: of the pool.
+        ahead: with which it was shared out.
+        casts: whether the device's copies cannot cast on the way.
+        blocks: with what the pool needs for them.
     """
 
     def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int) -> None:
-        self._shelf, self._model, self._ahead = shelf, model, ahead
-        self.folder = Path(shelf.folder)
+        self._shelf, self._model, self.ahead = shelf, model, ahead
+        self.folder, self.memory_bytes = Path(shelf.folder), shelf.nbytes
         check_folder(self.folder, shelf.resume)
         self._check_weights()
         check_buffers(model)
@@ -112,10 +119,10 @@ class OnFiles(Solo):
     ) -> int:
         masters, self._units = store.masters, units
         room = StateRoom(masters)
-        measured = {block: BlockSize.of(block, room) for block in masters.blocks}
-        by_unit = [(unit.key, [measured[block] for block in unit.blocks]) for unit in units]
-        sizes = Sizes.of(by_unit, self._ahead, casts=not device.in_host_memory)
-        self._loads.limit_bytes, self._updates.limit_bytes = sizes.shared_out(self._shelf.nbytes)
+        self.casts = not device.in_host_memory
+        self.blocks = measured = {block: BlockSize.of(block, room) for block in masters.blocks}
+        sizes = self.sizes(self.ahead)
+        self._loads.limit_bytes, self._updates.limit_bytes = sizes.shared_out(self.memory_bytes)
         self._manifest = Manifest(self.folder, units, masters, self._records)
         self._begin(masters, room)
 
@@ -126,6 +133,15 @@ class OnFiles(Solo):
         store.update = update = ThroughFiles(masters, store.update, *files)
         store.custody = InRecords(masters, *files, update, then=partial(self._begun, masters.optimizer))
         return self._manifest.steps
+
+    def sizes(self, ahead: int) -> Sizes:
+        """Say what of memory goes where with so many layers ahead."""
+        by_unit = [(unit.key, [self.blocks[block] for block in unit.blocks]) for unit in self._units]
+        return Sizes.of(by_unit, ahead, self.casts)
+
+    def record_bytes(self, block: Block) -> int:
+        """Bytes of a block's record as it is: of weights and state."""
+        return self._records.current[block].form.nbytes
 
     def _begin(self, masters: Masters, room: StateRoom) -> None:
         """Have the first records, or those that there are."""
@@ -141,8 +157,8 @@ class OnFiles(Solo):
         """From now on the model's weights and the optimizer's state are in files."""
         self._given.clear()
         for module in self._model.modules():
-            module.register_state_dict_pre_hook(partial(_refuse_nan, self.folder))
-        optimizer.register_state_dict_pre_hook(partial(_refuse_state, self.folder))
+            module.register_state_dict_pre_hook(partial(refuse_nan, self.folder))
+        optimizer.register_state_dict_pre_hook(partial(refuse_state, self.folder))
 
     def _initialiser(self) -> Initialiser | None:
         given = self._shelf.weights
@@ -161,7 +177,7 @@ class OnFiles(Solo):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        self.refuse("having all weights in memory at once, as edits, forecasts and gathered() do,")
+        self.refuse("having all weights in memory at once, as edits and gathered() do,")
         yield
 
     def refuse(self, verb: str, instead: str = "") -> None:
@@ -244,34 +260,6 @@ class OnFiles(Solo):
                 self._loads.give_back(buffer)
 
 
-def _refuse_nan(folder: Path, module: nn.Module, *_: Any) -> None:
-    """Refuse to give out a state of parameters without values, also when the relay is closed; copies of the model have them."""
-    if any(is_nowhere(param) for param in module.parameters()):
-        _refuse_state(folder)
-
-
-def _refuse_state(folder: Path, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        f"the weights of this model and the optimizer's state are in {folder}, and in memory there is nothing but NaN: "
-        "go through them by `for name, tensor in relay.shelf.weights()`, or write them by "
-        "relay.shelf.save_pretrained(folder)"
-    )
-
-
-class FromSave(OnFiles):
-    """The same, for a relay that takes a save over: until it has, the folder has no step, and the model keeps what it has."""
-
-    def _check_weights(self) -> None:
-        if self._shelf.weights is not None or self._shelf.resume:
-            raise ValueError(
-                "Relay.load gives the shelf the weights of the save, and weights= or resume= of FileShelf would give it others: "
-                "leave them out, or go on with the shelf as it is by Relay(..., shelf=FileShelf(..., resume=True))"
-            )
-
-    def _begin(self, masters: Masters, room: StateRoom) -> None:
-        check_disk(self.folder, masters.blocks, room)
-
-
 def on_files(
     shelf: FileShelf,
     workers: object,
@@ -295,7 +283,8 @@ def on_files(
         )
     if isinstance(config, str):
         raise ValueError(
-            'config="auto" looks for settings by steps with all weights in memory, and a shelf has them in files: give a '
-            "RelayConfig with the number of micro-batches with which a smaller model of these layers fits"
+            'config="auto" looks for settings, and may load more layers ahead than the pool of a shelf has room for: give a '
+            "RelayConfig; relay.forecast(batch, config) says of each what it needs, and fit_config looks for one before the model "
+            "is made"
         )
     return kind(shelf, model, config.ahead)

@@ -238,7 +238,6 @@ def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
             with pytest.raises(RuntimeError, match=re.escape("relay.shelf.save_pretrained")):
                 read()
         for verb in (
-            lambda: relay.forecast(batch),
             lambda: relay.fit(batch),
             lambda: relay.fork("b"),
             lambda: relay.undo(),
