@@ -284,7 +284,7 @@ def on_files(
     if isinstance(config, str):
         raise ValueError(
             'config="auto" looks for settings, and may load more layers ahead than the pool of a shelf has room for: give a '
-            "RelayConfig; relay.forecast(batch, config) says of each what it needs, and fit_config looks for one before the model "
-            "is made"
+            "RelayConfig; relay.forecast(batch, config) says of each what it needs, and fit_config looks for one before the "
+            "model is made"
         )
     return kind(shelf, model, config.ahead)
