@@ -47,16 +47,21 @@ from l2l_core.eps.blocks import (
 )
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, rounds_weights, settings_of, silent
 from l2l_core.forecast import (
+    Costs,
     Fit,
+    Fleet,
     Forecast,
     LastStep,
+    built_shelf,
     forecast_step,
+    free_bytes,
+    on_shelf,
 )
 from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
-from l2l_core.model import Caches, RandomState, Where, keep_attributes, refuse_whole, resolve_layers
+from l2l_core.model import Caches, RandomState, Where, keep_attributes, keep_without, refuse_whole, resolve_layers
 from l2l_core.runner import Runner
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of, parts_of_values
-from l2l_core.shelf import FileShelf, OnFiles, on_files
+from l2l_core.shelf import Disk, FileShelf, FromSave, OnFiles, check_in_core, on_files, refuse_past
 from l2l_core.step import (
     InCore,
     Parts,
@@ -446,7 +451,7 @@ class Relay:
             seen = look(passes, units, [parts[k] for k in chosen], asked, lens=lens, generate=generate, top=top)
         return replace(seen, step=self.steps, branch=self.branch, seconds=time.perf_counter() - began_s)
 
-    def verify(self, batch: Batch) -> VerifyReport:
+    def verify(self, batch: Batch, host_bytes: int | None = None) -> VerifyReport:
         """Train one step by relay and in core from the same state, compare, and put everything back as it was.
 
         Compared are the loss, weights, buffers, and what the optimizer keeps. Nothing of either step stays: weights,
@@ -461,6 +466,17 @@ class Relay:
 
         Several workers do it together, and each does all of the in-core side, on the micro-batches of all: it must have room for
         the model twice. Only ``reduce="ordered"`` gives equal bits. Buffers are not compared where each worker has its own.
+
+        With a shelf the relay's step runs from files, as ever, and is then compared with the in-core side block by block; it does
+        not become the folder's. The in-core side is whole in host memory.
+
+        Args:
+            batch: as for `step`.
+            host_bytes: what weights, gradients and optimizer state of the in-core side may take of host memory; what it runs
+                with comes on top. Default with a shelf: what is free now; else they are not counted.
+
+        Raises:
+            ValueError: they take more; says how much. Nothing was done.
         """
         with (
             interrupts_wait(),
@@ -472,11 +488,13 @@ class Relay:
             self._caches.off(),  # in the copy as well
         ):
             check_model(self.model, self._runner.parts.units)  # the in-core side comes first
+            if host_bytes is not None or self.shelf is not None:
+                check_in_core(self._store.masters, free_bytes(None) if host_bytes is None else host_bytes)
             config, every = self._runner.settled(self.config, batch), self._company.every
             rows, own = self._runner.split(batch)
             micro_batches = every(own, "verify")
             divisors = every(self._runner.mean.divisors(rows, own), "verify")
-            with self._company.whole():
+            with self._company.seen_whole():
                 in_core = InCore(
                     model=self.model,
                     store=self._store,
@@ -488,7 +506,7 @@ class Relay:
                     torch_device=self.device.torch_device,
                 )
             result = self._step(batch, config)
-            with self._company.whole():
+            with self._company.seen_whole():
                 alike = self._company.settings.buffers == "same"
                 return in_core.compare(result, self._runner.parts.units, with_buffers=alike)
 
@@ -524,6 +542,7 @@ class Relay:
         wire: str | None = None,
         reduce: str | None = None,
         rank: int | None = None,
+        disk: Disk | None = None,
     ) -> Forecast:
         """Say what a step on this batch would need and how long it would take. Trains nothing and changes nothing; a
         relay that does not know yet in which order its layers are called knows it then.
@@ -545,6 +564,8 @@ class Relay:
             stragglers: by rank, how many times as long as here compute and the EPS take there.
             wire, reduce: as of `Workers`; default those of this relay's, and without workers "fp32" and "sum".
             rank: of the worker that is told of; default this one.
+            disk: of the shelf, if there is one: figures of reading and writing; default those that it has now, for which 64 MB
+                are written to its folder and read, see `Disk.of`.
 
         Several workers do it together. Each holds the whole model meanwhile, rehearses on its own, and is told of itself.
 
@@ -563,7 +584,7 @@ class Relay:
             torch.enable_grad(),
             self._caches.off(),
             self._company.together("forecast", partial(self._facts, batch)),
-            self._company.whole(),
+            self._company.seen_whole(),
         ):
             check_model(self.model, self._runner.parts.units)
             self._runner.rows_of(batch)
@@ -571,6 +592,7 @@ class Relay:
                 self._runner.trace, self.steps - 1, self._runner.learned.last, self._runner.kind_of((), self.config)
             )
             asked = self._runner.settled(self.config if config is None else config, batch)
+            where = self._on_disk(asked, disk, fleet)
             return forecast_step(
                 self._runner.rehearsal(fleet),
                 batch,
@@ -579,6 +601,7 @@ class Relay:
                 host_bytes,
                 last,
                 fleet,
+                *where,
             )
 
     def fit(
@@ -704,8 +727,9 @@ class Relay:
         """Save weights, optimizer, random state and step to `folder`, atomically; returns the folder.
 
         A crash while saving keeps the previous save. A learning rate scheduler is the user's own: save its `state_dict`
-        beside it. Several workers save together, at once and to one folder, each its part of weights and state: any number
-        of them loads it. If one fails or dies, all raise and the previous save is kept.
+        beside it. With a shelf one block at a time is in memory, and the save is as one of a relay in memory. Several workers
+        save together, at once and to one folder, each its part of weights and state: any number of them loads it. If one fails
+        or dies, all raise and the previous save is kept.
 
         Raises:
             OSError: disk full (says how much is needed, and free), no permission, or workers that do not see one folder.
@@ -741,15 +765,18 @@ class Relay:
                 inserted, dropped or moved since are so here, and weights are replaced.
             optimizer: of the same kind and groups; its state and settings are replaced.
             modules: by key, layers that edits brought in and that are like none of the model's: a save has no code.
-            options: `device`, `layers`, `loss`, `objective`, `weight`, `config`, `workers` of the constructor; the saved config
-                is the default, and the saved layers are. Several workers all see the folder, and each reads what it needs of it.
+            options: `device`, `layers`, `loss`, `objective`, `weight`, `config`, `workers`, `shelf` of the constructor; the saved
+                config is the default, and the saved layers are. Several workers all see the folder, and each reads what it needs
+                of it. A shelf, in a folder of its own, gets the save block by block, so nothing is whole in memory; the model may
+                be one of `empty_weights`.
 
         Raises:
             ValueError: the folder is damaged, incomplete or of another model; names the file. Or workers see different folders.
             WorkerError: it failed on another worker.
         """
+        shelf, workers = options.pop("shelf", None), options.get("workers")
         with ExitStack() as back:  # what fails leaves the caller's model and optimizer as they were
-            options["workers"] = who = company(options.get("workers"), model)
+            options["workers"] = who = company(workers, model)
             back.callback(who.close)
             keep(model, optimizer, back)
             with who.together("load a save", dict):
@@ -758,8 +785,15 @@ class Relay:
                 edited, parts = saved.edited, saved.past()
                 resumption = Resumption(saved, edited, parts, modules)
                 options.setdefault("layers", resumption.prepare(model, optimizer, back))
+            if shelf is not None:
+                refuse_past(saved)
+                options["workers"] = who = on_files(shelf, workers, model, options["config"], FromSave)
+                back.callback(who.close)
             relay = cls(model, optimizer, **options)
             back.callback(relay.close)
+            back.callback(keep_without(vars(relay.optimizer), {"state"}))
+            back.callback(relay._runner.parts.copy_buffers())
+            back.callback(RandomState.take().put)
             with relay.device.current(), who.together("take a save over", dict):
                 with who.whole() if edited.is_edited else nullcontext():
                     with relay._editing():
@@ -778,7 +812,7 @@ class Relay:
                     fill = past.restore(parts)
                     relay._check_wire(relay.config, relay._branches.others)
                 present = relay._saved_state()
-                saved.restore_into(present)  # from here on the caller's model changes, and nothing can fail
+                saved.restore_into(present)  # from here on the caller's model changes; in memory nothing can fail
                 fill()
             back.pop_all()
         relay._history.forget()  # layers of the model that the save has no more
@@ -821,6 +855,17 @@ class Relay:
         """Measure the loss of a batch, which steps must not learn from."""
         with self._company.together("probe", partial(self._facts, batch)):
             return self._runner.evaluate(batch, self._runner.mean_of_probes)
+
+    def _on_disk(self, config: RelayConfig, disk: Disk | None, fleet: Fleet) -> tuple[Callable[[Costs], Costs], ...]:
+        """Give what puts this relay's files under the costs of a step, if it has any."""
+        if (shelf := self.shelf) is None:
+            if disk is not None:
+                raise ValueError("disk= is that of a shelf, and this relay has its weights in memory: leave it out")
+            return ()
+        if fleet.count > 1:
+            self._company.refuse("a forecast of several workers", "")
+        figures = Disk.of(shelf.folder) if disk is None else disk
+        return (partial(on_shelf, built_shelf(shelf, checked_config(config), figures)),)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -960,7 +1005,7 @@ class Relay:
         """Undo whatever the block trains; no step hook of the optimizer is fired."""
         back = [
             keep_attributes(self.model.modules()),
-            self._store.masters.snapshot(),
+            self._store.custody.snapshot(),
             self._store.residuals.snapshot(self._store.masters.blocks),
             self._runner.parts.copy_buffers(),
             self._keep_own(),

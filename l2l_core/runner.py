@@ -116,7 +116,7 @@ class Runner:
         nbytes, kind = bytes_in(config.keep), self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
         known = self.learned.kept_of(kind)
         if None in (counts := self._company.every([known], "say how many graphs are kept")):
-            with self._company.whole():
+            with self._company.seen_whole():
                 mine = layers_within(self.rehearsal(), batch, config, nbytes) if known is None else known
             counts = self._company.every([mine], "count the graphs that are kept")
         kept = min(counts)  # what fits everywhere: all must load the same layers
@@ -274,7 +274,8 @@ class Runner:
         """Make what runs passes that train nothing, beside the model's own weights; as one of a fleet, default of its own."""
         learn = self.learned.take_way  # what the first step would find out the slow way
         reduce = "ordered" if (self.fleet() if fleet is None else fleet).keeps_apart else "sum"
-        return Rehearsal(self.parts, self._store, self.learned.way, self._call.objective, learn, reduce)
+        place = self._company.place_apart
+        return Rehearsal(self.parts, self._store, self.learned.way, self._call.objective, place, learn, reduce)
 
     def fleet(self, **other: Any) -> Fleet:
         """Say who trains along, for forecasts; `other` is what is asked for instead."""

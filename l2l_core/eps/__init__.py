@@ -1,10 +1,12 @@
 """Where weights, gradients and optimizer state live, and who updates them; knows no order of layers.
 
 May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `optim`, `trace`.
-Begin reading at `store.py`; `updates.py`, `places.py`, `reducer.py` and `wire.py` say what could be done otherwise.
+Begin reading at `store.py`; `updates.py`, `places.py`, `reducer.py`, `custody.py` and `wire.py` say what could be done otherwise.
 """
 
 from l2l_core.eps.clock import Clock as Clock
+from l2l_core.eps.custody import Custody as Custody
+from l2l_core.eps.custody import Known as Known
 from l2l_core.eps.errors import NonFiniteError as NonFiniteError
 from l2l_core.eps.errors import TornStep as TornStep
 from l2l_core.eps.gradients import Gradients as Gradients

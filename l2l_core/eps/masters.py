@@ -19,7 +19,6 @@ from l2l_core.eps.blocks import Block, Unit, masters_over, shared_key
 from l2l_core.eps.optimizers import (
     Findings,
     Tally,
-    clone_state,
     copy_over,
     over,
     replace_params,
@@ -129,10 +128,6 @@ class Masters:
         """List all of the optimizer's parameters in the model's order, in which a norm over all of them adds up."""
         self._order = self._order or {param: index for index, param in enumerate(self._order_of_model())}
         return sorted(self._model_params, key=lambda master: self._order[self._model_params[master]])
-
-    def states(self) -> dict[nn.Parameter, Mapping[str, Any]]:
-        """Give what the optimizer knows of each of the model's parameters."""
-        return {self._model_params[p]: known for p, known in self.optimizer.state.items() if p in self._model_params}
 
     # -- layers come and go --------------------------------------------------------------------------------------------
 
@@ -248,8 +243,15 @@ class Masters:
 
         return undo
 
-    def plain_optimizer(self, twin: nn.Module, model: nn.Module) -> Optimizer:
-        """Make a copy of the optimizer over the parameters of `twin`, a copy of `model`; the two share nothing."""
+    def plain_optimizer(
+        self, twin: nn.Module, model: nn.Module, states: Mapping[nn.Parameter, dict[str, Any]]
+    ) -> Optimizer:
+        """Make a copy of the optimizer over the parameters of `twin`, a copy of `model`; the two share nothing.
+
+        Args:
+            twin, model: as said.
+            states: what it is to know, by parameter of this optimizer; they become its own.
+        """
         counterpart = dict(zip(model.parameters(), twin.parameters(), strict=True))
         stands_for = {
             master: counterpart[param] for master, param in self._model_params.items() if param in counterpart
@@ -260,7 +262,7 @@ class Masters:
             for factor in sorted({1.0, *(warmth.get(p, 1.0) for p in group["params"])}):
                 alike = [stands_for[p] for p in group["params"] if warmth.get(p, 1.0) == factor]
                 groups.append({**group, "params": alike, **({"lr": group["lr"] * factor} if factor != 1.0 else {})})
-        state = {stands_for[p]: clone_state(known) for p, known in self.optimizer.state.items() if p in stands_for}
+        state = {stands_for[p]: known for p, known in states.items() if p in stands_for}
         return copy_over(self.optimizer, groups, defaultdict(dict, state), {**stands_for, **counterpart, model: twin})
 
     def give_back(self) -> None:

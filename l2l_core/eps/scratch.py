@@ -18,7 +18,6 @@ from l2l_core.devices import Ledger
 from l2l_core.eps.blocks import Block, GradientPiece
 from l2l_core.eps.clock import Clock
 from l2l_core.eps.gradients import Gradients
-from l2l_core.eps.masters import Masters
 from l2l_core.eps.optimizers import clone_state, over, step_alone
 from l2l_core.eps.reducer import Reducer
 from l2l_core.eps.residuals import Residuals
@@ -40,15 +39,15 @@ def dry_store(
         reducer: as of a store; asks no other worker.
         residuals: scratch ones.
     """
-    return LayerStore(store.masters, Gradients(host, empty), ToScratch(store.masters), store.thread, residuals, reducer)
+    return LayerStore(store.masters, Gradients(host, empty), ToScratch(store), store.thread, residuals, reducer)
 
 
 class ToScratch:
     """Is an `Update` that updates scratch memory of each gradient's form."""
 
-    def __init__(self, masters: Masters) -> None:
-        self._masters = masters
-        optimizer = masters.optimizer
+    def __init__(self, store: LayerStore) -> None:
+        self._masters, self._custody = store.masters, store.custody
+        optimizer = self._masters.optimizer
         self._optimizer = over(optimizer, optimizer.param_groups, optimizer.state)  # without hooks
         self._scratch: dict[Any, _Scratch] = {}
         self._is_logged = False
@@ -102,8 +101,9 @@ class ToScratch:
         form = piece.trained.layout, piece.covers, tuple(groups[i] for i in piece.trained.indices)
         if form not in self._scratch:
             masters = self._masters.params_of(block)
-            known = [self._optimizer.state.get(masters[i]) for i in piece.trained.indices]
-            self._scratch[form] = _Scratch(piece, form[2], self._optimizer, known)
+            with self._custody.shown(block):
+                known = [self._optimizer.state.get(masters[i]) for i in piece.trained.indices]
+                self._scratch[form] = _Scratch(piece, form[2], self._optimizer, known)
         return self._scratch[form]
 
 

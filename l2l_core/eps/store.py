@@ -23,6 +23,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy, Ticket, serial_thread
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.clock import Clock
+from l2l_core.eps.custody import Custody, InMemory
 from l2l_core.eps.finite import checked, norm_of
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
@@ -50,6 +51,9 @@ class LayerStore:
         thread: does one thing after the other.
         residuals: what compression leaves out of gradients.
         reducer: what other workers have to say to a gradient.
+
+    Attributes:
+        custody: where blocks and their state are between two steps.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class LayerStore:
         self.residuals = residuals
         self._wire: Wire = AsItIs(residuals)
         self.thread, self.reducer = thread, reducer
+        self.custody: Custody = InMemory(masters)
         self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
         self._jobs: list[Future[None]] = []
         self._completing: deque[Future[None]] = deque()  # updates of blocks whose parts have all come

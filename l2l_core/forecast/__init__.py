@@ -4,6 +4,8 @@ May import `shelf`, `workers`, `step`, `eps`, `devices`, `batches`, `trace`.
 Begin reading at `costs.py` and `replay.py`, then at `from_costs.py`.
 """
 
+from l2l_core.forecast.built_shelf import built_shelf as built_shelf
+from l2l_core.forecast.built_shelf import on_shelf as on_shelf
 from l2l_core.forecast.costs import COPY_LANES as COPY_LANES
 from l2l_core.forecast.costs import SHELL as SHELL
 from l2l_core.forecast.costs import START as START
@@ -22,6 +24,7 @@ from l2l_core.forecast.fit import Room as Room
 from l2l_core.forecast.fit_config import ConfigFit as ConfigFit
 from l2l_core.forecast.fit_config import fit_config as fit_config
 from l2l_core.forecast.fit_step import fit_step as fit_step
+from l2l_core.forecast.fit_step import free_bytes as free_bytes
 from l2l_core.forecast.fit_step import room_of as room_of
 from l2l_core.forecast.fleet import Fleet as Fleet
 from l2l_core.forecast.forecast import Forecast as Forecast
@@ -29,6 +32,7 @@ from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
 from l2l_core.forecast.formula import Machine as Machine
 from l2l_core.forecast.formula import Shapes as Shapes
 from l2l_core.forecast.from_config import forecast_config as forecast_config
+from l2l_core.forecast.from_costs import Costs as Costs
 from l2l_core.forecast.from_relay import LastStep as LastStep
 from l2l_core.forecast.from_relay import advise as advise
 from l2l_core.forecast.from_relay import forecast_step as forecast_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
 from l2l_core.forecast.costs import COPY_LANES
 from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.forecast import Forecast
-from l2l_core.forecast.from_costs import forecast_costs
+from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.measured_costs import costs_of_rehearsal, costs_of_step
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.smallest import Priced, WhatFits, what_fits
@@ -61,11 +61,13 @@ def forecast_step(
     host_limit_bytes: int | None,
     last: LastStep,
     fleet: Fleet = Fleet(count=1),  # noqa: B008 - frozen
+    where: Callable[[Costs], Costs] = lambda costs: costs,
 ) -> Forecast:
     """Forecast a relay's next step: from its last one if that was of the same kind, else from a rehearsal.
 
-    Arguments and errors are those of `Relay.forecast`, `fleet` is its workers; `rehearsal` has the relay's parts. Where the step
-    does not fit the device, `Forecast.advice` says what would.
+    Arguments and errors are those of `Relay.forecast`, `fleet` is its workers; `rehearsal` has the relay's parts, and `where`
+    tells costs where its weights and state are, if not in memory. Where the step does not fit the device, `Forecast.advice` says
+    what would.
     """
     if not isinstance(config, RelayConfig):
         raise TypeError(f"config={config!r}: give a RelayConfig, or None for the relay's own")
@@ -76,7 +78,7 @@ def forecast_step(
     costs, recorded = None, None if fleet.keeps_apart else last.forms()  # one alone adds up before anything leaves
     if recorded is not None and last.trace is not None and not _is_faster(figures, last.trace.settings):
         costs = costs_of_step(rehearsal, last.trace, recorded, [form_of(each) for each in micro_batches], config)
-    costs = costs or costs_of_rehearsal(rehearsal, micro_batches, config)
+    costs = where(costs or costs_of_rehearsal(rehearsal, micro_batches, config))
     forecast = forecast_costs(costs, config, figures, host_limit_bytes, fleet)
     budget_bytes = forecast.memory_bytes
     if budget_bytes is None or forecast.peak_device_bytes <= budget_bytes:

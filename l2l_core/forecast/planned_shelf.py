@@ -87,7 +87,7 @@ class OfShelf:
         )
 
 
-class _Block(NamedTuple):
+class BlockCosts(NamedTuple):
     """A block of a shelf, planned.
 
     Attributes:
@@ -127,7 +127,7 @@ class ShelfCosts:
     disk: Disk
     memory_bytes: int
     sizes: Sizes
-    blocks: Mapping[str, _Block]
+    blocks: Mapping[str, BlockCosts]
 
     @staticmethod
     def of(
@@ -160,12 +160,12 @@ class ShelfCosts:
             )
         trial = StateTrial(kept.optimizer)
 
-        def block(key: str, shapes: Sequence[Shape], trained: Sequence[Shape]) -> _Block:
+        def block(key: str, shapes: Sequence[Shape], trained: Sequence[Shape]) -> BlockCosts:
             numel, room = slot_numel(tuple(shapes)), sum(map(trial, trained))
             size = BlockSize(key, numel, sum(map(trial, shapes)))  # what is frozen may be trained one day
             cast = pages(2 * numel) if casts and bf16 else 0
             filed = Filed(size.weights, cast, pages(size.weights + kept.in_file(trained)), size.record)
-            return _Block(filed, size, room, bool(trained))
+            return BlockCosts(filed, size, room, bool(trained))
 
         one = block(layers[0], model.layer, model.trained[0])
         shell = block(SHELL, model.shell, model.trained[1])

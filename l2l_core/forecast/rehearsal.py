@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
-from l2l_core.eps import Alone, AloneApart, InHostMemory, LayerStore, ScratchResiduals, dry_store
+from l2l_core.eps import Alone, AloneApart, LayerStore, Place, ScratchResiduals, dry_store
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.profile import Profile
@@ -64,6 +64,7 @@ class Rehearsal:
 
     Attributes:
         predicted: the way through the layers that a step would expect.
+        place: makes what knows where weights are, for another device and ledger.
         learn: gets the way that was found, if it is another one. A step that expects the wrong way runs its last layer
             twice and keeps less meanwhile, so its device peak is lower than that of all later steps, which is what is
             forecast. (ALBERT's one layer is visited once per depth.)
@@ -74,6 +75,7 @@ class Rehearsal:
     store: LayerStore
     predicted: Sequence[Unit]
     objective: Task
+    place: Callable[[Device, Ledger], Place]
     learn: Callable[[list[Unit]], None] = lambda way: None
     reduce: str = "sum"
 
@@ -105,7 +107,7 @@ class Rehearsal:
     def _parts_apart(self) -> Iterator[Parts]:
         """The parts, on a device without limits and with ledgers of their own; afterwards as they were."""
         device, host = _unlimited(self.parts.device), Ledger("host", "Host memory")
-        parts = replace(self.parts, device=device, host=host, place=InHostMemory(device, host))
+        parts = replace(self.parts, device=device, host=host, place=self.place(device, host))
         blocks = _blocks_of(parts)
         casts = [block.cast for block in blocks]
         # A real device is not copied, so its ledger is the relay's: the peak of a step must stay that of the step.

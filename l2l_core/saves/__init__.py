@@ -16,6 +16,7 @@ from l2l_core.saves.manifest import save as save
 from l2l_core.saves.new_generation import NewGeneration as NewGeneration
 from l2l_core.saves.resume import Resumption as Resumption
 from l2l_core.saves.resume import keep as keep
+from l2l_core.saves.saved import Saved as Saved
 from l2l_core.saves.saved import load as load
 from l2l_core.saves.saved import load_together as load_together
 from l2l_core.saves.stacks import Edited as Edited

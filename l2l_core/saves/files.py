@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,11 @@ Seal = dict[str, Any]  # bytes and sha256 of a file
 # -- write -------------------------------------------------------------------------------------------------------------
 
 
-def write_files(folder: Path, contents: Mapping[str, Tensors]) -> dict[str, Seal]:
+def write_files(folder: Path, contents: Iterable[tuple[str, Tensors]]) -> dict[str, Seal]:
     """Write the tensors of each file, by its name without suffix; seals are taken while the next one is being written."""
     with ThreadPoolExecutor(1) as pool:  # leaving it waits: nobody deletes a file that is still being read
-        paths = {f"{name}.safetensors": tensors for name, tensors in contents.items()}
-        sealed = {name: pool.submit(_seal, _write_file(folder / name, tensors)) for name, tensors in paths.items()}
+        paths = ((f"{name}.safetensors", tensors) for name, tensors in contents)
+        sealed = {name: pool.submit(_seal, _write_file(folder / name, tensors)) for name, tensors in paths}
     return {name: seal.result() for name, seal in sealed.items()}
 
 

@@ -4,7 +4,8 @@ A generation of `folder.py` has these files::
 
     manifest.json                config, step, layers, versions, optimizer settings
     shell.safetensors            weights, buffers and optimizer state of the shell ...
-    L000.safetensors             ... and of every layer, by its key; shared weights are in the first that holds them
+    L000.safetensors             ... and of every layer, by its key
+    shared%3A*.safetensors       weights that several of them share, and their state
     residuals.safetensors        what compression has left out of gradients, by block and parameter; if there is any
     relay.safetensors            random generators, and settings that are tensors
 
@@ -24,16 +25,19 @@ neither checked by content nor switched to at one moment.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
+from l2l_core.eps.blocks import Unit
 from l2l_core.eps.optimizers import to_save
 from l2l_core.model import Tensors, encode
 from l2l_core.saves.codec import plain_random
 from l2l_core.saves.new_generation import Content, NewGeneration
-from l2l_core.saves.state import State
+from l2l_core.saves.state import Pieces, State
 
 
 def save(new: NewGeneration, state: State) -> None:
@@ -48,19 +52,36 @@ def save(new: NewGeneration, state: State) -> None:
 
 
 def _mine(state: State, with_buffers: bool) -> Content:
-    """List what this worker has of weights and of their state: tensors that `encode` meets join those of the unit."""
-    optimizer_state, ranges = {}, {}
-    files: dict[str, Tensors] = {key: {} for key in (*(unit.key for unit in state.units), *state.values)}
-    for file, weight, _ in state.pieces():
-        files[file][f"weights/{weight.name}"] = weight.view
-        if weight.piece.size != weight.whole.size:
-            ranges[weight.name] = [weight.piece.first, weight.view.numel()]
-    for unit, name, buffer in state.buffers() if with_buffers else ():
-        files[unit.key][f"buffers/{name}"] = buffer
-    for file, weight, known in state.pieces():
-        if known is not None:
-            optimizer_state[weight.name] = encode(known, f"optimizer/{weight.name}", files[file])
-    return Content({"ranges": ranges, "optimizer_state": optimizer_state}, files)
+    """List what this worker has of weights and of their state; block by block, since not all of it may be in memory at once."""
+    plain: dict[str, Any] = {"ranges": {}, "optimizer_state": {}}
+
+    def file_of(pieces: Pieces, beside: Tensors) -> Tensors:
+        """Put into `beside` the tensors of weights and of their state, and into `plain` what is no tensor."""
+        for weight, _ in pieces:
+            beside[f"weights/{weight.name}"] = weight.view
+            if weight.piece.size != weight.whole.size:
+                plain["ranges"][weight.name] = [weight.piece.first, weight.view.numel()]
+        for weight, known in pieces:
+            if known is not None:
+                plain["optimizer_state"][weight.name] = encode(known, f"optimizer/{weight.name}", beside)
+        return beside
+
+    def files() -> Iterator[tuple[str, Tensors]]:
+        buffers: dict[Unit, Tensors] = {unit: {} for unit in state.units}
+        for unit, name, buffer in state.buffers() if with_buffers else ():
+            buffers[unit][f"buffers/{name}"] = buffer
+        with_own = {unit for block, unit in state.blocks.items() if not block.shared}
+        for unit in state.units:
+            if unit not in with_own:
+                yield unit.key, buffers[unit]
+        for block, unit in state.blocks.items():
+            with state.store.custody.shown(block):
+                name = quote(block.key, safe=" ") if block.shared else unit.key
+                yield name, file_of(state.pieces(block), {} if block.shared else buffers[unit])
+        for name in state.values:
+            yield name, file_of(state.pieces_elsewhere(name), {})
+
+    return Content(plain, files(), state.nbytes)
 
 
 def _common(state: State) -> Content:
@@ -83,5 +104,5 @@ def _common(state: State) -> Content:
         "random": encode(plain_random(state.random_state), "random", common),
     }
     # Only now: encoding the manifest has put the tensors of parts and settings where they go
-    files = {name: tensors for name, tensors in {**parts, "residuals": left_out}.items() if tensors}
-    return Content(manifest, files | {"relay": common})
+    files = {name: tensors for name, tensors in {**parts, "residuals": left_out}.items() if tensors} | {"relay": common}
+    return Content(manifest, files.items(), sum(t.nbytes for tensors in files.values() for t in tensors.values()))

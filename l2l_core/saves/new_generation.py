@@ -10,7 +10,8 @@ from __future__ import annotations
 import secrets
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -50,15 +51,14 @@ class Content(NamedTuple):
 
     Attributes:
         plain: data that JSON can hold.
-        files: the tensors of each file, by its name without suffix.
+        files: names without suffix, and the tensors of each, which are there until the next one is asked for; they are gone
+            through once, and `plain` is complete when that is done.
+        nbytes: of all tensors, about.
     """
 
     plain: dict[str, Any]
-    files: dict[str, Tensors]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
+    files: Iterable[tuple[str, Tensors]]
+    nbytes: int
 
 
 class NewGeneration:
@@ -106,7 +106,7 @@ class NewGeneration:
                 self._begin(steps)
             if common is not None and self._company.count == 1:
                 # As it always was, so that whoever reads the first schema reads it
-                files = write_files(self._generation, {**mine.files, **common.files})
+                files = write_files(self._generation, chain(mine.files, common.files))
                 self._switch({"schema": ALONE, **common.plain, **mine.plain, "files": files})
             else:
                 self._write_with_others(mine, common)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from l2l_core.config import RelayConfig
+from l2l_core.eps import Known
 from l2l_core.eps.blocks import Block, Layout, Piece, assemble, new_piece
 from l2l_core.eps.optimizers import put
 from l2l_core.model import Take, Tensors, copies_of, decode
@@ -102,28 +103,21 @@ class Saved:
         settings = decode(manifest["settings"], take)
         own_settings = decode(manifest.get("own_settings", []), take)
         random_state = read_random(decode(manifest["random"], take))
-        takes = [copies_of(part.tensors) for part in self.parts]  # one each, so that what parameters share stays one
-        weights = [(master, weight, self._held(weight)) for _, master, weight in state.weights()]
-        knows = {master: self._known(weight, held, takes) for master, weight, held in weights}
-        residuals = decode(manifest.get("residuals", {}), take)
-        for key, of in residuals.items():
-            known = {int(index): residual for index, residual in of.items()}
-            state.store.residuals.put(state.present[key], known)
-        # All memory is taken and nothing can fail from here on, where the relay begins to change.
+        for key, left_out in decode(manifest.get("residuals", {}), take).items():  # first: the device may have no room
+            state.store.residuals.put(
+                state.present[key], {int(index): residual for index, residual in left_out.items()}
+            )
+        only = bool(optimizer.state)  # it has trained before: what it has counted goes
+        state.store.custody.receive(state.blocks, self._knows, self._fill_block)
         with torch.no_grad():
-            for _, weight, held in weights:
-                self._fill(weight, held)
             for _, name, buffer in state.buffers():
                 _copy(buffer, self.parts[0].tensors[f"buffers/{name}"])
-        only = bool(optimizer.state)  # it has trained before: what it has counted goes
-        optimizer.state.clear()
-        optimizer.state.update({master: known for master, known in knows.items() if known is not None})
         put(optimizer, [*own_settings, *settings], only)
-        state.store.masters.book_state()
         for block in state.blocks:
             block.version = manifest["versions"][block.key]
             block.warmup = manifest.get("warmups", {}).get(block.key, 0)
         random_state.put()
+        state.store.custody.received(self.steps)
 
     def values(self, name: str, block: Block, part: Layout | None, master: torch.Tensor) -> list[dict[str, Any] | None]:
         """Read the values that another branch has of a block, of which each worker that saved had a part.
@@ -137,19 +131,30 @@ class Saved:
         Returns:
             What the optimizer knows of each parameter, None where nothing.
         """
-        takes = [copies_of(each.tensors) for each in self.parts]
-        weights = weights_of(names_in(name, block), block.layout, block.layout if part is None else part, master)
-        states: list[dict[str, Any] | None] = [None] * len(weights)
-        for index, weight in enumerate(weights):
-            if weight is not None:
-                held = self._held(weight)
-                self._fill(weight, held)
-                states[index] = self._known(weight, held, takes)
-        return states
+        names, here = names_in(name, block), block.layout if part is None else part
+        for weight in weights_of(names, block.layout, here, master):
+            self._fill(weight)
+        return self._known_of(names, block.layout, here)
 
-    def _fill(self, weight: Weight, held: Sequence[Held]) -> None:
-        """Give a weight its saved values."""
-        sources = [(piece, self.parts[i].tensors[f"weights/{weight.name}"]) for piece, i in held]
+    def _fill_block(self, block: Block) -> None:
+        """Give what is here of a block its saved weights."""
+        for weight in weights_of(block.names, block.layout, block.held, block.values):
+            self._fill(weight)
+
+    def _knows(self, block: Block) -> Known:
+        """Decode what the optimizer knew of a block, as far as it is here."""
+        return self._known_of(block.names, block.layout, block.held)
+
+    def _known_of(self, names: Sequence[str], whole: Layout, here: Layout) -> Known:
+        takes = [copies_of(each.tensors) for each in self.parts]  # one each, so that what parameters share stays one
+        weights = weights_of(names, whole, here, torch.empty(here.numel, device="meta"))
+        return [None if weight is None else self._known(weight, self._held(weight), takes) for weight in weights]
+
+    def _fill(self, weight: Weight | None) -> None:
+        """Give a weight its saved values, if it is here."""
+        if weight is None:
+            return
+        sources = [(piece, self.parts[i].tensors[f"weights/{weight.name}"]) for piece, i in self._held(weight)]
         assemble(weight.view, weight.piece, weight.whole, sources)
 
     def _held(self, weight: Weight) -> list[Held]:

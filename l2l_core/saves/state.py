@@ -13,6 +13,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.edits import Values
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Layout, Piece, Unit, is_absent
+from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import RandomState
 from l2l_core.saves.codec import Part
 from l2l_core.saves.stacks import Edited
@@ -34,6 +35,9 @@ class Weight(NamedTuple):
     view: torch.Tensor
 
 
+Pieces = list[tuple[Weight, Mapping[str, Any] | None]]  # with what the optimizer knows of each
+
+
 def weights_of(names: Sequence[str], whole: Layout, here: Layout, master: torch.Tensor) -> list[Weight | None]:
     """List what is in a buffer of the parameters of a block, None for those of which nothing is.
 
@@ -44,6 +48,13 @@ def weights_of(names: Sequence[str], whole: Layout, here: Layout, master: torch.
     """
     held = map(Weight, names, whole.pieces, here.pieces, here.views(master))
     return [None if is_absent(each.piece, each.whole) else each for each in held]
+
+
+def _pieces(
+    names: Sequence[str], whole: Layout, here: Layout, master: torch.Tensor, states: Sequence[Mapping[str, Any] | None]
+) -> Pieces:
+    pairs = zip(weights_of(names, whole, here, master), states, strict=True)
+    return [(weight, known) for weight, known in pairs if weight is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,31 +107,29 @@ class State:
         held: dict[Block, Unit] = {}
         for unit in self.units:
             for block in unit.blocks:
-                # The first one's file has a shared block, so that it is written once
+                # A shared block is written once, with the first one
                 held.setdefault(block, unit)
         return held
 
-    def weights(self) -> Iterator[tuple[Unit, nn.Parameter, Weight]]:
-        """Go through all weights of which something is here, each with the first unit that holds it, and the optimizer's
-        parameter over it.
-        """
-        for block, unit in self.blocks.items():
-            held = weights_of(block.names, block.layout, block.held, block.values)
-            for master, weight in zip(self.store.masters.params_of(block), held, strict=True):
-                if weight is not None:
-                    yield unit, master, weight
-
-    def pieces(self) -> Iterator[tuple[str, Weight, Mapping[str, Any] | None]]:
-        """Go through the same, and parts of other branches: each with its file, and what the optimizer knows of it."""
+    def pieces(self, block: Block) -> Pieces:
+        """List what is here of the weights of a block that is shown, each with what the optimizer knows of it."""
         state = self.store.optimizer.state
-        for unit, master, weight in self.weights():
-            yield unit.key, weight, state[master] if master in state else None
-        for name, (block, values) in self.values.items():
-            assert values.part is not None, f"{name} is whole"
-            held = weights_of(names_in(name, block), block.layout, values.part, values.master)
-            for weight, known in zip(held, values.states, strict=True):
-                if weight is not None:
-                    yield name, weight, known
+        known = [state[master] if master in state else None for master in self.store.masters.params_of(block)]
+        return _pieces(block.names, block.layout, block.held, block.values, known)
+
+    def pieces_elsewhere(self, name: str) -> Pieces:
+        """List the same of the `values` of another branch."""
+        block, values = self.values[name]
+        assert values.part is not None, f"{name} is whole"
+        return _pieces(names_in(name, block), block.layout, values.part, values.master, values.states)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights, state and buffers that are here; without what is settings or the past."""
+        custody = self.store.custody
+        elsewhere = [piece for name in self.values for piece in self.pieces_elsewhere(name)]
+        kept = sum(weight.view.nbytes + state_bytes(known or {}) for weight, known in elsewhere)
+        return kept + sum(custody.nbytes(block) for block in self.blocks) + sum(b.nbytes for _, _, b in self.buffers())
 
     def buffers(self) -> Iterator[tuple[Unit, str, torch.Tensor]]:
         """Go through all buffers (non-persistent ones too), by name, each with the unit that it is in."""

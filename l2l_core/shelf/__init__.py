@@ -8,9 +8,12 @@ from l2l_core.shelf.direct import PAGE as PAGE
 from l2l_core.shelf.direct import pages as pages
 from l2l_core.shelf.disk import Disk as Disk
 from l2l_core.shelf.empty import empty_weights as empty_weights
+from l2l_core.shelf.from_save import FromSave as FromSave
+from l2l_core.shelf.from_save import refuse_past as refuse_past
 from l2l_core.shelf.on_files import OnFiles as OnFiles
 from l2l_core.shelf.on_files import on_files as on_files
 from l2l_core.shelf.settings import FileShelf as FileShelf
 from l2l_core.shelf.sizes import BlockSize as BlockSize
 from l2l_core.shelf.sizes import Sizes as Sizes
 from l2l_core.shelf.sizes import StateTrial as StateTrial
+from l2l_core.shelf.sizes import check_in_core as check_in_core

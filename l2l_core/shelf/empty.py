@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from l2l_core.eps.blocks import nowhere
+from l2l_core.eps.blocks import is_nowhere, nowhere
 
 
 @contextmanager
@@ -60,3 +62,17 @@ def stand_in(modules: Iterable[nn.Module]) -> None:
                     made[param] = nn.Parameter(torch.empty(0), param.requires_grad)
                     made[param].data = nowhere(param.shape)  # made of it, all would count their versions together
                 module._parameters[name] = made[param]
+
+
+def refuse_nan(folder: Path, module: nn.Module, *_: Any) -> None:
+    """Refuse to give out a state of parameters without values, also when the relay is closed; copies of the model have them."""
+    if any(is_nowhere(param) for param in module.parameters()):
+        refuse_state(folder)
+
+
+def refuse_state(folder: Path, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        f"the weights of this model and the optimizer's state are in {folder}, and in memory there is nothing but NaN: "
+        "go through them by `for name, tensor in relay.shelf.weights()`, or write them by "
+        "relay.shelf.save_pretrained(folder)"
+    )

@@ -16,8 +16,9 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -32,6 +33,36 @@ from l2l_core.shelf.form import Form
 from l2l_core.shelf.records import Record, Records
 
 _NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 1
+
+
+class Steps(Protocol):
+    """Makes steps count.
+
+    Attributes:
+        steps: number of the last one.
+    """
+
+    steps: int
+
+    def begin(self) -> None: ...
+    def prepare(self, steps: int) -> None: ...
+    def switch(self, steps: int) -> None: ...
+
+
+@dataclass
+class Tried:
+    """Stands for a manifest while a step is tried, which for the disk there is not: the halves of the last whole one are kept."""
+
+    steps: int
+
+    def begin(self) -> None:
+        pass
+
+    def prepare(self, steps: int) -> None:
+        pass
+
+    def switch(self, steps: int) -> None:
+        self.steps = steps
 
 
 class Manifest:

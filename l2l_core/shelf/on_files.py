@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger
-from l2l_core.eps import LayerStore, Place
-from l2l_core.eps.blocks import Block, Unit, is_nowhere
+from l2l_core.eps import LayerStore, Masters, Place
+from l2l_core.eps.blocks import Block, Unit
+from l2l_core.shelf.custody import InRecords
 from l2l_core.shelf.direct import pages
-from l2l_core.shelf.empty import check_buffers, stand_in
+from l2l_core.shelf.empty import check_buffers, refuse_nan, refuse_state, stand_in
 from l2l_core.shelf.first_records import Given, check_disk, refuse_without_weights, write_first
 from l2l_core.shelf.folder import check_folder, lock
 from l2l_core.shelf.manifest import Manifest
@@ -36,11 +38,21 @@ from l2l_core.trace import Trace
 from l2l_core.workers import Solo
 
 _IN_MEMORY = "use masters in memory (no shelf=) where the model fits"
-_POSSIBLE = ("make a step", "run forward", "evaluate", "probe", "look inside", "put traces together")
+_POSSIBLE = (
+    "make a step",
+    "run forward",
+    "evaluate",
+    "probe",
+    "look inside",
+    "put traces together",
+    "save",
+    "take a save over",
+    "verify",
+    "forecast",
+)
 _INSTEAD = {
-    "save": "the folder is a save already, with which FileShelf(..., resume=True) goes on, and so is a copy that was made of it "
-    "between two steps; relay.shelf.save_pretrained(folder) writes the weights alone",
-    "verify": "verify with masters in memory, on a model that fits",
+    "fit": "it may choose to load more layers ahead than the pool has room for; ask for settings one by one by "
+    "relay.forecast(batch, config), or before the model is made by fit_config",
     "make a branch": "copy the folder between two steps, and go on with each by resume=True",
 }
 
@@ -55,20 +67,26 @@ class OnFiles(Solo):
 
     Attributes:
         folder: of the files.
+        memory_bytes: of the pool.
+        ahead: with which it was shared out.
+        casts: whether the device's copies cannot cast on the way.
+        blocks: with what the pool needs for them.
     """
 
-    can_rehearse = False
-
     def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int) -> None:
-        self._shelf, self._model, self._ahead = shelf, model, ahead
-        self.folder = Path(shelf.folder)
+        self._shelf, self._model, self.ahead = shelf, model, ahead
+        self.folder, self.memory_bytes = Path(shelf.folder), shelf.nbytes
         check_folder(self.folder, shelf.resume)
-        if shelf.weights is None and not shelf.resume:
-            refuse_without_weights(model)
+        self._check_weights()
         check_buffers(model)
         stand_in(model.modules())
         self._given: Given = {}
         self._units: Sequence[Unit] = ()
+        self._opened = ExitStack()
+
+    def _check_weights(self) -> None:
+        if self._shelf.weights is None and not self._shelf.resume:
+            refuse_without_weights(self._model)
 
     # -- set up, in this order -----------------------------------------------------------------------------------------
 
@@ -83,47 +101,64 @@ class OnFiles(Solo):
 
     def _open(self) -> None:
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.folder)
-        try:
-            self._records = Records(self.folder / "records")
-        except BaseException:
-            os.close(self._lock)
-            raise
+        self._opened.callback(os.close, lock(self.folder))
+        self._records = Records(self.folder / "records")
+        self._opened.callback(self._records.close)
 
     def place(self, device: Device, host: Ledger) -> Place:
         self._loads, self._updates = (Pool(0, device.host_empty, host, kind) for kind in ("weights", "optimizer"))
+        for pool in (self._loads, self._updates):
+            self._opened.callback(pool.close)
         return InFiles(self._records, self._loads, casts=not device.in_host_memory)
+
+    def place_apart(self, device: Device, host: Ledger) -> Place:
+        return InFiles(self._records, self._loads, casts=not device.in_host_memory)  # one pool: a pass at a time
 
     def take_over(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Callable[[], Any]
     ) -> int:
         masters, self._units = store.masters, units
         room = StateRoom(masters)
-        measured = {block: BlockSize.of(block, room) for block in masters.blocks}
-        by_unit = [(unit.key, [measured[block] for block in unit.blocks]) for unit in units]
-        sizes = Sizes.of(by_unit, self._ahead, casts=not device.in_host_memory)
-        self._loads.limit_bytes, self._updates.limit_bytes = sizes.shared_out(self._shelf.nbytes)
+        self.casts = not device.in_host_memory
+        self.blocks = measured = {block: BlockSize.of(block, room) for block in masters.blocks}
+        sizes = self.sizes(self.ahead)
+        self._loads.limit_bytes, self._updates.limit_bytes = sizes.shared_out(self.memory_bytes)
         self._manifest = Manifest(self.folder, units, masters, self._records)
+        self._begin(masters, room)
+
+        def size_of(block: Block) -> int:
+            return measured[block].record
+
+        files = self._records, self._updates, size_of, host, self._manifest
+        store.update = update = ThroughFiles(masters, store.update, *files)
+        store.custody = InRecords(masters, *files, update, then=partial(self._begun, masters.optimizer))
+        return self._manifest.steps
+
+    def sizes(self, ahead: int) -> Sizes:
+        """Say what of memory goes where with so many layers ahead."""
+        by_unit = [(unit.key, [self.blocks[block] for block in unit.blocks]) for unit in self._units]
+        return Sizes.of(by_unit, ahead, self.casts)
+
+    def record_bytes(self, block: Block) -> int:
+        """Bytes of a block's record as it is: of weights and state."""
+        return self._records.current[block].form.nbytes
+
+    def _begin(self, masters: Masters, room: StateRoom) -> None:
+        """Have the first records, or those that there are."""
         if self._shelf.resume:
             self._manifest.read()()
-            self._given.clear()
         else:
             check_disk(self.folder, masters.blocks, room)
             write_first(masters, self._records, self._updates, room, self._given, self._initialiser())
             self._records.commit(partial(self._manifest.prepare, 0), partial(self._manifest.switch, 0))
-        store.update = ThroughFiles(
-            masters,
-            store.update,
-            self._records,
-            self._updates,
-            lambda block: measured[block].record,
-            host,
-            self._manifest,
-        )
+        self._begun(masters.optimizer)
+
+    def _begun(self, optimizer: Optimizer) -> None:
+        """From now on the model's weights and the optimizer's state are in files."""
+        self._given.clear()
         for module in self._model.modules():
-            module.register_state_dict_pre_hook(self._refuse_nan)
-        store.optimizer.register_state_dict_pre_hook(self._refuse_state)
-        return self._manifest.steps
+            module.register_state_dict_pre_hook(partial(refuse_nan, self.folder))
+        optimizer.register_state_dict_pre_hook(partial(refuse_state, self.folder))
 
     def _initialiser(self) -> Initialiser | None:
         given = self._shelf.weights
@@ -142,7 +177,7 @@ class OnFiles(Solo):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        self.refuse("having all weights in memory at once, as edits, forecasts and gathered() do,")
+        self.refuse("having all weights in memory at once, as edits and gathered() do,")
         yield
 
     def refuse(self, verb: str, instead: str = "") -> None:
@@ -156,26 +191,12 @@ class OnFiles(Solo):
             f"{_INSTEAD.get(verb, _IN_MEMORY)}. Nothing was done"
         )
 
-    def _refuse_nan(self, module: nn.Module, *_: Any) -> None:
-        """Refuse to give out a state of parameters without values, also when the relay is closed."""
-        if any(is_nowhere(param) for param in module.parameters()):
-            self._refuse_state()
-
-    def _refuse_state(self, *_: Any) -> NoReturn:
-        raise RuntimeError(
-            f"the weights of this model and the optimizer's state are in {self.folder}, and in memory there is nothing but NaN: "
-            "go through them by `for name, tensor in relay.shelf.weights()`, or write them by "
-            "relay.shelf.save_pretrained(folder)"
-        )
-
     def close(self) -> None:
         for block, values in self._given.items():  # it has never begun: the model gets back what it had
             for param, value in zip(block.params, values, strict=True):
                 param.data = value
-        self._records.close()
-        self._loads.close()
-        self._updates.close()
-        os.close(self._lock)
+        self._given.clear()
+        self._opened.close()
 
     # -- what a user asks ----------------------------------------------------------------------------------------------
 
@@ -239,8 +260,14 @@ class OnFiles(Solo):
                 self._loads.give_back(buffer)
 
 
-def on_files(shelf: FileShelf, workers: object, model: nn.Module, config: RelayConfig | Literal["auto"]) -> OnFiles:
-    """Make the company of a relay with a shelf.
+def on_files(
+    shelf: FileShelf,
+    workers: object,
+    model: nn.Module,
+    config: RelayConfig | Literal["auto"],
+    kind: type[OnFiles] = OnFiles,
+) -> OnFiles:
+    """Make the company of a relay with a shelf, of a kind that says what it begins with.
 
     Raises:
         ValueError, TypeError: no shelf, a folder that cannot be used, a model without weights, or several workers.
@@ -251,12 +278,13 @@ def on_files(shelf: FileShelf, workers: object, model: nn.Module, config: RelayC
         )
     if workers is not None:
         raise ValueError(
-            "shelf goes neither with workers nor with Relay.load yet: train with one worker, and go on by "
-            "FileShelf(..., resume=True)"
+            "shelf does not go with workers yet: train with one worker, or keep masters in memory (no shelf=), of which each of "
+            "several workers has a part"
         )
     if isinstance(config, str):
         raise ValueError(
-            'config="auto" looks for settings by steps with all weights in memory, and a shelf has them in files: give a '
-            "RelayConfig with the number of micro-batches with which a smaller model of these layers fits"
+            'config="auto" looks for settings, and may load more layers ahead than the pool of a shelf has room for: give a '
+            "RelayConfig; relay.forecast(batch, config) says of each what it needs, and fit_config looks for one before the "
+            "model is made"
         )
-    return OnFiles(shelf, model, config.ahead)
+    return kind(shelf, model, config.ahead)

@@ -77,6 +77,24 @@ class StateRoom:
         return sum(self._trial(p.shape, self._group_of[p]) for p in params if p.requires_grad or not only_trained)
 
 
+def check_in_core(masters: Masters, host_bytes: int) -> None:
+    """See whether weights, gradients and state of training in core have room.
+
+    Raises:
+        ValueError: they have not.
+    """
+    room = StateRoom(masters)
+    weights = sum(4 * block.layout.used for block in masters.blocks)
+    gradients = sum(4 * block.trained.layout.used for block in masters.blocks)
+    state = sum(room(block, only_trained=True) for block in masters.blocks)
+    if (needed := weights + gradients + state) > host_bytes:
+        raise ValueError(
+            f"verify compares with training in core, which takes {needed:,} bytes of host memory ({weights:,} for weights, "
+            f"{gradients:,} for gradients, {state:,} for the optimizer's state), and may take {host_bytes:,}: allow it more "
+            "(host_bytes=), or verify a model with fewer of the same layers. Nothing was done"
+        )
+
+
 class BlockSize(NamedTuple):
     """Is a block in numbers.
 

@@ -22,7 +22,8 @@ from l2l_core.eps.blocks import Block, GradientPiece
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import keep_without
 from l2l_core.shelf.form import Form
-from l2l_core.shelf.manifest import Manifest
+from l2l_core.shelf.here import here
+from l2l_core.shelf.manifest import Steps
 from l2l_core.shelf.pool import Buffer, Pool
 from l2l_core.shelf.records import Records
 from l2l_core.trace import Trace
@@ -41,6 +42,9 @@ class ThroughFiles:
         size_of: bytes of the buffer that a block needs.
         host: gets the bytes booked of state that the optimizer has just made.
         manifest: says on the disk which step is whole.
+
+    Attributes:
+        manifest: may be exchanged between two steps.
     """
 
     def __init__(
@@ -51,10 +55,10 @@ class ThroughFiles:
         pool: Pool,
         size_of: Callable[[Block], int],
         host: Ledger,
-        manifest: Manifest,
+        manifest: Steps,
     ) -> None:
         self._masters, self._inner, self._records, self._pool = masters, inner, records, pool
-        self._size_of, self._host, self._manifest = size_of, host, manifest
+        self._size_of, self._host, self.manifest = size_of, host, manifest
         self._changed = threading.Condition()
         self._wanted: deque[Block] = deque()
         self._reading: dict[Block, tuple[Buffer, Future[None]]] = {}
@@ -65,7 +69,7 @@ class ThroughFiles:
     def begin(self, logged: bool, deferred: bool, clock: Clock) -> None:
         self._clock, self._is_committed, self.updated, self._versions = clock, False, [], {}
         self._records.trace = clock.trace
-        self._manifest.begin()
+        self.manifest.begin()
         self._inner.begin(logged=False, deferred=deferred, clock=clock)  # the old half is the log
 
     def expect(self, block: Block) -> None:
@@ -94,15 +98,10 @@ class ThroughFiles:
 
     def _updated(self, block: Block, piece: GradientPiece, buffer: Buffer) -> tuple[Form, Mapping[str, float]]:
         """Update a block that lies in a buffer, and let the buffer be its new record."""
-        before, twins, state = self._records.current[block].form, self._masters.params_of(block), self._state
+        before = self._records.current[block].form
         self._versions[block] = block.version
-        block.come(before.weights(buffer.flat, block.layout), twins)
-        state.update((p, each) for p, each in zip(twins, before.known(buffer.flat), strict=True) if each is not None)
-        try:
+        with here(self._masters, block, before, buffer.flat) as known:
             stats = self._inner.update(block, piece)
-        finally:
-            block.go(twins)
-            known = [state.pop(param, None) for param in twins]
         form, tensors = Form.of(block.layout, known)
         if form.nbytes > len(buffer.flat):
             raise ValueError(
@@ -120,9 +119,9 @@ class ThroughFiles:
         self._records.settle()
         put_back = keep_without(vars(self._masters.optimizer), {"state"})
         self._inner.finish(whole)
-        steps = self._manifest.steps + 1
+        steps = self.manifest.steps + 1
         try:
-            self._records.commit(partial(self._manifest.prepare, steps), partial(self._switch, steps))
+            self._records.commit(partial(self.manifest.prepare, steps), partial(self._switch, steps))
         except BaseException:
             if not self._is_committed:
                 put_back()
@@ -130,7 +129,7 @@ class ThroughFiles:
         self.updated = self._inner.updated
 
     def _switch(self, steps: int) -> None:
-        self._manifest.switch(steps)
+        self.manifest.switch(steps)
         self._is_committed = True
 
     def undo(self) -> None:
@@ -151,10 +150,6 @@ class ThroughFiles:
 
     def state_of(self, block: Block) -> Sequence[Mapping[str, Any]]:
         return [{} for _ in block.params]  # nothing of it is in memory
-
-    @property
-    def _state(self) -> dict[Any, Any]:
-        return self._masters.optimizer.state
 
     # -- buffers -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ made of copies of state, groups, defaults and attributes. `Relay.verify` sees to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
-from l2l_core.eps.blocks import Unit
-from l2l_core.eps.optimizers import differing, differing_settings, is_same, settings_of
+from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.optimizers import clone_state, differing, differing_settings, is_same, settings_of
 from l2l_core.model import deep_copy, train_step
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import StepResult
@@ -99,10 +99,18 @@ class InCore:
         max_grad_norm: float | None,
         torch_device: torch.device,
     ) -> None:
-        self._model, self._store, self._twin = model, store, (twin := _twin_of(model))
-        for param in twin.parameters():
-            param.data = param.data.float()  # masters may be of bfloat16; computed is in float32
-        optimizer = store.masters.plain_optimizer(twin, model)
+        self._store, self._twin = store, (twin := _twin_of(model))
+        self._weights = dict(zip(model.parameters(), twin.parameters(), strict=True))
+        self._buffers = _buffers(model, twin)
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        for block in store.masters.blocks:  # weights and state may be in files
+            with store.custody.shown(block):
+                for param, master, view in zip(block.params, store.masters.params_of(block), block.views, strict=True):
+                    # Masters may be of bfloat16; computed is in float32
+                    self._weights[param].data = view.detach().to(torch.float32, copy=True)
+                    if master in store.optimizer.state:
+                        states[master] = clone_state(store.optimizer.state[master])
+        optimizer = store.masters.plain_optimizer(twin, model, states)
         if torch_device.type != "cpu":
             twin.to(torch_device)
             optimizer.load_state_dict(optimizer.state_dict())  # puts the state where the parameters are now
@@ -113,7 +121,7 @@ class InCore:
         twin.cpu()  # before the relay needs the room
         self._expected = {
             param: pytree.tree_map_only(torch.Tensor, _on_host, dict(optimizer.state.get(own, {})))
-            for param, own in zip(model.parameters(), twin.parameters(), strict=True)
+            for param, own in self._weights.items()
         }
         self._settings = settings_of(optimizer)
 
@@ -125,11 +133,10 @@ class InCore:
             units: the shell and the layers.
             with_buffers: whether buffers are of the whole batch, as they are in core.
         """
-        weights = dict(zip(self._model.parameters(), self._twin.parameters(), strict=True))
-        buffers = _buffers(self._model, self._twin) if with_buffers else {}
+        buffers = self._buffers if with_buffers else {}
         visits = _visits(result.trace)
-        rows = tuple(_row(unit, weights, buffers, visits) for unit in units)
-        kept = _differing_state(self._expected, self._store.masters.states())
+        unlike, kept = self._unlike()
+        rows = tuple(_row(unit, unlike, buffers, visits) for unit in units)
         found = settings_of(self._store.optimizer)
         if len(self._settings) == len(found):  # a layer that warms up has a group of its own in core
             kept += [f"setting {name!r}" for name in differing_settings(self._settings, found)]
@@ -141,6 +148,21 @@ class InCore:
             rows=rows,
             optimizer=tuple(kept),
         )
+
+    def _unlike(self) -> tuple[dict[Block, dict[str, float]], list[str]]:
+        """List by block the weights that differ, and by how much; and names in the optimizer's state that differ anywhere."""
+        weights: dict[Block, dict[str, float]] = {}
+        names: list[str] = []
+        store = self._store
+        for block in store.masters.blocks:
+            with store.custody.shown(block):
+                # What is rounded to bfloat16 by the optimizer is so whatever memory it lies in: the cast changes no value
+                views = (view.detach().float() for view in block.views)
+                theirs = (self._weights[param].detach() for param in block.params)
+                weights[block] = _differing(zip(block.names, views, theirs, strict=True))
+                for param, master in zip(block.params, store.masters.params_of(block), strict=True):
+                    names += differing(self._expected[param], store.optimizer.state.get(master, {}))
+        return weights, list(dict.fromkeys(f"state {name!r}" for name in names))
 
 
 def _twin_of(model: nn.Module) -> nn.Module:
@@ -170,18 +192,19 @@ Pair = tuple[str, torch.Tensor | None, torch.Tensor | None]  # name, the relay's
 
 def _row(
     unit: Unit,
-    weights: Mapping[nn.Parameter, nn.Parameter],
+    weights: Mapping[Block, Mapping[str, float]],
     buffers: Mapping[int, Pair],
     visits: Mapping[str, int],
 ) -> VerifyRow:
-    params = [(name, param) for block in unit.blocks for name, param in zip(block.names, block.params, strict=True)]
-    # What is rounded to bfloat16 by the optimizer is so whatever memory it lies in: the cast changes no value
-    pairs: list[Pair] = [(name, param.detach().float(), weights[param].detach()) for name, param in params]
-    pairs += [buffers[id(buffer)] for buffer in unit.buffers.now() if id(buffer) in buffers]
-    differing = {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
+    unlike = {name: by for block in unit.blocks for name, by in weights[block].items()}
+    unlike |= _differing(buffers[id(buffer)] for buffer in unit.buffers.now() if id(buffer) in buffers)
     several = tuple(n for b in unit.blocks if b.shared or visits.get(unit.key, 0) > 1 for n in b.names)
-    worst = max(differing.values(), default=0.0)
-    return VerifyRow(unit.key, unit.name, not differing, worst, several, tuple(differing))
+    return VerifyRow(unit.key, unit.name, not unlike, max(unlike.values(), default=0.0), several, tuple(unlike))
+
+
+def _differing(pairs: Iterable[Pair]) -> dict[str, float]:
+    """Give by how much tensors differ, by name, if they do."""
+    return {name: _difference(ours, theirs) for name, ours, theirs in pairs if not is_same(ours, theirs)}
 
 
 def _buffers(model: nn.Module, twin: nn.Module) -> dict[int, Pair]:
@@ -202,14 +225,6 @@ def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     differ = one != other
     off = (one[differ].double() - other[differ].double()).abs()
     return float(off.nan_to_num(math.inf).max()) if off.numel() else 0.0
-
-
-def _differing_state(
-    expected: Mapping[nn.Parameter, Mapping[str, Any]], found: Mapping[nn.Parameter, Mapping[str, Any]]
-) -> list[str]:
-    """List the names in the optimizer's state that differ for some parameter."""
-    names = (name for param, theirs in expected.items() for name in differing(theirs, found.get(param, {})))
-    return list(dict.fromkeys(f"state {name!r}" for name in names))
 
 
 def _listed(names: Sequence[str], most: int = 4) -> str:

@@ -59,6 +59,9 @@ class Company(Protocol):
     def place(self, device: Device, host: Ledger) -> Place:
         """Make what knows where weights are."""
 
+    def place_apart(self, device: Device, host: Ledger) -> Place:
+        """Make the same for passes that train nothing, on another device and with another ledger; blocks are seen whole."""
+
     def reducer(self) -> Reducer:
         """Make what happens to gradients before updates."""
 
@@ -70,6 +73,9 @@ class Company(Protocol):
 
     def whole(self) -> AbstractContextManager[None]:
         """Hold all of every block in a block of code that all workers run; inside of another one nothing happens."""
+
+    def seen_whole(self) -> AbstractContextManager[None]:
+        """Let the EPS's custody show all of every block, in a block of code that all workers run."""
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         """Say what this worker holds of a block, None for all of it, and in how many elements."""
@@ -116,6 +122,9 @@ class Solo:
     def place(self, device: Device, host: Ledger) -> Place:
         return InHostMemory(device, host)
 
+    def place_apart(self, device: Device, host: Ledger) -> Place:
+        return InHostMemory(device, host)
+
     def reducer(self) -> Reducer:
         return Alone()
 
@@ -126,6 +135,9 @@ class Solo:
         return nullcontext()
 
     def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def seen_whole(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
@@ -193,6 +205,9 @@ class Team:
     def place(self, device: Device, host: Ledger) -> Place:
         return Gathered(device, host, self._crew)
 
+    def place_apart(self, device: Device, host: Ledger) -> Place:
+        return InHostMemory(device, host)
+
     def reducer(self) -> Reducer:
         wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]
         return Exchanged(self._crew, keeps_apart=self.settings.reduce == "ordered", wire=wire)
@@ -221,6 +236,9 @@ class Team:
         finally:
             self._is_whole = False
             self._shares.cut()  # of whatever is whole by now
+
+    def seen_whole(self) -> AbstractContextManager[None]:
+        return self.whole()
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         cut = self._crew.cut_of(block)

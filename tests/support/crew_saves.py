@@ -26,7 +26,8 @@ def state_of(relay: Relay) -> dict[str, torch.Tensor]:
     """All weights, and what the optimizer keeps of each, by name; the relay's own, whole."""
     found = {name: param.detach().clone() for name, param in relay.model.named_parameters()}
     names = {id(param): name for name, param in relay.model.named_parameters()}
-    for param, known in relay.store.masters.states().items():
+    masters = relay.store.masters
+    for param, known in ((masters.model_params[master], known) for master, known in relay.optimizer.state.items()):
         found |= {f"{names[id(param)]}/{key}": value.clone() for key, value in known.items()}
     return found
 

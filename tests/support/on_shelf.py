@@ -1,19 +1,34 @@
 """A kind of the zoo trained from files and in core, from the same state on the same micro-batches."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from oracle import InCore, MakeOptimizer, adamw
 from torch import Tensor, nn
-from zoo import Kind
+from zoo import BY_NAME, Chain, Kind, ResidualMlp
 
-from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
+from l2l_core import LAMB, EmulatedDevice, FileShelf, Relay, RelayConfig, empty_weights, in_bf16
 
 ROWS, ENOUGH = 7, "8 MB"
 CONFIG = RelayConfig(micro_batches=3)
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "fused": partial(torch.optim.AdamW, fused=True, lr=1e-2),
+    "momentum": partial(torch.optim.SGD, momentum=0.9, dampening=0.1, lr=1e-2),
+    "sgd": partial(torch.optim.SGD, lr=1e-2),  # keeps nothing
+    "bf16": partial(in_bf16(torch.optim.AdamW), lr=1e-2),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),  # state of other shapes
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),  # state before the first step
+    "amsgrad": partial(torch.optim.Adam, amsgrad=True, lr=1e-2),
+    "lamb": partial(LAMB, lr=1e-2),
+    "rate in a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2)),
+}
 
 
 def relay_on(folder: Path, kind: Kind, optimizer: MakeOptimizer = adamw, **options: Any) -> Relay:
@@ -70,3 +85,27 @@ def train(relay: Relay, plain: InCore, steps: int) -> None:
     for _ in range(steps):
         batch = plain.kind.make_batch(ROWS, plain.steps)
         assert relay.step(batch).loss == plain.step(batch)
+
+
+def empty(kind: Kind) -> nn.Module:
+    with empty_weights():
+        return kind.make_model()
+
+
+def stack(depth: int) -> Kind:
+    chain = BY_NAME["chain"]
+    return Kind("stack", lambda: seeded(depth), chain.make_batch, chain.loss)
+
+
+def seeded(depth: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Chain([ResidualMlp() for _ in range(depth)])
+
+
+def smallest(folder: Path, kind: Kind, **options: Any) -> int:
+    """The bytes that the refusal of a single one names."""
+    with pytest.raises(ValueError, match="the smallest that works is") as refused:
+        relay_on(folder, kind, memory_bytes=1, **options)
+    found = re.search(r"the smallest that works is ([\d,]+)", str(refused.value))
+    assert found is not None
+    return int(found[1].replace(",", ""))

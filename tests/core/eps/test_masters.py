@@ -46,7 +46,9 @@ def update(masters: Masters) -> None:
 
 def everything(masters: Masters, host: Ledger) -> list[object]:
     """Weights, groups, state and bytes, comparable by ==."""
-    known = [{name: value.tolist() for name, value in state.items()} for state in map(dict, masters.states().values())]
+    known = [
+        {name: value.tolist() for name, value in state.items()} for state in map(dict, masters.optimizer.state.values())
+    ]
     return [
         [block.master.tolist() for block in masters.blocks],
         [[id(param) for param in group] for group in masters.groups],

@@ -7,19 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from on_shelf import CONFIG, ROWS, assert_same, buffers_of, relay_on, state_of, weights_of
+from on_shelf import CONFIG, ROWS, assert_same, buffers_of, empty, relay_on, state_of, weights_of
 from oracle import InCore, adamw
 from safetensors.torch import load_file, save_file
 from torch import nn
-from zoo import BY_NAME, Kind
+from zoo import BY_NAME
 
-from l2l_core import empty_weights
 from l2l_core.eps.blocks import is_nowhere
-
-
-def empty(kind: Kind) -> nn.Module:
-    with empty_weights():
-        return kind.make_model()
 
 
 def numbered(name: str, into: torch.Tensor) -> None:

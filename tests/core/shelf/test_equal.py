@@ -3,20 +3,31 @@
 import json
 import re
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from on_shelf import CONFIG, ROWS, assert_same, compared, in_core, relay_on, state_of, train, weights_of
+from on_shelf import (
+    CONFIG,
+    OPTIMIZERS,
+    ROWS,
+    assert_same,
+    compared,
+    in_core,
+    relay_on,
+    smallest,
+    stack,
+    state_of,
+    train,
+    weights_of,
+)
 from oracle import adamw, micro_batches_of
 from patience import rarely
 from torch import nn
-from zoo import BY_NAME, KINDS, Chain, Kind, ResidualMlp, loss_of
+from zoo import BY_NAME, KINDS, Kind, loss_of
 
-from l2l_core import LAMB, EmulatedDevice, FileShelf, Relay, RelayConfig, in_bf16
+from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
 from l2l_core.devices import Ledger
 from l2l_core.shelf import direct
 from l2l_core.shelf.place import InFiles
@@ -30,19 +41,6 @@ FEW = ("chain", "gpt2", "lora_tied", "tied_layers")  # a plain stack; the shell'
 def test_every_kind(kind: Kind, folder: Path) -> None:
     with compared(folder, kind) as (relay, plain):
         train(relay, plain, 3)
-
-
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "fused": partial(torch.optim.AdamW, fused=True, lr=1e-2),
-    "momentum": partial(torch.optim.SGD, momentum=0.9, dampening=0.1, lr=1e-2),
-    "sgd": partial(torch.optim.SGD, lr=1e-2),  # keeps nothing
-    "bf16": partial(in_bf16(torch.optim.AdamW), lr=1e-2),
-    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),  # state of other shapes
-    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),  # state before the first step
-    "amsgrad": partial(torch.optim.Adam, amsgrad=True, lr=1e-2),
-    "lamb": partial(LAMB, lr=1e-2),
-    "rate in a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2)),
-}
 
 
 @pytest.mark.parametrize(
@@ -107,25 +105,6 @@ def test_a_layer_that_sits_out_is_not_touched(folder: Path) -> None:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def stack(depth: int) -> Kind:
-    chain = BY_NAME["chain"]
-    return Kind("stack", lambda: seeded(depth), chain.make_batch, chain.loss)
-
-
-def seeded(depth: int) -> nn.Module:
-    torch.manual_seed(0)
-    return Chain([ResidualMlp() for _ in range(depth)])
-
-
-def smallest(folder: Path, kind: Kind, **options: Any) -> int:
-    """The bytes that the refusal of a single one names."""
-    with pytest.raises(ValueError, match="the smallest that works is") as refused:
-        relay_on(folder, kind, memory_bytes=1, **options)
-    found = re.search(r"the smallest that works is ([\d,]+)", str(refused.value))
-    assert found is not None
-    return int(found[1].replace(",", ""))
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -259,9 +238,6 @@ def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
             with pytest.raises(RuntimeError, match=re.escape("relay.shelf.save_pretrained")):
                 read()
         for verb in (
-            lambda: relay.verify(batch),
-            lambda: relay.save(folder / "save"),
-            lambda: relay.forecast(batch),
             lambda: relay.fit(batch),
             lambda: relay.fork("b"),
             lambda: relay.undo(),
