@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Device, Ledger
+from l2l_core.devices import Device, Ledger, WaitingRoom
 from l2l_core.eps import LayerStore, Place
 from l2l_core.eps.blocks import Block, Unit, is_nowhere
 from l2l_core.shelf.direct import pages
@@ -30,6 +30,7 @@ from l2l_core.shelf.records import Records
 from l2l_core.shelf.settings import FileShelf, Initialiser
 from l2l_core.shelf.shards import Shards, write_shards
 from l2l_core.shelf.sizes import BlockSize, Sizes, StateRoom
+from l2l_core.shelf.stash import OnDisk
 from l2l_core.shelf.updates import ThroughFiles
 from l2l_core.surgery import ties_of
 from l2l_core.trace import Trace
@@ -93,6 +94,9 @@ class OnFiles(Solo):
     def place(self, device: Device, host: Ledger) -> Place:
         self._loads, self._updates = (Pool(0, device.host_empty, host, kind) for kind in ("weights", "optimizer"))
         return InFiles(self._records, self._loads, casts=not device.in_host_memory)
+
+    def scratch(self, device: Device, host: Ledger) -> WaitingRoom | None:
+        return OnDisk(self.folder / "stash.tmp", self._records, device.host_empty, host)
 
     def take_over(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Callable[[], Any]

@@ -17,7 +17,7 @@ from torch import nn
 
 from l2l_core.batches import Alone as AloneWithBatches
 from l2l_core.batches import Others
-from l2l_core.devices import Device, Ledger
+from l2l_core.devices import Device, Ledger, WaitingRoom
 from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer, Side
 from l2l_core.eps.blocks import Block, Layout, Unit, into_memory
 from l2l_core.trace import Trace
@@ -59,6 +59,9 @@ class Company(Protocol):
 
     def place(self, device: Device, host: Ledger) -> Place:
         """Make what knows where weights are."""
+
+    def scratch(self, device: Device, host: Ledger) -> WaitingRoom | None:
+        """Say where a stash waits on the disk; None if it has no place there."""
 
     def reducer(self) -> Reducer:
         """Make what happens to gradients before updates."""
@@ -116,6 +119,9 @@ class Solo:
 
     def place(self, device: Device, host: Ledger) -> Place:
         return InHostMemory(device, host)
+
+    def scratch(self, device: Device, host: Ledger) -> WaitingRoom | None:
+        return None
 
     def reducer(self) -> Reducer:
         return Alone()
@@ -193,6 +199,9 @@ class Team:
 
     def place(self, device: Device, host: Ledger) -> Place:
         return Gathered(device, host, self._crew)
+
+    def scratch(self, device: Device, host: Ledger) -> WaitingRoom | None:
+        return None
 
     def reducer(self) -> Reducer:
         wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]
