@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from oracle import InCore, MakeOptimizer, adamw
+from oracle import InCore, MakeOptimizer, adamw, micro_batches_of
 from torch import Tensor, nn
-from zoo import Kind
+from zoo import BY_NAME, Chain, Kind, ResidualMlp, loss_of
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
 
@@ -70,3 +70,26 @@ def train(relay: Relay, plain: InCore, steps: int) -> None:
     for _ in range(steps):
         batch = plain.kind.make_batch(ROWS, plain.steps)
         assert relay.step(batch).loss == plain.step(batch)
+
+
+def in_core_loss(kind: Kind, model: nn.Module, seed: int) -> float:
+    """The loss of a batch in evaluation mode, in core, of the micro-batches one by one."""
+
+    batch = kind.make_batch(ROWS, seed)
+    model.eval()
+    with torch.no_grad():
+        parts = micro_batches_of(batch, CONFIG.micro_batches)
+        total = sum(loss_of(kind, model, part) / (ROWS / len(part[0])) for part in parts)
+    model.train()
+    return float(total)
+
+
+def stack(depth: int) -> Kind:
+    """A chain of so many layers."""
+    chain = BY_NAME["chain"]
+    return Kind("stack", lambda: seeded(depth), chain.make_batch, chain.loss)
+
+
+def seeded(depth: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Chain([ResidualMlp() for _ in range(depth)])

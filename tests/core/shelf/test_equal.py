@@ -10,11 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from on_shelf import CONFIG, ROWS, assert_same, compared, in_core, relay_on, state_of, train, weights_of
-from oracle import adamw, micro_batches_of
+from on_shelf import (
+    CONFIG,
+    ROWS,
+    assert_same,
+    compared,
+    in_core,
+    in_core_loss,
+    relay_on,
+    stack,
+    state_of,
+    train,
+    weights_of,
+)
+from oracle import adamw
 from patience import rarely
-from torch import nn
-from zoo import BY_NAME, KINDS, Chain, Kind, ResidualMlp, loss_of
+from zoo import BY_NAME, KINDS, Kind
 
 from l2l_core import LAMB, EmulatedDevice, FileShelf, Relay, RelayConfig, in_bf16
 from l2l_core.devices import Ledger
@@ -72,18 +83,6 @@ def test_every_setting(settings: dict[str, Any], folder: Path) -> None:
         assert relay.evaluate(plain.kind.make_batch(ROWS, 9)) == in_core_loss(plain.kind, plain.model, 9)
 
 
-def in_core_loss(kind: Kind, model: nn.Module, seed: int) -> float:
-    """The loss of a batch in evaluation mode, in core, of the micro-batches one by one."""
-
-    batch = kind.make_batch(ROWS, seed)
-    model.eval()
-    with torch.no_grad():
-        parts = micro_batches_of(batch, CONFIG.micro_batches)
-        total = sum(loss_of(kind, model, part) / (ROWS / len(part[0])) for part in parts)
-    model.train()
-    return float(total)
-
-
 def test_layers_that_freeze_and_thaw(folder: Path) -> None:
     with compared(folder, BY_NAME["chain"]) as (relay, plain):
         for model in (relay.model, plain.model):
@@ -107,16 +106,6 @@ def test_a_layer_that_sits_out_is_not_touched(folder: Path) -> None:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def stack(depth: int) -> Kind:
-    chain = BY_NAME["chain"]
-    return Kind("stack", lambda: seeded(depth), chain.make_batch, chain.loss)
-
-
-def seeded(depth: int) -> nn.Module:
-    torch.manual_seed(0)
-    return Chain([ResidualMlp() for _ in range(depth)])
 
 
 def smallest(folder: Path, kind: Kind, **options: Any) -> int:
