@@ -178,6 +178,36 @@ def test_an_error_of_the_disk_keeps_the_old_step_and_leaves_nothing(
         train(relay, plain, 1)
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_a_user_still_holds_comes_back_or_shows_that_it_is_lost(
+    broken: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, held = BY_NAME["chain"], []
+    with relay_on(folder, kind, config=RelayConfig(micro_batches=7, stash="disk")) as relay:
+        relay.step(kind.make_batch(ROWS, 0))
+        expected = held_of(relay, kind, held)
+        handle = relay.model.layers[0].register_forward_hook(lambda *args: held.append(args[2].detach()))
+        if broken:
+            monkeypatch.setattr(direct.ScratchFile, "read", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                relay.forward(kind.make_batch(ROWS, 1))
+            assert any(bool(tensor.isnan().all()) for tensor in held)
+        else:
+            relay.forward(kind.make_batch(ROWS, 1))
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(held, expected, strict=True))
+        handle.remove()
+        assert relay.host.by_category().get("stash", 0) == 0
+
+
+def held_of(relay: Relay, kind: Kind, held: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of what the first layer gives out, made while it is there."""
+    copies: list[torch.Tensor] = []
+    handle = relay.model.layers[0].register_forward_hook(lambda *args: copies.append(args[2].detach().clone()))
+    relay.forward(kind.make_batch(ROWS, 1))
+    handle.remove()
+    return copies
+
+
 def test_a_step_that_fails_in_forward_frees_its_room(folder: Path) -> None:
     kind = BY_NAME["chain"]
     with compared(folder, kind, config=CONFIG) as (relay, plain):
@@ -198,11 +228,11 @@ def test_no_shelf_no_room_on_the_disk(folder: Path) -> None:
     with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice()) as relay:
         with pytest.raises(ValueError, match="FileShelf"):
             relay.config = CONFIG
-        profile = Profile.from_trace(relay.step(kind.make_batch(ROWS, 0)).trace)
+        profile = Profile.of(relay.step(kind.make_batch(ROWS, 0)).trace)
     with pytest.raises(ValueError, match="not replayed"):
         simulate(profile, CONFIG, EmulatedDevice())
     with pytest.raises(ValueError, match="a replay does not know"):
-        Profile.from_trace(steps_of(folder, 4, 2))
+        Profile.of(steps_of(folder, 4, 2))
 
 
 # -- the room by itself ------------------------------------------------------------------------------------------------
