@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-StashPlace = Literal["device", "host"]
+StashPlace = Literal["device", "host", "disk"]
+IN_MEMORY: tuple[StashPlace, ...] = ("device", "host")  # what any relay has, and what a search tries
 UpdateMode = Literal["eager", "deferred"]
 Precision = Literal["fp32", "bf16"]
 MeterMode = Literal["on_change", "always"]
@@ -82,7 +83,8 @@ class RelayConfig:
             ``ahead + 1 + resident``. Or how much of the device they may take, as text: ``"500 MB"``, ``"1.5 GiB"``. The relay
             then finds out by rehearsals how many layers that are, before the first step of a kind.
         stash: where boundary activations wait for their recompute. On the ``"host"``, device memory does not grow
-            with depth or with the number of micro-batches.
+            with depth or with the number of micro-batches. On the ``"disk"``, host memory does not either: they pass through a
+            few buffers to a scratch file in the folder of a `FileShelf`, which the relay must have.
         update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them.
         precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights on the device and compute under autocast. Masters,
             gradient sums and the optimizer stay float32.
@@ -169,15 +171,21 @@ def bytes_in(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def checked_config(config: object) -> RelayConfig:
-    """Return the settings if they are some.
+def checked_config(config: object, has_disk: bool) -> RelayConfig:
+    """Return the settings if they are some, and if a relay can have them that has a shelf on disk, or none.
 
     Raises:
-        TypeError: they are not.
+        TypeError: they are no settings.
+        ValueError: there is nowhere for the stash.
     """
     if not isinstance(config, RelayConfig):
         raise TypeError(
             f'config={config!r}: give a RelayConfig, or "auto" to a new relay so that it looks for settings itself'
+        )
+    if config.stash == "disk" and not has_disk:
+        raise ValueError(
+            "stash='disk' lies in a scratch file of a shelf's folder, and this relay has no shelf: give "
+            "Relay(shelf=FileShelf(folder=..., memory_bytes=...)), or RelayConfig(stash='host')"
         )
     return config
 

@@ -130,7 +130,10 @@ class Relay:
         keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
         self._fits_itself = config == "auto"
-        asked, config = config, RelayConfig() if config == "auto" else checked_config(config)
+        asked, config = (
+            config,
+            RelayConfig() if config == "auto" else checked_config(config, has_disk=shelf is not None),
+        )
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
         self._company = company(workers, model) if shelf is None else on_files(shelf, workers, model, asked)
@@ -145,7 +148,8 @@ class Relay:
         settle = self._company.keep_by(self.device.host_empty)
         shell, units = build_units(model, modules, settle, rounds_weights(made))
         place = self._company.place(self.device, self.host)
-        parts = Parts(model, self.device, self.host, shell, units, place)
+        scratch = self._company.scratch(self.device, self.host)
+        parts = Parts(model, self.device, self.host, shell, units, place, scratch)
         # Where layers compute on these cores too, updates behind them take one.
         cores = 1 if self.device.in_host_memory else max(1, torch.get_num_threads() * 3 // 4)
         masters = Masters(parts.units, made, model.parameters, self.host, findings)
@@ -206,7 +210,8 @@ class Relay:
 
     @config.setter
     def config(self, config: RelayConfig) -> None:
-        self._check_wire(checked_config(config), self._branches.others)
+        config = checked_config(config, has_disk=self.shelf is not None)
+        self._check_wire(config, self._branches.others)
         self._runner.config, self._fits_itself = config, False
 
     @property
@@ -865,7 +870,7 @@ class Relay:
         if fleet.count > 1:
             self._company.refuse("a forecast of several workers", "")
         figures = Disk.of(shelf.folder) if disk is None else disk
-        return (partial(on_shelf, built_shelf(shelf, checked_config(config), figures)),)
+        return (partial(on_shelf, built_shelf(shelf, checked_config(config, has_disk=True), figures)),)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def gradient_slots(ahead: int) -> int:
 
 def pieces_of_copy(micro_batches: int, ahead: int, stash: str) -> int:
     """Count the pieces in which a layer goes over the link: one per turn, where a stash goes between them."""
-    return micro_batches if ahead and stash == "host" else 1
+    return micro_batches if ahead and stash != "device" else 1
 
 
 def cuts(numel: int, itemsize: int, pieces: int) -> list[int]:

@@ -18,3 +18,6 @@ from l2l_core.devices.named import resolve_device as resolve_device
 from l2l_core.devices.process import Process as Process
 from l2l_core.devices.threads import serial_thread as serial_thread
 from l2l_core.devices.threads import sleep_until as sleep_until
+from l2l_core.devices.waiting import HostRoom as HostRoom
+from l2l_core.devices.waiting import Spot as Spot
+from l2l_core.devices.waiting import WaitingRoom as WaitingRoom

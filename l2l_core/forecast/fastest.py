@@ -9,9 +9,8 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
-from l2l_core.config import RelayConfig, StashPlace
+from l2l_core.config import IN_MEMORY, RelayConfig
 from l2l_core.forecast.fit import Better, Room
 from l2l_core.forecast.smallest import Price, Priced, counts_from
 from l2l_core.rules import weight_slots
@@ -182,7 +181,7 @@ class Search:
         """The same settings with every place of the stash, as far ahead, or a layer or two, or none; those that overlap first."""
         free = self._wanted.free
         aheads = sorted({asked.ahead, 1, 2} - {0}) + [0] if "ahead" in free else [asked.ahead]
-        places = get_args(StashPlace) if "stash" in free else [asked.stash]
+        places = IN_MEMORY if "stash" in free else [asked.stash]
         return [replace(asked, ahead=ahead, stash=stash) for ahead in aheads for stash in places]
 
     def _staying(self, config: RelayConfig) -> Iterator[Priced]:

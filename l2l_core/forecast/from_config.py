@@ -80,6 +80,11 @@ def forecast_config(
             f"relay_config has keep={settings.keep}: what kept graphs hold is measured and has no formula. Leave it out, or "
             "build the model and ask relay.forecast"
         )
+    if settings.stash == "disk":
+        raise ValueError(
+            "relay_config has stash='disk', and what a stash reads and writes there is not forecast: ask with stash='host', "
+            "whose bytes over the link are the same"
+        )
     if shelf is not None and optimizer is None:
         raise ValueError(
             "shelf= needs optimizer=: what lies in its files is what the optimizer really keeps. Give a function from parameters "

@@ -131,6 +131,11 @@ def _check(profile: Profile, config: RelayConfig, fleet: Fleet) -> None:
             f"their sum: record a step with Workers(reduce={asked!r}), or rehearse one with relay.forecast(batch, "
             f"workers={fleet.count}, reduce={asked!r})"
         )
+    if config.stash == "disk":
+        raise ValueError(
+            "stash='disk' is not replayed: what a stash reads and writes there is in no profile. Ask with stash='host', whose "
+            "bytes over the link are the same"
+        )
     for name in ("precision", "stash"):
         known, asked = profile.settings.get(name), getattr(config, name)
         if known is not None and known != asked:

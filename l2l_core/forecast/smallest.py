@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from l2l_core.config import RelayConfig, StashPlace
+from l2l_core.config import IN_MEMORY, RelayConfig
 from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.from_costs import Costs, replayed
 from l2l_core.forecast.memory_walk import MemoryWalk
@@ -160,10 +160,7 @@ def what_fits(price: Price, asked: RelayConfig, rows: int, budget_bytes: int, mo
 
     counts = counts_from(asked.micro_batches, rows)
     # Without layers ahead: fewer slots and no room for what moves, so nothing needs less.
-    serial = [
-        _descend(priced, replace(asked, ahead=0, resident=0, keep=0, stash=stash), counts)
-        for stash in get_args(StashPlace)
-    ]
+    serial = [_descend(priced, replace(asked, ahead=0, resident=0, keep=0, stash=stash), counts) for stash in IN_MEMORY]
     least = min((found for each in serial for found in _falling(each)), key=_size, default=None)
     if least is None:
         raise ValueError(f"no step could be made with {len(known)} settings from {asked} on")
@@ -200,7 +197,7 @@ def _ways(asked: RelayConfig) -> list[RelayConfig]:
         replace(asked, ahead=ahead, stash=stash, resident=resident, keep=keep)
         for resident, keep in stays
         for ahead in aheads
-        for stash in get_args(StashPlace)
+        for stash in IN_MEMORY
     ]
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,12 +54,7 @@ class DirectFiles:
             OSError: the file cannot be read, or ends too early.
         """
         with self._opened(path, os.O_RDONLY) as file:
-            view, done = _bytes_of(into), 0
-            while done < len(view):
-                count = os.preadv(file, [view[done : done + _AT_ONCE]], done)
-                if count == 0:
-                    raise OSError(errno.EIO, f"the file ends after {done:,} of {len(view):,} bytes", str(path))
-                done += count
+            _fill(into, file, 0, path)
             self._forget(file)
 
     def write(self, path: Path, source: torch.Tensor) -> None:
@@ -68,17 +64,22 @@ class DirectFiles:
             OSError: it cannot be written.
         """
         with self._opened(path, os.O_WRONLY | os.O_CREAT) as file:
-            view, done = _bytes_of(source), 0
-            while done < len(view):
-                count = os.pwrite(file, view[done : done + _AT_ONCE], done)
-                count -= count % PAGE  # a disk that is getting full takes less; the next try says so
-                if count == 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-                done += count
-            if os.fstat(file).st_size != len(view):
-                os.ftruncate(file, len(view))
+            _put(source, file, 0, path)
+            if os.fstat(file).st_size != len(source):
+                os.ftruncate(file, len(source))
             _sync_data(file)  # the size too, where it is another one
             self._forget(file)
+
+    def scratch(self, path: Path) -> ScratchFile:
+        """Make a file that is gone when it is closed, or when the process ends.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | (_O_DIRECT if self.is_direct else 0)
+        file = os.open(path, flags, 0o600)
+        path.unlink()
+        return ScratchFile(file, path, self._forget)
 
     @contextmanager
     def _opened(self, path: Path, flags: int) -> Iterator[int]:
@@ -91,6 +92,65 @@ class DirectFiles:
     def _forget(self, file: int) -> None:
         if not self.is_direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class ScratchFile:
+    """A file without a name, read and written anywhere in whole pages. Several threads may do so.
+
+    Args:
+        file: its descriptor.
+        path: that it had, for messages.
+        forget: tells the page cache to, if the file goes through it.
+    """
+
+    def __init__(self, file: int, path: Path, forget: Callable[[int], None]) -> None:
+        self._file, self._path, self._forget, self.nbytes = file, path, forget, 0
+
+    def grow(self, nbytes: int) -> None:
+        """Have room for so many bytes, before anything is written there.
+
+        Raises:
+            OSError: there is none; nothing has changed.
+        """
+        more = nbytes - self.nbytes
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._file, self.nbytes, more)
+        elif shutil.disk_usage(self._path.parent).free < more:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self.nbytes = nbytes
+
+    def read(self, into: torch.Tensor, start: int) -> None:
+        """Fill `into` (uint8, whole pages on a page boundary) from byte `start`."""
+        _fill(into, self._file, start, self._path)
+        self._forget(self._file)
+
+    def write(self, source: torch.Tensor, start: int) -> None:
+        """Write `source` (uint8, whole pages on a page boundary) at byte `start`."""
+        _put(source, self._file, start, self._path)
+        self._forget(self._file)
+
+    def close(self) -> None:
+        """Let the file go, with all its bytes."""
+        os.close(self._file)
+
+
+def _fill(into: torch.Tensor, file: int, start: int, path: Path) -> None:
+    view, done = _bytes_of(into), 0
+    while done < len(view):
+        count = os.preadv(file, [view[done : done + _AT_ONCE]], start + done)
+        if count == 0:
+            raise OSError(errno.EIO, f"the file ends after {start + done:,} of {start + len(view):,} bytes", str(path))
+        done += count
+
+
+def _put(source: torch.Tensor, file: int, start: int, path: Path) -> None:
+    view, done = _bytes_of(source), 0
+    while done < len(view):
+        count = os.pwrite(file, view[done : done + _AT_ONCE], start + done)
+        count -= count % PAGE  # a disk that is getting full takes less; the next try says so
+        if count == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        done += count
 
 
 def _takes_direct(path: Path) -> bool:

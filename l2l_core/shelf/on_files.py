@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Device, Ledger
+from l2l_core.devices import Device, Ledger, WaitingRoom
 from l2l_core.eps import LayerStore, Masters, Place
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.shelf.custody import InRecords
@@ -32,6 +32,7 @@ from l2l_core.shelf.records import Records
 from l2l_core.shelf.settings import FileShelf, Initialiser
 from l2l_core.shelf.shards import Shards, write_shards
 from l2l_core.shelf.sizes import BlockSize, Sizes, StateRoom
+from l2l_core.shelf.stash import OnDisk
 from l2l_core.shelf.updates import ThroughFiles
 from l2l_core.surgery import ties_of
 from l2l_core.trace import Trace
@@ -113,6 +114,9 @@ class OnFiles(Solo):
 
     def place_apart(self, device: Device, host: Ledger) -> Place:
         return InFiles(self._records, self._loads, casts=not device.in_host_memory)  # one pool: a pass at a time
+
+    def scratch(self, device: Device, host: Ledger) -> WaitingRoom | None:
+        return OnDisk(self.folder / "stash.tmp", self._records, device.host_empty, host)
 
     def take_over(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Callable[[], Any]

@@ -43,6 +43,7 @@ class Records:
     Attributes:
         current: by block, what the last whole step has left.
         coming: what this step has written so far.
+        reads, writes: the lanes of the disk.
         trace: of the step under way; gets an event for everything that is read or written.
     """
 
@@ -51,7 +52,7 @@ class Records:
         self.current: dict[Block, Record] = {}
         self.coming: dict[Block, Record] = {}
         self.trace = Trace()
-        self._reads, self._writes = serial_thread("disk read"), serial_thread("disk write")
+        self.reads, self.writes = serial_thread("disk read"), serial_thread("disk write")
         self._under_way: list[Future[None]] = []
         self._unsure: BaseException | None = None  # why nobody knows which halves are current
 
@@ -66,7 +67,7 @@ class Records:
             _note(trace, "disk read", "read", block, start_s, len(into))
             then()
 
-        return self._reads.submit(work)
+        return self.reads.submit(work)
 
     def write(self, block: Block, form: Form, flat: torch.Tensor, then: Callable[[], None]) -> None:
         """Begin to write a block's next record; `then` is done when nobody reads `flat` any more."""
@@ -88,7 +89,7 @@ class Records:
             _note(trace, "disk write", "write", block, start_s, len(flat))
             self.coming[block] = record
 
-        self._under_way.append(self._writes.submit(work))
+        self._under_way.append(self.writes.submit(work))
 
     def settle(self) -> None:
         """Wait until all is on the disk that is being written.
@@ -116,7 +117,7 @@ class Records:
             self.current |= self.coming
             self.coming = {}
 
-        self._under_way.append(self._writes.submit(work))
+        self._under_way.append(self.writes.submit(work))
         self.settle()
 
     def forget(self) -> None:
@@ -141,8 +142,8 @@ class Records:
 
     def close(self) -> None:
         """Join the threads."""
-        self._reads.shutdown(wait=True)
-        self._writes.shutdown(wait=True)
+        self.reads.shutdown(wait=True)
+        self.writes.shutdown(wait=True)
 
 
 def _note(trace: Trace, lane: str, kind: str, block: Block, start_s: float, nbytes: int) -> None:

@@ -29,6 +29,7 @@ Source: Pudipeddi et al., https://arxiv.org/abs/2002.05645 (L2L and L2L-p).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
@@ -64,8 +65,8 @@ class ForwardLoop:
         while (unit := self.order.next_unit()) is not None:
             visit = self.order.open(unit)
             with self.prefetch.visit(unit) as visit.stay:  # [1]
-                for forward, after in self.order.in_turn(visit):  # [2]
-                    self.advance(forward, visit, after)
+                for forward, coming in self.order.in_turn(visit):  # [2]
+                    self.advance(forward, visit, coming)
                     self.run.stash.park(forward.k, visit.index)
 
     def begin(self, loads: Sequence[Unit]) -> None:
@@ -75,22 +76,25 @@ class ForwardLoop:
             forward.advance()
             self.run.stash.park(forward.k)
 
-    def advance(self, forward: Forward, visit: Visit, after: Call | None) -> None:
+    def advance(self, forward: Forward, visit: Visit, coming: Sequence[Call]) -> None:
         """Take one turn: a micro-batch runs the layer, and the shell up to its next layer call."""
         call = forward.waiting
         assert call is not None and call.unit is visit.unit, f"{visit.unit.key} k={forward.k}"
         call.visit, call.stay = visit.index, visit.stay
-        self.relay(call, after)
+        self.relay(call, coming)
         call.buffers = self.run.buffers_of(visit.unit)  # before the run, which may change them; a recompute begins here
         forward.keeper = self.plan.keeper(visit.index)
         forward.advance()
         visit.calls += [last for last in forward.calls[-1:] if last is call]  # if it takes part in backward
 
-    def relay(self, call: Call, after: Call | None) -> None:
-        """Have what `call` needs on the device, and let what comes `after` it begin to arrive."""
-        self.run.stash.fetch(call.awaited, call.k, call.unit.key, call.visit)
-        if after is not None:
-            self.run.stash.expect(after.awaited, after.k, after.unit.key, after.visit)
+    def relay(self, call: Call, coming: Sequence[Call]) -> None:
+        """Have what `call` needs on the device, and let what comes after it begin to arrive."""
+        stash = self.run.stash
+        stash.fetch(call.awaited, call.k, call.unit.key, call.visit)
+        for after in coming[:1]:
+            stash.expect(after.awaited, after.k, after.unit.key, after.visit)
+        later = coming[1 : 1 + stash.looks_ahead]
+        stash.foresee([(each.awaited, each.unit.key, each.k, each.visit) for each in later])
 
 
 class TrainLoop:
@@ -129,8 +133,8 @@ class TrainLoop:
         while (unit := self._order.next_unit()) is not None:
             visit = self._open(unit)
             with self._prefetch.visit(unit) as visit.stay:  # [1]
-                for forward, after in self._order.in_turn(visit):  # [2]
-                    self._forward.advance(forward, visit, after)
+                for forward, coming in self._order.in_turn(visit):  # [2]
+                    self._forward.advance(forward, visit, coming)
                     self._lose_in_order(visit, forward)
                     for last in visit.calls[-1:]:
                         last.gives_way(self._run)  # what its graph has saved is parked with the rest
@@ -139,12 +143,13 @@ class TrainLoop:
 
         rest = self._turn()
         # A list made now: as calls are back-propagated, they leave their visits.
-        coming = islice([call for visit in rest for call in visit.calls], 1, None)
+        coming = deque(call for visit in rest for call in visit.calls)
         for visit in rest:
             self._store.raise_failure()  # of the EPS thread: the rest of backward would be in vain
             with self._prefetch.visit(visit.unit):  # [1]
                 for call in list(visit.calls):  # [3] in ascending k, as accumulation over micro-batches adds
-                    self._forward.relay(call, next(coming, None))
+                    coming.popleft()
+                    self._forward.relay(call, list(islice(coming, 1 + self._run.stash.looks_ahead)))
                     self._backward(call, visit)
                     self._run.stash.park(call.k, call.visit)
                 self._push(visit)  # [4]

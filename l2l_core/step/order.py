@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.micro_batch import Call, Forward
 from l2l_core.step.traffic import Gradient, Stay
+
+_FORESEEN = 4  # calls told of that come after one: as many as any waiting room asks for
 
 
 @dataclass(eq=False, slots=True)
@@ -85,16 +86,21 @@ class Order:
         self.visits.append(Visit(unit, len(self.visits)))
         return self.visits[-1]
 
-    def in_turn(self, visit: Visit) -> Iterator[tuple[Forward, Call | None]]:
-        """Go through the micro-batches that wait for the layer, each with the call whose input may arrive meanwhile."""
+    def in_turn(self, visit: Visit) -> Iterator[tuple[Forward, list[Call]]]:
+        """Go through the micro-batches that wait for the layer, each with the calls that come after, as far as they are known.
+
+        The input of the first of these may arrive meanwhile.
+        """
         waiting = self._waiting_for(visit.unit)
-        for forward, following in zip_longest(waiting, waiting[1:]):
-            if following is None:
-                yield forward, self._after(visit, forward)
-            else:
-                assert following.waiting is not None
-                following.waiting.visit = visit.index  # its fetch begins now, and is recorded with the visit
-                yield forward, following.waiting
+        for at, forward in enumerate(waiting):
+            here = [each.waiting for each in waiting[at + 1 : at + 1 + _FORESEEN] if each.waiting is not None]
+            next_one = [self._after(visit, forward)] if at + 1 == len(waiting) else []
+            there = [call for each in waiting[: min(at, _FORESEEN)] if (call := each.waiting) not in (None, *next_one)]
+            for call in here:
+                call.visit = visit.index  # its fetch begins before its turn does, and is recorded with the visit
+            for call in filter(None, there):
+                call.visit = visit.index + 1
+            yield forward, [call for call in (*here, *next_one, *there) if call is not None]
 
     def _after(self, visit: Visit, last: Forward) -> Call | None:
         """Find the first call of the next visit, as far as is known before `last` has had its turn in this one.

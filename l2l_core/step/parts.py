@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Device, Ledger
+from l2l_core.devices import Device, HostRoom, Ledger, WaitingRoom
 from l2l_core.eps import Place
 from l2l_core.eps.blocks import Unit, outside
 from l2l_core.trace import Trace
@@ -25,6 +25,14 @@ class Parts:
     shell: Unit
     layers: Sequence[Unit]
     place: Place
+    scratch: WaitingRoom | None = None  # a room on the disk, where there is one
+
+    def waiting_room(self, stash: str) -> WaitingRoom:
+        """Say where a stash waits; with "disk" there must be one."""
+        if stash != "disk":
+            return HostRoom(self.device, self.host)
+        assert self.scratch is not None, "stash='disk' without a shelf is refused where it is set"
+        return self.scratch
 
     @property
     def units(self) -> list[Unit]:

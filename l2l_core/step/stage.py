@@ -126,18 +126,21 @@ class Stage:
         parts.place.begin(parts.units, self._dtype, self.trace)
         later(parts.place.end)
         later(RandomState.take().put)  # forwards draw from streams of their own; the caller's stands where it stood
-        on_host = self.config.stash == "host"
         enter(parts.shell.buffers.on(parts.device, "shell buffers"))
         # After the shell's buffers came: modules hold their copies now.
         buffers, attributes = tensors_on(modules_of(parts.model))
         exempt = [*buffers, *attributes, *(master for unit in parts.units for master in unit.masters)]
         at_work = AtWork()
-        self._images = Images(parts.device, parts.host, at_work, exempt)
+        room, moves = parts.waiting_room(self.config.stash), self.config.stash != "device"
+        room.begin(self.trace, self.clock.stalled)
+        later(room.clear)
+        self._images = Images(parts.device, room, at_work, exempt)
         self.stash = Stash(
             parts.device,
             self._images,
             at_work,
-            is_on_host=on_host,
+            room=room,
+            moves=moves,
             overlap=self.config.ahead > 0,
             metering=self._replay is None,
             h2d=self.h2d,
@@ -150,7 +153,7 @@ class Stage:
         self._asides = Asides(self._watch.asked, self.stash.touch, active=torch.is_grad_enabled())
         later(self.stash.clear)
         later(self._asides.close)
-        if on_host:
+        if moves:
             enter(before_reads(self.stash.touch))
         self.meter = Meter(ledger, parts.host, self.trace, self._replay, self.config.keep > 0)
         later(self.meter.close)
@@ -183,7 +186,7 @@ class Stage:
             at_work,
             self.stash,
             self._watch,
-            self.stash.metering or (on_host and not torch.is_grad_enabled()),
+            self.stash.metering or (moves and not torch.is_grad_enabled()),
             self._asides,
             self.trace,
             sides,

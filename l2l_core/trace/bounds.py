@@ -213,9 +213,9 @@ class _Adviser:
             f"its {time_words(load.fixed_s + load.growing_s)} would fit under {time_words(load.compute_s)} of compute"
         )
         ahead, exposed = self.settings.get("ahead"), time_words(phase.exposed_s[lane])
-        if self.settings.get("stash") == "host" and load.growing_s:  # it also waits behind other copies
-            return f"{fits}, but compute waits for the stash: stash='device' would save up to {exposed}", {
-                "stash": "device"
+        if (nearer := self._nearer_stash(lane)) and load.growing_s:  # it also waits behind other copies
+            return f"{fits}, but compute waits for the stash: stash={nearer!r} would save up to {exposed}", {
+                "stash": nearer
             }
         if lane in ("h2d", "gather") and ahead:
             return f"{fits}, but it comes too late: ahead={ahead + 1} would start it sooner", {"ahead": ahead + 1}
@@ -224,15 +224,23 @@ class _Adviser:
     def _advise_growing(self, lane: str, load: _Load) -> Advice:
         """Advise where more micro-batches bring as much work for the lane as compute to hide it."""
         why = f"{time_words(load.growing_s)} of its work grows with the micro-batches, as fast as compute or faster"
-        if self.settings.get("stash") != "host" or lane == "eps":
+        nearer = self._nearer_stash(lane)
+        if nearer is None or lane == "eps":
             return f"{why}: only {self._faster(lane, load)} would hide it", {}
-        settings: dict[str, Any] = {"stash": "device"}
+        settings: dict[str, Any] = {"stash": nearer}
         needed = micro_batches_to_hide(load.compute_s, load.fixed_s, 0.0, self.micro_batches)
         and_more = ""
         if needed is not None and needed > self.micro_batches:
             settings["micro_batches"] = needed
             and_more = f" with {_count(needed)} of this size instead of {self.micro_batches}"
-        return f"{why}: stash='device'{and_more}, or {self._faster(lane, load)}, would hide it", settings
+        return f"{why}: stash={nearer!r}{and_more}, or {self._faster(lane, load)}, would hide it", settings
+
+    def _nearer_stash(self, lane: str) -> str | None:
+        """Say which place of the stash would keep it off a lane; None if it is not there."""
+        stash = self.settings.get("stash")
+        if lane in DISK:
+            return "host" if stash == "disk" else None
+        return "device" if stash in ("host", "disk") else None
 
     def _faster(self, lane: str, load: _Load) -> str:
         """Say how fast the lane would have to be."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from l2l_core.batches import Alone as AloneWithBatches
 from l2l_core.batches import Others
-from l2l_core.devices import Device, Ledger
+from l2l_core.devices import Device, Ledger, WaitingRoom
 from l2l_core.eps import Alone, InHostMemory, LayerStore, Place, Reducer, Side
 from l2l_core.eps.blocks import Block, Layout, Unit, into_memory
 from l2l_core.trace import Trace
@@ -61,6 +61,9 @@ class Company(Protocol):
 
     def place_apart(self, device: Device, host: Ledger) -> Place:
         """Make the same for passes that train nothing, on another device and with another ledger; blocks are seen whole."""
+
+    def scratch(self, device: Device, host: Ledger) -> WaitingRoom | None:
+        """Say where a stash waits on the disk; None if it has no place there."""
 
     def reducer(self) -> Reducer:
         """Make what happens to gradients before updates."""
@@ -124,6 +127,9 @@ class Solo:
 
     def place_apart(self, device: Device, host: Ledger) -> Place:
         return InHostMemory(device, host)
+
+    def scratch(self, device: Device, host: Ledger) -> WaitingRoom | None:
+        return None
 
     def reducer(self) -> Reducer:
         return Alone()
@@ -207,6 +213,9 @@ class Team:
 
     def place_apart(self, device: Device, host: Ledger) -> Place:
         return InHostMemory(device, host)
+
+    def scratch(self, device: Device, host: Ledger) -> WaitingRoom | None:
+        return None
 
     def reducer(self) -> Reducer:
         wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.wire]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import InCore, MakeOptimizer, adamw
+from oracle import InCore, MakeOptimizer, adamw, micro_batches_of
 from torch import Tensor, nn
-from zoo import BY_NAME, Chain, Kind, ResidualMlp
+from zoo import BY_NAME, Chain, Kind, ResidualMlp, loss_of
 
 from l2l_core import LAMB, EmulatedDevice, FileShelf, Relay, RelayConfig, empty_weights, in_bf16
 
@@ -92,7 +92,20 @@ def empty(kind: Kind) -> nn.Module:
         return kind.make_model()
 
 
+def in_core_loss(kind: Kind, model: nn.Module, seed: int) -> float:
+    """The loss of a batch in evaluation mode, in core, of the micro-batches one by one."""
+
+    batch = kind.make_batch(ROWS, seed)
+    model.eval()
+    with torch.no_grad():
+        parts = micro_batches_of(batch, CONFIG.micro_batches)
+        total = sum(loss_of(kind, model, part) / (ROWS / len(part[0])) for part in parts)
+    model.train()
+    return float(total)
+
+
 def stack(depth: int) -> Kind:
+    """A chain of so many layers."""
     chain = BY_NAME["chain"]
     return Kind("stack", lambda: seeded(depth), chain.make_batch, chain.loss)
 

@@ -88,14 +88,19 @@ class HeaderPanel(Panel):
         config = now.config
         self._micro_batches = _slider("micro-batches", MICRO_BATCHES, config.micro_batches, "100px", "226px")
         self._ahead = _slider("layers ahead", AHEAD, config.ahead, "88px", "200px")
+        places = {
+            "device": "Layer inputs are kept on the device",
+            "host": "Layer inputs are kept in host memory: device memory does not grow with depth",
+        }
+        if self.session.relay.shelf is not None:
+            places["disk"] = (
+                "Layer inputs pass to a scratch file of the shelf: host memory does not grow with depth either"
+            )
         self._stash = ipywidgets.ToggleButtons(
-            options=["device", "host"],
+            options=list(places),
             value=config.stash,
             description="stash on",
-            tooltips=[
-                "Layer inputs are kept on the device",
-                "Layer inputs are kept in host memory: device memory does not grow with depth",
-            ],
+            tooltips=list(places.values()),
             style={"description_width": "58px", "button_width": "60px"},
             layout={"width": "auto"},
         )

@@ -32,7 +32,7 @@ class KnownSteps:
     def note(self, now: Snapshot) -> None:
         """Remember the last step of a session."""
         shown = now.shown
-        if shown is None:
+        if shown is None or shown.trace.settings.get("stash") == "disk":  # of such a step nothing is replayed
             with self._lock:
                 self._traces, self._bases, self._names, self._like = {}, {}, {}, None
             return

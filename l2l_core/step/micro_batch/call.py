@@ -128,7 +128,7 @@ class Call:
             run.order.layer_ran(self.k, self.unit.buffers, self.buffers, run.buffers_of(self.unit))
         run.influence.note(self.unit, self.tensors, outputs)
         # At the turn nothing is parked before backward, and what is asked for needs room.
-        if self.kept is not None and self.keeper is not None and self.keeper.outlasts and run.stash.is_on_host:
+        if self.kept is not None and self.keeper is not None and self.keeper.outlasts and run.stash.moves:
             self.kept.given = [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
     # -- forward -------------------------------------------------------------------------------------------------------

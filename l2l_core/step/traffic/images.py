@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from l2l_core.devices import Device, Ledger, Ticket
+from l2l_core.devices import Device, Spot, Ticket, WaitingRoom
 from l2l_core.step.graph import unasked
 from l2l_core.step.traffic.at_work import NOBODY, AtWork
 
@@ -18,9 +18,9 @@ from l2l_core.step.traffic.at_work import NOBODY, AtWork
 class Held:
     """One storage.
 
-    Invariant: its bytes are on the device (`resident`), all of them, or its host copy is up to date; so an exception may
-    come at any moment. On the device they are booked by themselves (`counted`), or covered by the ring, or are activations
-    that a profile includes.
+    Invariant: its bytes are on the device (`resident`), all of them, or its copy in the waiting room is up to date; so an
+    exception may come at any moment. On the device they are booked by themselves (`counted`), or covered by the ring, or are
+    activations that a profile includes.
     """
 
     key: int
@@ -34,8 +34,8 @@ class Held:
     resident: bool = True
     covered: bool = False  # leaves or arrives
     counted: bool = False
-    host: torch.Tensor | None = None
-    dirty: bool = True  # the host copy is missing or old
+    spot: Spot | None = None  # where its copy waits
+    dirty: bool = True  # the copy is missing or old
     ticket: Ticket | None = None  # of its last copy
 
 
@@ -48,16 +48,15 @@ class Images:
     Invariant: a storage is held as long as it lives and no longer: nobody is kept alive by being counted.
 
     Args:
-        device, host: where images live and where they wait.
+        device, room: where images live and where they wait.
         at_work: whose turn it is.
         exempt: tensors of the model, whose storages are part of no image.
     """
 
-    def __init__(self, device: Device, host: Ledger, at_work: AtWork, exempt: Iterable[torch.Tensor]) -> None:
-        self._device, self._host, self._at_work = device, host, at_work
+    def __init__(self, device: Device, room: WaitingRoom, at_work: AtWork, exempt: Iterable[torch.Tensor]) -> None:
+        self._device, self._room, self._at_work = device, room, at_work
         self.held: dict[int, Held] = {}
         self._by_k: dict[int, dict[int, Held]] = {}
-        self._free: dict[int, list[torch.Tensor]] = {}  # host buffers by their bytes
         self._exempt = {tensor.untyped_storage()._cdata for tensor in exempt}
         self.weights: set[int] = set()  # storages in which a forward may change nothing
 
@@ -115,9 +114,9 @@ class Images:
             return
         self._by_k.get(held.k, {}).pop(key, None)
         self.uncount(held)
-        if held.host is not None:
-            self._free.setdefault(held.nbytes, []).append(held.host)
-            held.host = None
+        if held.spot is not None:
+            self._room.forget(held.spot)
+            held.spot = None
 
     def exempt(self, tensors: Iterable[torch.Tensor], weights: bool = False) -> None:
         """Keep storages of these out of all images; in those of `weights` a forward may change nothing."""
@@ -160,16 +159,6 @@ class Images:
         if held.resident:
             self.count(held)
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Lend bytes on the host for a copy, shape (nbytes,); `forget` takes them back."""
-        free = self._free.get(nbytes)
-        if free:
-            return free.pop()
-        self._host.book("stash", "images", nbytes)
-        return self._device.host_empty(nbytes, torch.uint8)
-
     def clear(self) -> None:
-        """Give the host's bytes back; nothing is held any more."""
-        self._host.release("stash", "images", sum(n * len(buffers) for n, buffers in self._free.items()))
-        self._free.clear()
+        """Nothing is held any more."""
         self._by_k.clear()

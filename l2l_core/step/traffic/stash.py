@@ -1,9 +1,9 @@
 """Tensors of paused micro-batches: on the device while a micro-batch computes, otherwise where the stash is.
 
 The *image* of a micro-batch is every storage that its forward has created and still keeps: boundary activations, masks,
-labels, what autograd saved in shell segments, gradients on their way to the next layer. With ``stash="host"`` the image
-is parked when its micro-batch gives way: its bytes go to the host and the storages shrink to nothing; they come back
-when touched. So the device holds few images, however many micro-batches there are and however deep the model: the one
+labels, what autograd saved in shell segments, gradients on their way to the next layer. With ``stash="host"`` or ``"disk"``
+the image is parked when its micro-batch gives way: its bytes go to a waiting room and the storages shrink to nothing; they
+come back when touched. So the device holds few images, however many micro-batches there are and however deep the model: the one
 that computes, the one that leaves, and the one that arrives.
 
                  k - 1             k             k + 1
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from l2l_core.devices import Copy, Device
+from l2l_core.devices import Copy, Device, Spot, WaitingRoom
 from l2l_core.step.traffic.at_work import AtWork
 from l2l_core.step.traffic.clock import Clock
 from l2l_core.step.traffic.images import Held, Images, Moving
@@ -38,7 +38,8 @@ class Stash:
         device: where images live.
         images: whose is what.
         at_work: whose turn it is.
-        is_on_host: park images on the host when their micro-batch gives way.
+        room: where images wait.
+        moves: park images there when their micro-batch gives way.
         overlap: let images leave and arrive while others compute.
         metering: count activations operation by operation.
         h2d, d2h: lanes for the transfers.
@@ -50,7 +51,8 @@ class Stash:
         device: Device,
         images: Images,
         at_work: AtWork,
-        is_on_host: bool,
+        room: WaitingRoom,
+        moves: bool,
         overlap: bool,
         metering: bool,
         h2d: Lane,
@@ -58,7 +60,8 @@ class Stash:
         clock: Clock,
     ) -> None:
         self._device, self.images, self.at_work = device, images, at_work
-        self.is_on_host, self._overlap, self.metering = is_on_host, is_on_host and overlap, metering
+        self._room, self.moves, self._overlap, self.metering = room, moves, moves and overlap, metering
+        self.looks_ahead = room.looks_ahead if self._overlap else 0  # turns after the next one, see `foresee`
         self._h2d, self._d2h, self._clock = h2d, d2h, clock
         self._leaving: dict[int, Moving] = {}  # parked; emptied when the next one is parked
         self._arriving: dict[int, Moving] = {}  # expected at the next turn
@@ -67,7 +70,7 @@ class Stash:
     @property
     def guards(self) -> bool:
         """Whether shell code, and backward through it, must run under the watch."""
-        return self.is_on_host or self.metering
+        return self.moves or self.metering
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the kind of device that images live on."""
@@ -90,11 +93,11 @@ class Stash:
     # -- moving --------------------------------------------------------------------------------------------------------
 
     def park(self, k: int, visit: int = -1) -> None:
-        """Micro-batch `k` gives way after its turn in `visit`: with the stash on the host, its image leaves the device.
+        """Micro-batch `k` gives way after its turn in `visit`: if images move, its image leaves the device.
 
-        What has not changed since it was last on the host is dropped at once; the rest when the next one is parked.
+        What has not changed since it last left is dropped at once; the rest when the next one is parked.
         """
-        if not self.is_on_host:
+        if not self.moves:
             return
         self._drop_leaving()  # its copies had a whole turn's time
         held = [h for h in self.images.of(k) if h.resident and h.key not in self._arriving]
@@ -102,8 +105,8 @@ class Stash:
         stale = [(s, h) for s, h in image if h.dirty]
         self._reserve(h for _, h in stale)
         for _, h in stale:
-            h.host = self.images.host_buffer(h.nbytes) if h.host is None else h.host
-        self._send(self._d2h, "stash", "", [(_copy_of(h), _bytes_of(s)) for s, h in stale], stale, k, visit)
+            h.spot = self._room.spot(h.nbytes) if h.spot is None else h.spot
+        self._send_off(stale, k, visit)
         for storage, h in image:
             self.images.uncount(h)  # while it leaves, the ring covers it
             if h.dirty:
@@ -137,6 +140,16 @@ class Stash:
         self._bring(away, k, layer, visit)
         self._h2d.turn()
 
+    def foresee(self, turns: Iterable[tuple[Iterable[torch.Tensor], str, int, int]]) -> None:
+        """Say what the turns after the next one will want: tensors, layer, micro-batch and visit of each."""
+        if not self.looks_ahead:
+            return
+        found = ((self.images.find(tensors), *who) for tensors, *who in turns)
+        self._room.expect([([_spot_of(h) for _, h in wanted if self._is_away(h)], *who) for wanted, *who in found])
+
+    def _is_away(self, held: Held) -> bool:
+        return held.spot is not None and (not held.resident or held.key in self._leaving)
+
     def touch(self, tensor: torch.Tensor) -> None:
         """Somebody is about to read `tensor` past the dispatcher."""
         self.restore(self.images.find([tensor]))
@@ -151,7 +164,7 @@ class Stash:
             self._leaving.pop(h.key, None)
         coming = [h for _, h in wanted if self._arriving.pop(h.key, None) is not None and not h.resident]
         for _, h in wanted:
-            h.covered, h.exact = False, h.exact or h.host is not None
+            h.covered, h.exact = False, h.exact or h.spot is not None
             self.images.count(h)
         away = [(s, h) for s, h in wanted if not h.resident and h not in coming]
         self._bring(away, k, layer, visit)
@@ -163,17 +176,28 @@ class Stash:
                     h.resident = True  # only now: should the wait fail, the copy on the host still counts
 
     def _bring(self, away: Sequence[Moving], k: int, layer: str, visit: int) -> None:
+        if not away:
+            return
+        spots = [_spot_of(h) for _, h in away]
+        sources = self._room.sources(spots, layer, k, visit)
         for storage, h in away:  # the storage object stays: views of it, and what autograd has saved, point to it
             storage.resize_(h.nbytes)
-        self._send(self._h2d, "fetch", layer, [(_bytes_of(s), _copy_of(h)) for s, h in away], away, k, visit)
+        copies: list[Copy] = [(_bytes_of(s), source) for (s, _), source in zip(away, sources, strict=True)]
+        ticket = self._h2d.send("fetch", layer, copies, k, visit)
+        self._room.lent(spots, ticket)
+        for _, h in away:
+            h.ticket = ticket
 
-    def _send(
-        self, lane: Lane, kind: str, layer: str, copies: list[Copy], moving: Sequence[Moving], k: int, visit: int
-    ) -> None:
-        if copies:
-            ticket = lane.send(kind, layer, copies, k, visit)
-            for _, h in moving:
-                h.ticket = ticket
+    def _send_off(self, stale: Sequence[Moving], k: int, visit: int) -> None:
+        if not stale:
+            return
+        spots = [_spot_of(h) for _, h in stale]
+        targets = self._room.targets(spots)
+        copies: list[Copy] = [(target, _bytes_of(s)) for (s, _), target in zip(stale, targets, strict=True)]
+        ticket = self._d2h.send("stash", "", copies, k, visit)
+        self._room.left(spots, ticket, k, visit)
+        for _, h in stale:
+            h.ticket = ticket
 
     def _drop(self, storage: torch.UntypedStorage, held: Held) -> None:
         if held.ticket is not None:  # nothing is emptied while a copy still reads or writes it
@@ -202,18 +226,30 @@ class Stash:
         self._ring_bytes = 0
 
     def clear(self) -> None:
-        """Forget every image: what somebody still holds comes back as it was, and is booked no longer."""
+        """Forget every image: what somebody still holds comes back as it was, and is booked no longer.
+
+        Raises:
+            OSError: some of it could not be read back, and shows NaN (integers -1) from now on.
+        """
+        lost: Exception | None = None
         for held in list(self.images.held.values()):
             if held.ticket is not None:
                 held.ticket.abandon()
             if not held.resident and (storage := held.ref()) is not None:
                 storage.resize_(held.nbytes)
-                _bytes_of(storage).copy_(_copy_of(held))
+                try:
+                    [source] = self._room.sources([_spot_of(held)], "", held.k, -1)
+                    _bytes_of(storage).copy_(source)
+                except Exception as error:  # whatever it is, the rest is cleared
+                    _bytes_of(storage).fill_(255)
+                    lost = lost or error
             self.images.forget(held.key)
         self._leaving.clear()
         self._arriving.clear()
         self.drain()
         self.images.clear()
+        if lost is not None:
+            raise lost
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -221,6 +257,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
-def _copy_of(held: Held) -> torch.Tensor:
-    assert held.host is not None, f"{held.category} of {held.owner} has no copy on the host"
-    return held.host
+def _spot_of(held: Held) -> Spot:
+    assert held.spot is not None, f"{held.category} of {held.owner} has no copy in the waiting room"
+    return held.spot

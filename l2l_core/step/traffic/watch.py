@@ -47,7 +47,7 @@ class Watch(TorchDispatchMode):
     @property
     def is_needed(self) -> bool:
         """Whether shell code is at work that may read what is not on the device."""
-        return self.stash.is_on_host and self.at_work.in_shell and not self.at_work.in_compiled_part
+        return self.stash.moves and self.at_work.in_shell and not self.at_work.in_compiled_part
 
     @property
     def guards_shell(self) -> bool:

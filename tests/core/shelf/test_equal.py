@@ -15,6 +15,7 @@ from on_shelf import (
     assert_same,
     compared,
     in_core,
+    in_core_loss,
     relay_on,
     smallest,
     stack,
@@ -22,10 +23,9 @@ from on_shelf import (
     train,
     weights_of,
 )
-from oracle import adamw, micro_batches_of
+from oracle import adamw
 from patience import rarely
-from torch import nn
-from zoo import BY_NAME, KINDS, Kind, loss_of
+from zoo import BY_NAME, KINDS, Kind
 
 from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig
 from l2l_core.devices import Ledger
@@ -68,18 +68,6 @@ def test_every_setting(settings: dict[str, Any], folder: Path) -> None:
     with compared(folder, BY_NAME["chain"], config=config) as (relay, plain):
         train(relay, plain, 3)
         assert relay.evaluate(plain.kind.make_batch(ROWS, 9)) == in_core_loss(plain.kind, plain.model, 9)
-
-
-def in_core_loss(kind: Kind, model: nn.Module, seed: int) -> float:
-    """The loss of a batch in evaluation mode, in core, of the micro-batches one by one."""
-
-    batch = kind.make_batch(ROWS, seed)
-    model.eval()
-    with torch.no_grad():
-        parts = micro_batches_of(batch, CONFIG.micro_batches)
-        total = sum(loss_of(kind, model, part) / (ROWS / len(part[0])) for part in parts)
-    model.train()
-    return float(total)
 
 
 def test_layers_that_freeze_and_thaw(folder: Path) -> None:

@@ -100,7 +100,8 @@ def following(order: Any) -> Sequence[tuple[int, str, int] | None]:
     """By turn of the next visit: micro-batch, layer and visit of the call whose input may arrive meanwhile."""
     visit = order.open(order.next_unit())
     said = []
-    for walker, call in order.in_turn(visit):
+    for walker, coming in order.in_turn(visit):
+        call = coming[0] if coming else None
         of = next((w.k for w in order.forwards if call is w.waiting or call in w.calls), None) if call else None
         said.append((of, call.unit.key, call.visit) if call else None)
         visit.calls.append(walker.waiting)
