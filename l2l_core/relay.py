@@ -122,7 +122,6 @@ class Relay:
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         found = resolve_layers(model, layers)
         refuse_whole(model, found)
-        keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
         self._fits_itself = config == "auto"
         asked, config = config, RelayConfig() if config == "auto" else checked_config(config)
@@ -135,7 +134,7 @@ class Relay:
         self.host = Ledger("host", "Host memory")
         # Before parameters move into masters: an optimizer that is refused leaves the model as it was.
         made, findings = make_optimizer(optimizer, model)
-        modules = dict(zip(keys, found.values(), strict=True))
+        modules = dict(zip(keys or self._company.keys([*found]), found.values(), strict=True))
         settle = self._company.keep_by(self.device.host_empty)
         shell, units = build_units(model, modules, settle, rounds_weights(made))
         place = self._company.place(self.device, self.host)
@@ -154,6 +153,7 @@ class Relay:
         self._closed = False
         try:
             self._runner.steps = self._company.take_over(parts.units, self._store, self.host, self.device, self._facts)
+            self._editor.recall()
         except BaseException:
             self._let_go()
             raise
@@ -865,7 +865,7 @@ class Relay:
     @contextmanager
     def _all_changing(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
         """Let all workers change whole layers in a block; they have what worker 0 has afterwards."""
-        with self._company.together(what, lambda: {**self._facts(), **_told(edits)}), self._company.whole():
+        with self._company.together(what, lambda: {**self._facts(), **_told(edits)}), self._company.editing():
             yield
             self._company.agree_on(self._runner.parts.units)
 
@@ -888,7 +888,7 @@ class Relay:
         try:
             with (
                 self._company.together("try edits", lambda: {**self._facts(), **_told(edits), **told}),
-                self._company.whole(),
+                self._company.editing(),
                 ExitStack() as way_back,
             ):
                 way_back.enter_context(self._history.trying(edits))
@@ -898,7 +898,7 @@ class Relay:
             try:
                 yield
             finally:  # what fails in the block has failed on all
-                with self._company.together("take edits back", self._facts), self._company.whole():
+                with self._company.together("take edits back", self._facts), self._company.editing():
                     trial.close()
         finally:
             self._editor.trust = False

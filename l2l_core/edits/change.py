@@ -205,8 +205,10 @@ class Group:
 
 @contextmanager
 def all_or_nothing(editor: Editor) -> Iterator[Group]:
-    """Open a group for the changes of a block; if it fails, or they let shared weights go, they are taken back."""
+    """Open a group for the changes of a block; if it fails, lets shared weights go or cannot be committed, it is taken back."""
     with ExitStack() as ways_back:
+        ways_back.callback(editor.store.at_hand.abandon)  # the last of all, when memory is as it was
         yield Group(editor, ways_back)
         editor.check_shared()
+        editor.commit()
         ways_back.pop_all()  # not kept: they know layers that the group may have freed

@@ -42,7 +42,7 @@ class Parked:
         Raises:
             OSError: disk full (says how much is needed, and free); then everything is in memory as before.
         """
-        if self.path is not None:
+        if self.path is not None or all(block.away for block in self.sides):  # a shelf has it on disk
             return
         tensors = self._tensors()
         handle, name = tempfile.mkstemp(prefix=f"parked-{self.unit.key}-", suffix=".safetensors")

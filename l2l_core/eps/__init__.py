@@ -4,6 +4,8 @@ May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `trace`.
 Begin reading at `store.py`; `updates.py`, `places.py` and `reducer.py` say what could be done otherwise.
 """
 
+from l2l_core.eps.at_hand import Known as Known
+from l2l_core.eps.at_hand import Notes as Notes
 from l2l_core.eps.clock import Clock as Clock
 from l2l_core.eps.errors import NonFiniteError as NonFiniteError
 from l2l_core.eps.errors import TornStep as TornStep

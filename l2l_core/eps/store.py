@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy, Ledger, Ticket, serial_thread
+from l2l_core.eps.at_hand import AllInMemory, AtHand
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.clock import Clock
 from l2l_core.eps.finite import checked, norm_of
@@ -48,6 +49,9 @@ class LayerStore:
         update: how a block is updated.
         thread: does one thing after the other.
         reducer: what other workers have to say to a gradient.
+
+    Attributes:
+        at_hand: how edits get at blocks and state.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class LayerStore:
     ) -> None:
         self.masters, self.gradients, self.update = masters, gradients, update
         self.thread, self.reducer = thread, reducer
+        self.at_hand: AtHand = AllInMemory(masters)
         self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
         self._jobs: list[Future[None]] = []
         self._completing: deque[Future[None]] = deque()  # updates of blocks whose parts have all come

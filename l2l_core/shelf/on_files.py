@@ -19,24 +19,28 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger
 from l2l_core.eps import LayerStore, Place
 from l2l_core.eps.blocks import Block, Unit, is_nowhere
+from l2l_core.shelf.at_hand import OneEditAtATime
 from l2l_core.shelf.direct import pages
 from l2l_core.shelf.empty import check_buffers, stand_in
 from l2l_core.shelf.first_records import Given, check_disk, refuse_without_weights, write_first
 from l2l_core.shelf.folder import check_folder, lock
-from l2l_core.shelf.manifest import Manifest
+from l2l_core.shelf.manifest import Manifest, keys_of
 from l2l_core.shelf.place import InFiles
 from l2l_core.shelf.pool import Pool
 from l2l_core.shelf.records import Records
+from l2l_core.shelf.room import Room
 from l2l_core.shelf.settings import FileShelf, Initialiser
 from l2l_core.shelf.shards import Shards, write_shards
-from l2l_core.shelf.sizes import BlockSize, Sizes, StateRoom
 from l2l_core.shelf.updates import ThroughFiles
 from l2l_core.surgery import ties_of
 from l2l_core.trace import Trace
 from l2l_core.workers import Solo
 
 _IN_MEMORY = "use masters in memory (no shelf=) where the model fits"
-_POSSIBLE = ("make a step", "run forward", "evaluate", "probe", "look inside", "put traces together")
+_POSSIBLE = (
+    *("make a step", "run forward", "evaluate", "probe", "look inside", "put traces together"),
+    *("edit", "undo", "redo", "try edits", "take edits back"),
+)
 _INSTEAD = {
     "save": "the folder is a save already, with which FileShelf(..., resume=True) goes on, and so is a copy that was made of it "
     "between two steps; relay.shelf.save_pretrained(folder) writes the weights alone",
@@ -68,7 +72,6 @@ class OnFiles(Solo):
         check_buffers(model)
         stand_in(model.modules())
         self._given: Given = {}
-        self._units: Sequence[Unit] = ()
 
     # -- set up, in this order -----------------------------------------------------------------------------------------
 
@@ -97,31 +100,29 @@ class OnFiles(Solo):
     def take_over(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Callable[[], Any]
     ) -> int:
-        masters, self._units = store.masters, units
-        room = StateRoom(masters)
-        measured = {block: BlockSize.of(block, room) for block in masters.blocks}
-        by_unit = [(unit.key, [measured[block] for block in unit.blocks]) for unit in units]
-        sizes = Sizes.of(by_unit, self._ahead, casts=not device.in_host_memory)
-        self._loads.limit_bytes, self._updates.limit_bytes = sizes.shared_out(self._shelf.nbytes)
+        masters = store.masters
+        casts, pools = not device.in_host_memory, (self._loads, self._updates)
+        room = Room(self._shelf.nbytes, self._ahead, casts, masters, *pools)
+        room.shared_out(units)()
         self._manifest = Manifest(self.folder, units, masters, self._records)
         if self._shelf.resume:
             self._manifest.read()()
             self._given.clear()
         else:
-            check_disk(self.folder, masters.blocks, room)
-            write_first(masters, self._records, self._updates, room, self._given, self._initialiser())
+            check_disk(self.folder, masters.blocks, room.state)
+            write_first(masters, self._records, self._updates, room.state, self._given, self._initialiser())
             self._records.commit(partial(self._manifest.prepare, 0), partial(self._manifest.switch, 0))
         store.update = ThroughFiles(
             masters,
             store.update,
             self._records,
             self._updates,
-            lambda block: measured[block].record,
+            room.size_of,
             host,
             self._manifest,
         )
-        for module in self._model.modules():
-            module.register_state_dict_pre_hook(self._refuse_nan)
+        store.at_hand = OneEditAtATime(masters, self._records, self._manifest, room, device, host, self._guard)
+        self._guard(self._model)
         store.optimizer.register_state_dict_pre_hook(self._refuse_state)
         return self._manifest.steps
 
@@ -140,9 +141,16 @@ class OnFiles(Solo):
             self.refuse(what)
         return nullcontext()
 
+    def keys(self, names: Sequence[str]) -> list[str]:
+        """Give layers the keys that they have in the folder; one that has other layers is refused later."""
+        return (keys_of(self.folder, names) if self._shelf.resume else None) or super().keys(names)
+
+    def editing(self) -> AbstractContextManager[None]:
+        return nullcontext()  # what an edit needs is brought to memory when it needs it
+
     @contextmanager
     def whole(self) -> Iterator[None]:
-        self.refuse("having all weights in memory at once, as edits, forecasts and gathered() do,")
+        self.refuse("having all weights in memory at once, as forecasts and gathered() do,")
         yield
 
     def refuse(self, verb: str, instead: str = "") -> None:
@@ -156,10 +164,17 @@ class OnFiles(Solo):
             f"{_INSTEAD.get(verb, _IN_MEMORY)}. Nothing was done"
         )
 
-    def _refuse_nan(self, module: nn.Module, *_: Any) -> None:
-        """Refuse to give out a state of parameters without values, also when the relay is closed."""
-        if any(is_nowhere(param) for param in module.parameters()):
-            self._refuse_state()
+    def _guard(self, model: nn.Module) -> None:
+        """Let modules refuse to give out a state of parameters without values, also when the relay is closed."""
+
+        def refuse_nan(
+            module: nn.Module, *_: Any
+        ) -> None:  # a function: copies of a layer share it, and no bound method
+            if any(is_nowhere(param) for param in module.parameters()):
+                self._refuse_state()
+
+        for module in model.modules():
+            module.register_state_dict_pre_hook(refuse_nan)
 
     def _refuse_state(self, *_: Any) -> NoReturn:
         raise RuntimeError(
@@ -220,7 +235,7 @@ class OnFiles(Solo):
 
     @property
     def _all_blocks(self) -> list[Block]:
-        return list(dict.fromkeys(block for unit in self._units for block in unit.blocks))
+        return self._manifest.blocks
 
     def _blocks(self) -> Iterator[dict[str, torch.Tensor]]:
         """Read block by block: its parameters by name."""

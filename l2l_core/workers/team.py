@@ -72,6 +72,12 @@ class Company(Protocol):
     def whole(self) -> AbstractContextManager[None]:
         """Hold all of every block in a block of code that all workers run; inside of another one nothing happens."""
 
+    def editing(self) -> AbstractContextManager[None]:
+        """Let layers be edited in a block of code that all workers run."""
+
+    def keys(self, names: Sequence[str]) -> list[str]:
+        """Give permanent keys to layers of these names, whose user gave them none."""
+
     def room(self, block: Block) -> tuple[Layout | None, int]:
         """Say what this worker holds of a block, None for all of it, and in how many elements."""
 
@@ -128,6 +134,12 @@ class Solo:
 
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def editing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def keys(self, names: Sequence[str]) -> list[str]:
+        return numbered(names)
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         return None, block.layout.numel
@@ -223,6 +235,12 @@ class Team:
             self._is_whole = False
             self._shares.cut()  # of whatever is whole by now
 
+    def editing(self) -> AbstractContextManager[None]:
+        return self.whole()
+
+    def keys(self, names: Sequence[str]) -> list[str]:
+        return numbered(names)
+
     def room(self, block: Block) -> tuple[Layout | None, int]:
         cut = self._crew.cut_of(block)
         return cut.part(self.rank), cut.size(self.rank)
@@ -260,6 +278,11 @@ class Team:
 
     def close(self) -> None:
         self._crew.close()
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Give keys by number."""
+    return [f"L{i:03d}" for i in range(len(names))]
 
 
 def company(workers: Workers | dist.ProcessGroup | str | Solo | Team | None, model: nn.Module) -> Company:

@@ -264,8 +264,7 @@ def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
             lambda: relay.forecast(batch),
             lambda: relay.fit(batch),
             lambda: relay.fork("b"),
-            lambda: relay.undo(),
-            lambda: relay.apply(),
+            lambda: relay.gathered().__enter__(),
         ):
             with pytest.raises(ValueError, match="in files"):
                 verb()
