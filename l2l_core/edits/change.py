@@ -31,7 +31,7 @@ class Done(NamedTuple):
     """
 
     inverse: Change
-    put_back: Callable[[], None] | None = None
+    put_back: Callable[[], object] | None = None
 
 
 class Change(ABC):
@@ -96,7 +96,7 @@ class Rewrite(Change):
     def do(self, editor: Editor) -> Done:
         inverse = Rewrite(self.unit, editor.exchange(self.unit, self.values))
         editor.book_kept(inverse, inverse.values.values())  # for as long as some history or branch holds the inverse
-        return Done(inverse)
+        return Done(inverse, editor.store.at_hand.way_back(partial(inverse.do, editor)))
 
     def units(self) -> Sequence[Unit]:
         return (self.unit,)

@@ -6,7 +6,7 @@ read or changed, and all that an edit has changed counts at once, when it is com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -54,6 +54,9 @@ class AtHand(Protocol):
     def abandon(self) -> None:
         """Forget what was changed since the last `commit`; memory is as it was by now."""
 
+    def way_back(self, rewrite: Callable[[], object]) -> Callable[[], object]:
+        """Give what takes changed values back before `commit`: `rewrite`, unless `abandon` does it."""
+
     def free(self, blocks: Iterable[Block]) -> None:
         """Give up blocks that nothing can bring back."""
 
@@ -89,6 +92,9 @@ class AllInMemory:
 
     def abandon(self) -> None:
         pass
+
+    def way_back(self, rewrite: Callable[[], object]) -> Callable[[], object]:
+        return rewrite
 
     def free(self, blocks: Iterable[Block]) -> None:
         pass

@@ -60,6 +60,7 @@ class Records:
         self.coming: dict[Block, Record] = {}
         self.trace = Trace()
         self._reads, self._writes = serial_thread("disk read"), serial_thread("disk write")
+        self._begun: list[Record] = []  # of blocks that have none yet
         self._under_way: list[Future[None]] = []
         self._unsure: BaseException | None = None  # why nobody knows which halves are current
 
@@ -80,6 +81,8 @@ class Records:
         """Begin to write a block's next record; `then` is done when nobody reads `flat` any more."""
         now, trace = self.current.get(block), self.trace
         record = Record(block.key, 0, form) if now is None else Record(now.file, 1 - now.half, form)
+        if now is None:
+            self._begun.append(record)
 
         def work() -> None:
             start_s = time.perf_counter()
@@ -123,16 +126,20 @@ class Records:
                 raise
             self.current |= self.coming
             self.coming = {}
+            self._begun.clear()
 
         self._under_way.append(self._writes.submit(work))
         self.settle()
 
     def forget(self) -> None:
-        """Wait for what is being written, however it ends, and forget what is not committed."""
+        """Wait for what is being written, however it ends, and forget what is not committed; files that are new go."""
         under_way, self._under_way = self._under_way, []
         for each in under_way:
             each.exception()
         self.coming = {}
+        if self._unsure is None:  # else the manifest may name them
+            _delete(map(self.path, self._begun))
+        self._begun.clear()
 
     def _check_sure(self) -> None:
         if self._unsure is not None:

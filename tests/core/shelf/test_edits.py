@@ -1,25 +1,34 @@
 """Edits of a stack that lies in files: training goes on as in core, undo is exact, and the folder has one stack or the other."""
 
 import copy
+import gc
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from on_shelf import ROWS, assert_same, compared, state_of, train, weights_of
+from on_shelf import ROWS, assert_same, compared, in_core, relay_on, state_of, train, weights_of
 from oracle import InCore
+from shelf_writes import Cut, at_every_write
 from torch import nn
-from zoo import BY_NAME, ResidualMlp
+from zoo import BY_NAME, Chain, Kind, ResidualMlp
 
 from l2l_core import (
+    Delink,
     Drop,
     Duplicate,
     Freeze,
     Insert,
     Interpolate,
+    LayerDrop,
     Move,
+    Relay,
     Replace,
     Swap,
+    Unfreeze,
 )
 from l2l_core.edits import Edit
 
