@@ -624,6 +624,8 @@ class Relay:
         Several workers make the same edits together, on whole layers, which all of them hold meanwhile; new layers are those that
         worker 0 has made. Layers that undo may bring back stay whole on every worker.
 
+        With a shelf an edit is committed as a step is, whole or not at all, and holds a few blocks in memory.
+
         Args:
             edits: in order.
             trust: do what is refused on evidence alone: layers of other kinds at a position, modules beside the stack with
@@ -634,6 +636,7 @@ class Relay:
 
         Raises:
             ValueError, TypeError: an edit that cannot be carried out; lists what would be valid. Nothing is changed then.
+            OSError: a shelf's disk refuses, or has no room for new layers; the stack is as it was.
         """
         with interrupts_wait(), self._exclusive(), self._all_changing("edit", edits), self._editing():
             self._editor.trust = trust

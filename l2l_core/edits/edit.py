@@ -180,7 +180,8 @@ class Drop(Edit):
     Args:
         layers: one, or a slice of positions.
         park: keep their weights and optimizer state, so that the edit can be undone: in "memory", or on "disk". None frees
-            their bytes at once, and this edit and those before it cannot be undone any more.
+            their bytes at once, and this edit and those before it cannot be undone any more. On a shelf they are on its disk
+            in any case.
     """
 
     layers: Span

@@ -124,7 +124,7 @@ class OneEditAtATime:
         form, tensors = Form.of(block.layout, [known.state.get(master) for master in known.masters])
         buffer = self._pool.take(form.nbytes)
         assert buffer is not None
-        form.weights(buffer.flat, block.layout).copy_(block.master)
+        form.weights(buffer.flat, block.layout).copy_(block.values)
         form.put(buffer.flat, tensors, form)
         self._records.write(block, form, buffer.flat, partial(self._pool.give_back, buffer))
         self._records.settle()

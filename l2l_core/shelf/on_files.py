@@ -1,6 +1,7 @@
 """What a relay asks of a shelf on disk: it is the company of one worker whose weights and state are in files.
 
-It stands at the seams of the EPS: a place that reads (`place.py`), an update that reads and writes (`updates.py`).
+It stands at the seams of the EPS: a place that reads (`place.py`), an update that reads and writes (`updates.py`), and what
+edits have at hand (`at_hand.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from l2l_core.shelf.shards import Shards, write_shards
 from l2l_core.shelf.updates import ThroughFiles
 from l2l_core.surgery import ties_of
 from l2l_core.trace import Trace
-from l2l_core.workers import Solo
+from l2l_core.workers import Solo, numbered
 
 _IN_MEMORY = "use masters in memory (no shelf=) where the model fits"
 _POSSIBLE = (
@@ -143,7 +144,7 @@ class OnFiles(Solo):
 
     def keys(self, names: Sequence[str]) -> list[str]:
         """Give layers the keys that they have in the folder; one that has other layers is refused later."""
-        return (keys_of(self.folder, names) if self._shelf.resume else None) or super().keys(names)
+        return (keys_of(self.folder, names) if self._shelf.resume else None) or numbered(names)
 
     def editing(self) -> AbstractContextManager[None]:
         return nullcontext()  # what an edit needs is brought to memory when it needs it

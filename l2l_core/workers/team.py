@@ -34,6 +34,11 @@ T = TypeVar("T")
 Facts = Callable[[], Mapping[str, str]]
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """Give keys by number."""
+    return [f"L{i:03d}" for i in range(len(names))]
+
+
 class Company(Protocol):
     """Is whoever trains along: nobody, or other workers.
 
@@ -138,8 +143,7 @@ class Solo:
     def editing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def keys(self, names: Sequence[str]) -> list[str]:
-        return numbered(names)
+    keys = staticmethod(numbered)
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         return None, block.layout.numel
@@ -235,11 +239,8 @@ class Team:
             self._is_whole = False
             self._shares.cut()  # of whatever is whole by now
 
-    def editing(self) -> AbstractContextManager[None]:
-        return self.whole()
-
-    def keys(self, names: Sequence[str]) -> list[str]:
-        return numbered(names)
+    editing = whole
+    keys = staticmethod(numbered)
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         cut = self._crew.cut_of(block)
@@ -278,11 +279,6 @@ class Team:
 
     def close(self) -> None:
         self._crew.close()
-
-
-def numbered(names: Sequence[str]) -> list[str]:
-    """Give keys by number."""
-    return [f"L{i:03d}" for i in range(len(names))]
 
 
 def company(workers: Workers | dist.ProcessGroup | str | Solo | Team | None, model: nn.Module) -> Company:

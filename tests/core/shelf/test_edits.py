@@ -1,7 +1,6 @@
 """Edits of a stack that lies in files: training goes on as in core, undo is exact, and the folder has one stack or the other."""
 
 import copy
-import gc
 import re
 import shutil
 from collections.abc import Callable
@@ -407,7 +406,7 @@ def deep(depth: int) -> Kind:
 
 def test_an_edit_holds_a_few_blocks_at_any_depth(folder: Path) -> None:
     peaks = []
-    for depth in (4, 12):
+    for depth in (4, 7):
         kind = deep(depth)
         with relay_on(folder / str(depth), kind) as relay:
             relay.step(kind.make_batch(ROWS, 0))
@@ -417,7 +416,6 @@ def test_an_edit_holds_a_few_blocks_at_any_depth(folder: Path) -> None:
             for edit in edits:
                 relay.shelf._loads.close()
                 relay.shelf._updates.close()
-                gc.collect()
                 relay.host.reset_peak()
                 before = relay.host.total
                 relay.apply(edit)
@@ -463,11 +461,30 @@ def _least(refused: Any) -> int:
     return int(found[1].replace(",", ""))
 
 
-def test_what_needs_all_weights_says_so(folder: Path) -> None:
-    kind = BY_NAME["t5"] if "t5" in BY_NAME else None
-    if kind is None:
-        pytest.skip("no kind of two stacks")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bert"])
+def test_what_needs_all_weights_says_so(name: str, folder: Path) -> None:
+    kind = BY_NAME[name]
     with relay_on(folder, kind) as relay:
         relay.step(kind.make_batch(ROWS, 0))
         with pytest.raises(ValueError, match="needs all weights in memory at once.*init='copy'"):
             relay.apply(Insert(at=(next(iter(relay.stacks)), 1)))
+        relay.step(kind.make_batch(ROWS, 1))
+
+
+@pytest.mark.slow
+def test_a_model_whose_configuration_follows(folder: Path) -> None:
+    kind = BY_NAME["gpt2"]
+    with relay_on(folder / "shelf", kind) as relay:
+        relay.step(kind.make_batch(ROWS, 0))
+        batch = kind.make_batch(ROWS, 1)
+        loss = relay.evaluate(batch)
+        relay.apply(Insert(at=1))
+        assert relay.evaluate(batch) == loss
+        relay.step(batch)
+        loss, before = relay.evaluate(batch), weights_of(relay)
+        relay.shelf.save_pretrained(folder / "export")
+    plain = type(relay.model).from_pretrained(folder / "export")
+    with relay_on(folder / "shelf", kind, resume=True, model=type(plain)(plain.config)) as relay:
+        assert_same(weights_of(relay), before)
+        assert relay.evaluate(batch) == loss
