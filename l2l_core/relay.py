@@ -127,7 +127,6 @@ class Relay:
         keys, layers = (check_keys(layers), layers.values()) if isinstance(layers, Mapping) else (None, layers)
         found = resolve_layers(model, layers)
         refuse_whole(model, found)
-        keys = keys or [f"L{i:03d}" for i in range(len(found))]
         self.model = model
         self._fits_itself = config == "auto"
         asked, config = (
@@ -144,7 +143,7 @@ class Relay:
         self.host = Ledger("host", "Host memory")
         # Before parameters move into masters: an optimizer that is refused leaves the model as it was.
         made, findings = make_optimizer(optimizer, model)
-        modules = dict(zip(keys, found.values(), strict=True))
+        modules = dict(zip(keys or self._company.keys([*found]), found.values(), strict=True))
         settle = self._company.keep_by(self.device.host_empty)
         shell, units = build_units(model, modules, settle, rounds_weights(made))
         place = self._company.place(self.device, self.host)
@@ -164,6 +163,7 @@ class Relay:
         self._closed = False
         try:
             self._runner.steps = self._company.take_over(parts.units, self._store, self.host, self.device, self._facts)
+            self._editor.recall()
         except BaseException:
             self._let_go()
             raise
@@ -654,6 +654,8 @@ class Relay:
         Several workers make the same edits together, on whole layers, which all of them hold meanwhile; new layers are those that
         worker 0 has made. Layers that undo may bring back stay whole on every worker.
 
+        With a shelf an edit is committed as a step is, whole or not at all, and holds a few blocks in memory.
+
         Args:
             edits: in order.
             trust: do what is refused on evidence alone: layers of other kinds at a position, modules beside the stack with
@@ -664,6 +666,7 @@ class Relay:
 
         Raises:
             ValueError, TypeError: an edit that cannot be carried out; lists what would be valid. Nothing is changed then.
+            OSError: a shelf's disk refuses, or has no room for new layers; the stack is as it was.
         """
         with interrupts_wait(), self._exclusive(), self._all_changing("edit", edits), self._editing():
             self._editor.trust = trust
@@ -931,7 +934,7 @@ class Relay:
     @contextmanager
     def _all_changing(self, what: str, edits: Sequence[Edit] = ()) -> Iterator[None]:
         """Let all workers change whole layers in a block; they have what worker 0 has afterwards."""
-        with self._company.together(what, lambda: {**self._facts(), **_told(edits)}), self._company.whole():
+        with self._company.together(what, lambda: {**self._facts(), **_told(edits)}), self._company.editing():
             yield
             self._company.agree_on(self._runner.parts.units)
 
@@ -954,7 +957,7 @@ class Relay:
         try:
             with (
                 self._company.together("try edits", lambda: {**self._facts(), **_told(edits), **told}),
-                self._company.whole(),
+                self._company.editing(),
                 ExitStack() as way_back,
             ):
                 way_back.enter_context(self._history.trying(edits))
@@ -964,7 +967,7 @@ class Relay:
             try:
                 yield
             finally:  # what fails in the block has failed on all
-                with self._company.together("take edits back", self._facts), self._company.whole():
+                with self._company.together("take edits back", self._facts), self._company.editing():
                     trial.close()
         finally:
             self._editor.trust = False

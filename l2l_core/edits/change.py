@@ -31,7 +31,7 @@ class Done(NamedTuple):
     """
 
     inverse: Change
-    put_back: Callable[[], None] | None = None
+    put_back: Callable[[], object] | None = None
 
 
 class Change(ABC):
@@ -96,7 +96,7 @@ class Rewrite(Change):
     def do(self, editor: Editor) -> Done:
         inverse = Rewrite(self.unit, editor.exchange(self.unit, self.values))
         editor.book_kept(inverse, inverse.values.values())  # for as long as some history or branch holds the inverse
-        return Done(inverse)
+        return Done(inverse, editor.store.at_hand.way_back(partial(inverse.do, editor)))
 
     def units(self) -> Sequence[Unit]:
         return (self.unit,)
@@ -205,8 +205,10 @@ class Group:
 
 @contextmanager
 def all_or_nothing(editor: Editor) -> Iterator[Group]:
-    """Open a group for the changes of a block; if it fails, or they let shared weights go, they are taken back."""
+    """Open a group for the changes of a block; if it fails, lets shared weights go or cannot be committed, it is taken back."""
     with ExitStack() as ways_back:
+        ways_back.callback(editor.store.at_hand.abandon)  # the last of all, when memory is as it was
         yield Group(editor, ways_back)
         editor.check_shared()
+        editor.commit()
         ways_back.pop_all()  # not kept: they know layers that the group may have freed

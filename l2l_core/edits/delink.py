@@ -64,9 +64,10 @@ class Delink(Edit):
                 taken.update(before[i].params)
             else:
                 # Not `copy_of`, which lets a frozen layer learn: these were in training as they are
-                after[i] = editor.new_layers.make(
-                    deep_copy(before[i].module), before[i], inherit(self.optimizer), self.warmup
-                )
+                with editor.at_hand([before[i]]):
+                    after[i] = editor.new_layers.make(
+                        deep_copy(before[i].module), before[i], inherit(self.optimizer), self.warmup
+                    )
                 like[after[i]] = before[i]
         if not like:
             raise ValueError(
@@ -80,7 +81,9 @@ class Delink(Edit):
 
     def _treat_alike(self, unit: Unit, params: Sequence[nn.Parameter], editor: Editor, do: Do) -> None:
         """Let the optimizer know of parameters that stayed what it knows of their copies."""
-        states = states_of(unit, editor.store)
-        kept = {param: inherit(self.optimizer)(states[param]) for param in params if param in states}
-        if kept:
-            do(Rewrite(unit, {param: Held(param.detach().clone(), state) for param, state in kept.items()}))
+        with editor.at_hand([unit]):
+            states = states_of(unit, editor.store)
+            kept = {param: inherit(self.optimizer)(states[param]) for param in params if param in states}
+            values = {param: Held(param.detach().clone(), state) for param, state in kept.items()}
+        if values:
+            do(Rewrite(unit, values))

@@ -93,18 +93,24 @@ class Insert(Edit):
         stack, at = editor.lineup.resolver.place(self.at)
         before = editor.lineup.units_of(stack)
         like = before[max(0, at - 1)] if self.like is None else editor.lineup.unit_at(self.like)
-        new = self._module(editor, before, at, like)
-        # May refuse, so before a key is given out and memory taken
-        plan = editor.new_layers.plan_identity(new, stack, at) if self.preserves_function else None
-        unit = editor.new_layers.make(new, like, inherit(self.optimizer), self.warmup)
-        if self.module is not None:
-            editor.new_layers.untried.append(unit)
-        if plan is not None:
-            # Before the layer stands there: `preceding` still has the values that it hands over.
-            preceding = before[at - 1] if at else editor.lineup.shell
-            if left := editor.new_layers.make_identity(unit, plan, preceding):
-                do(Rewrite(preceding, left))
+        with editor.at_hand(self._needed(editor, before, at, like)):
+            new = self._module(editor, before, at, like)
+            # May refuse, so before a key is given out and memory taken
+            plan = editor.new_layers.plan_identity(new, stack, at) if self.preserves_function else None
+            unit = editor.new_layers.make(new, like, inherit(self.optimizer), self.warmup)
+            if self.module is not None:
+                editor.new_layers.untried.append(unit)
+            if plan is not None:
+                # Before the layer stands there: `preceding` still has the values that it hands over.
+                preceding = before[at - 1] if at else editor.lineup.shell
+                if left := editor.new_layers.make_identity(unit, plan, preceding):
+                    do(Rewrite(preceding, left))
         do(restack(editor, stack, (*before[:at], unit, *before[at:]), {unit: like}))
+
+    def _needed(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> list[Unit]:
+        """List whose weights or state are looked at: for the identity, of what the model runs as far as the new layer."""
+        beside = before[max(0, at - 1) : at + 1] if self.init in ("identity", "interpolate") else ()
+        return [like, *beside, *([editor.lineup.shell, before[0]] if self.preserves_function else ())]
 
     def _module(self, editor: Editor, before: Sequence[Unit], at: int, like: Unit) -> nn.Module:
         if self.module is not None:
@@ -156,7 +162,8 @@ class Duplicate(Edit):
         before = editor.lineup.units_of(stack)
         twins = {}
         for old in (before[i] for i in span):
-            twins[editor.new_layers.make(copy_of(old), old, inherit(self.optimizer), self.warmup)] = old
+            with editor.at_hand([old]):  # one at a time
+                twins[editor.new_layers.make(copy_of(old), old, inherit(self.optimizer), self.warmup)] = old
         if self.mode == "interleaved":
             of = {old: new for new, old in twins.items()}
             after = tuple(one for old in before for one in (old, of.get(old)) if one is not None)
@@ -173,7 +180,8 @@ class Drop(Edit):
     Args:
         layers: one, or a slice of positions.
         park: keep their weights and optimizer state, so that the edit can be undone: in "memory", or on "disk". None frees
-            their bytes at once, and this edit and those before it cannot be undone any more.
+            their bytes at once, and this edit and those before it cannot be undone any more. On a shelf they are on its disk
+            in any case.
     """
 
     layers: Span
@@ -256,7 +264,9 @@ class Replace(Edit):
     def carry_out(self, editor: Editor, do: Do) -> None:
         stack, i = editor.lineup.resolver.place_of(self.layer)
         before = editor.lineup.units_of(stack)
-        unit = editor.new_layers.make(editor.new_layers.checked(self.module), before[i], inherit("fresh"), self.warmup)
+        module = editor.new_layers.checked(self.module)
+        with editor.at_hand(()):
+            unit = editor.new_layers.make(module, before[i], inherit("fresh"), self.warmup)
         editor.new_layers.untried.append(unit)
         do(restack(editor, stack, (*before[:i], unit, *before[i + 1 :]), {unit: before[i]}))
 
@@ -287,15 +297,16 @@ class Interpolate(Edit):
 
     def carry_out(self, editor: Editor, do: Do) -> None:
         a, b = (editor.lineup.unit_at(where) for where in (self.layer, self.other))
-        states = [states_of(unit, editor.store) for unit in (a, b)]
-        values = {
-            param: Held(
-                torch.lerp(param.detach(), other.detach(), self.weight),
-                mix(states[0].get(param), states[1].get(other), self.weight),
-            )
-            for param, other in pairs(a.module, b.module)
-            if param is not other  # a weight that both share stays what it is, and undo leaves it alone
-        }
+        with editor.at_hand([a, b]):
+            states = [states_of(unit, editor.store) for unit in (a, b)]
+            values = {
+                param: Held(
+                    torch.lerp(param.detach(), other.detach(), self.weight),
+                    mix(states[0].get(param), states[1].get(other), self.weight),
+                )
+                for param, other in pairs(a.module, b.module)
+                if param is not other  # a weight that both share stays what it is, and undo leaves it alone
+            }
         do(Rewrite(a, values))
 
 

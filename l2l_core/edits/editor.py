@@ -18,7 +18,7 @@ from l2l_core.edits.lineup import Lineup
 from l2l_core.edits.new_layers import NewLayers
 from l2l_core.edits.optimizer_state import Held
 from l2l_core.edits.parked import Parked, Parking
-from l2l_core.eps import LayerStore
+from l2l_core.eps import Contents, InOptimizer, LayerStore
 from l2l_core.eps.blocks import Block, Empty, Layout, Unit
 from l2l_core.eps.optimizers import GroupOrder, Places, clone_state
 from l2l_core.surgery import anatomy, rearrange
@@ -64,6 +64,44 @@ class Editor:
         self.group_order = GroupOrder(store.masters.groups, Places(model, self.lineup.stacks))
         for unit in layers:
             anatomy(unit.module)  # now rather than when the first edit has to wait for it
+
+    # -- what is in memory ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def at_hand(self, units: Iterable[Unit], changes: bool = False) -> Iterator[None]:
+        """Let weights and state of layers be in memory in a block; new layers are whole when it ends, and are put away.
+
+        Args:
+            units: in a stack or parked, or the shell.
+            changes: whether these change.
+        """
+        blocks = dict.fromkeys(block for unit in units for block in unit.blocks)
+        with self.store.at_hand.bring({block: InOptimizer(*self.optimizer_side(block)) for block in blocks}, changes):
+            try:
+                yield
+                for unit in self.new_layers.made:
+                    self.store.at_hand.put_away(unit, self.parking[unit].sides)
+                    self.parking.put(self.parking.take(unit))  # booked as it is now
+            finally:
+                self.new_layers.made.clear()
+
+    def contents_of(self, parked: Parked) -> dict[Block, Contents]:
+        """Give weights and state of a parked layer, by block, to be read; what is on disk is mapped from there."""
+        if parked.path is not None:
+            return parked.contents()
+        held = {block: InOptimizer(side.masters, side.state) for block, side in parked.sides.items()}
+        return {block: self.store.at_hand.seen(block, known) for block, known in held.items()}
+
+    def commit(self) -> None:
+        """Let what was edited count."""
+        order = self.group_order.to_plain(self.lineup.first_names)
+        self.store.at_hand.commit(self.lineup.units, {"made": self.lineup.made, "order": order})
+
+    def recall(self) -> None:
+        """Take over what edits of a process before this one have left."""
+        if notes := self.store.at_hand.notes:
+            self.lineup.made = notes["made"]
+            self.group_order.recall(notes["order"], self.lineup.first_names)
 
     # -- the order of layers -------------------------------------------------------------------------------------------
 
@@ -192,11 +230,11 @@ class Editor:
         for block in unit.blocks:
             if not values.keys().isdisjoint(block.params):
                 self.store.masters.before_write(block)  # before any value: branches copy the block now
-        with torch.no_grad():
+        with self.at_hand([unit], changes=True), torch.no_grad():
             for param, (value, state) in values.items():
                 master = masters[param]
-                known = self.store.optimizer.state.pop(master, None)  # the inverse's alone from here on: no copy
-                old[param] = Held(param.detach().clone(), dict(known) if known is not None else None)
+                known = self.store.optimizer.state.pop(master, None)
+                old[param] = Held(param.detach().clone(), clone_state(known) if known is not None else None)
                 param.copy_(value)
                 if state is not None:
                     self.store.optimizer.state[master] = clone_state(state)  # its change may be done again
@@ -261,15 +299,19 @@ class Editor:
     def lose(self, unit: Unit) -> None:
         """Free a parked layer, for good; one that another branch has stays parked, one that is in a stack stays there."""
         if unit in self.parking and unit not in self.needed_elsewhere():
-            self.parking.take(unit).empty()
-            self.lineup.forget(unit)
+            self._free(unit).empty()
 
     def forget(self, needed: set[Unit]) -> None:
         """Free parked layers that no change can bring back any more, and no other branch has."""
         needed = needed | self.needed_elsewhere()
         for unit in [parked.unit for parked in self.parking if parked.unit not in needed]:
-            self.parking.take(unit)
-            self.lineup.forget(unit)
+            self._free(unit)
+
+    def _free(self, unit: Unit) -> Parked:
+        parked = self.parking.take(unit)
+        self.lineup.forget(unit)
+        self.store.at_hand.free(parked.sides)
+        return parked
 
 
 def _members(group: Mapping[str, Any]) -> dict[str, Any]:

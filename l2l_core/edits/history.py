@@ -177,6 +177,7 @@ class History:
         put_keys_back = editor.lineup.keep_keys(), editor.new_layers.keep_plans()
         try:
             with ExitStack() as ways_back:  # exact, since nothing else is changed meanwhile
+                ways_back.callback(editor.store.at_hand.abandon)
                 group = Group(editor, ways_back)
                 for edit in edits:
                     edit.carry_out(editor, group.do)
@@ -258,8 +259,7 @@ class History:
     def _sizes(self) -> tuple[int, int]:
         """Count the weights of all layers, shared ones once, and their bytes with the optimizer's state."""
         blocks = {block for unit in self._editor.lineup.layers for block in unit.blocks}
-        nbytes = sum(block.nbytes for block in blocks)
-        return sum(block.layout.used for block in blocks), nbytes + self._editor.store.masters.state_bytes
+        return sum(block.layout.used for block in blocks), self._editor.store.at_hand.nbytes(blocks)
 
     def forget(self) -> None:
         """Free layers that nothing can bring back any more."""

@@ -38,6 +38,7 @@ class NewLayers:
     Attributes:
         call: runs the model on a few rows of the last batch; None before the first step.
         untried: layers of the user's own making that the group of edits under way has put in.
+        made: layers whose values are not settled yet.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class NewLayers:
         self._empty, self._seed, self._bf16 = empty, seed, rounds_weights(store.optimizer)
         self.call: Callable[[], Any] | None = None
         self.untried: list[Unit] = []
+        self.made: list[Unit] = []
         self._plans: dict[int, IdentityPlan] = {}  # the last one by kind of layer: it is tried first
 
     # -- modules -------------------------------------------------------------------------------------------------------
@@ -134,6 +136,7 @@ class NewLayers:
             }
             sides[block] = Side(masters, [its.group for its in theirs], states)
         self._parking.put(Parked(unit, sides))
+        self.made.append(unit)
         return unit
 
     def make_room(self, key: str, module: nn.Module) -> Unit:
@@ -165,13 +168,16 @@ class NewLayers:
         """
         if self.call is None:
             raise ValueError("init='identity' is found by running layers: make a step first, or use init='copy'")
-        layers = stack.layers
+        layers, at_hand = stack.layers, self._store.at_hand
+        if {unit.module for unit in self._lineup.layers} - set(layers):
+            at_hand.need_all("init='identity' in a model with layers outside of this stack", _INSTEAD)
         wanted = list(dict.fromkeys(layers[max(0, at - 1) : at + 1]))
         try:
             plan = self._plan_from(self._capture_nearby(stack, wanted), module, layers, at)
         except Exception:  # of the model's own code too, which may need what is left out
             plan = None
         if plan is None or plan.handed_over:  # how exact it is depends on what the layers before make
+            at_hand.need_all("finding how this kind of layer becomes the identity", _INSTEAD)
             plan = self._plan_from(capture_samples(self._lineup.model, self.call, wanted), module, layers, at)
         return plan
 
@@ -242,6 +248,9 @@ class NewLayers:
             stack = next(stack for stack in lineup.stacks if unit.module in stack.layers)
             names = [f"{other.key} ({other.name})" for other in lineup.units_of(stack)]
             check_fit(lineup.model, call, stack, stack.layers.index(unit.module), names)
+
+
+_INSTEAD = "use init='copy' or 'fresh'"
 
 
 class _Known(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from l2l_core.devices import Ledger, Process, is_full, no_room, write_tensors
-from l2l_core.eps import Side
+from l2l_core.eps import Contents, Side
 from l2l_core.eps.blocks import Block, Empty, Unit
 
 _AFTER_FULL = "Free some, or let TMPDIR name a larger disk; the layer is in memory as before"
@@ -42,7 +42,7 @@ class Parked:
         Raises:
             OSError: disk full (says how much is needed, and free); then everything is in memory as before.
         """
-        if self.path is not None:
+        if self.path is not None or all(block.away for block in self.sides):  # a shelf has it on disk
             return
         tensors = self._tensors()
         handle, name = tempfile.mkstemp(prefix=f"parked-{self.unit.key}-", suffix=".safetensors")
@@ -79,12 +79,13 @@ class Parked:
         for block, side in self.sides.items():
             block.let_go(side.masters)
 
-    def contents(self) -> dict[Block, tuple[torch.Tensor, list[dict[str, Any] | None]]]:
-        """Give master and state of each parameter, by block; what is on disk is mapped from there."""
-        held = {} if self.path is None else load_file(self.path)
+    def contents(self) -> dict[Block, Contents]:
+        """Give master and state of each parameter of a layer that waits on disk, by block; they are mapped from there."""
+        assert self.path is not None
+        held = load_file(self.path)
         return {
             block: (
-                held.get(f"{index}/master", block.values),
+                held[f"{index}/master"],
                 [
                     {key: _bring(value, held) for key, value in side.state[master].items()}
                     if master in side.state

@@ -4,6 +4,9 @@ May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `optim`, `trace`.
 Begin reading at `store.py`; `updates.py`, `places.py`, `reducer.py`, `custody.py` and `wire.py` say what could be done otherwise.
 """
 
+from l2l_core.eps.at_hand import Contents as Contents
+from l2l_core.eps.at_hand import InOptimizer as InOptimizer
+from l2l_core.eps.at_hand import Notes as Notes
 from l2l_core.eps.clock import Clock as Clock
 from l2l_core.eps.custody import Custody as Custody
 from l2l_core.eps.custody import Known as Known

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy, Ticket, serial_thread
+from l2l_core.eps.at_hand import AllInMemory, AtHand
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.clock import Clock
 from l2l_core.eps.custody import Custody, InMemory
@@ -54,6 +55,7 @@ class LayerStore:
 
     Attributes:
         custody: where blocks and their state are between two steps.
+        at_hand: how edits get at blocks and state.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class LayerStore:
         self._wire: Wire = AsItIs(residuals)
         self.thread, self.reducer = thread, reducer
         self.custody: Custody = InMemory(masters)
+        self.at_hand: AtHand = AllInMemory(masters)
         self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
         self._jobs: list[Future[None]] = []
         self._completing: deque[Future[None]] = deque()  # updates of blocks whose parts have all come

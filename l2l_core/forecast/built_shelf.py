@@ -29,26 +29,27 @@ def built_shelf(shelf: OnFiles, config: RelayConfig, disk: Disk) -> ShelfCosts:
     Raises:
         ValueError: layers share weights, or the pool has no room for as many layers ahead.
     """
-    several = [block.key for block in shelf.blocks if block.shared]
+    room = shelf.room
+    several = [block.key for block in room.blocks if block.shared]
     if several:
         raise ValueError(
             f"forecast: {several[0]} is in several layers, and the order in which a shelf reads such blocks is not planned yet. "
             "Make a step and read its trace"
         )
-    sizes, asked = shelf.sizes(shelf.ahead), shelf.sizes(config.ahead)
-    room, _ = sizes.shared_out(shelf.memory_bytes)
-    if asked.loads > room:
+    sizes, asked = room.sizes(room.ahead), room.sizes(config.ahead)
+    loads, _ = sizes.shared_out(room.memory_bytes)
+    if asked.loads > loads:
         raise ValueError(
-            f"forecast: ahead={config.ahead} takes {asked.loads:,} bytes of buffers for weights, and the shelf has {room:,}, "
-            f"shared out with ahead={shelf.ahead}: make the relay with that config, or give the shelf more memory_bytes"
+            f"forecast: ahead={config.ahead} takes {asked.loads:,} bytes of buffers for weights, and the shelf has {loads:,}, "
+            f"shared out with ahead={room.ahead}: make the relay with that config, or give the shelf more memory_bytes"
         )
-    casts = shelf.casts and config.precision == "bf16"
-    blocks = {block.key: _planned(block, shelf, casts) for block in shelf.blocks}
-    return ShelfCosts(replace(disk, free_bytes=None), shelf.memory_bytes, sizes, blocks)
+    casts = room.casts and config.precision == "bf16"
+    blocks = {block.key: _planned(block, shelf, casts) for block in room.blocks}
+    return ShelfCosts(replace(disk, free_bytes=None), room.memory_bytes, sizes, blocks)
 
 
 def _planned(block: Block, shelf: OnFiles, casts: bool) -> BlockCosts:
-    size, trained = shelf.blocks[block], any(block.trained.flags)
+    size, trained = shelf.room.blocks[block], any(block.trained.flags)
     record = shelf.record_bytes(block)
     if trained and not block.version:  # its state is yet to come
         record = max(record, size.record)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from l2l_core.edits import Branches, Editor, History, Parked, Values
+from l2l_core.eps import Contents
 from l2l_core.eps.blocks import Block, Empty, Layout, Unit
 from l2l_core.saves.codec import Part, Reader, of_kind, plain_branch, plain_history
 from l2l_core.saves.resume import Resumption
@@ -24,7 +25,7 @@ from l2l_core.surgery import kind_of, per_layer
 
 def parts_of(editor: Editor, history: History, branches: Branches) -> dict[str, Part]:
     """Describe the past of a relay, by name of the part."""
-    parts = {f"parked-{parked.unit.key}": _plain_layer(parked) for parked in editor.parking}
+    parts = {f"parked-{parked.unit.key}": _plain_layer(parked, editor.contents_of(parked)) for parked in editor.parking}
     present = editor.present
     names = _names_of(branches)
     for values, name in names.items():
@@ -50,9 +51,8 @@ def _names_of(branches: Branches) -> dict[Values, str]:
     return {values: f"values-{i}" for i, values in enumerate(held)}
 
 
-def _plain_layer(parked: Parked) -> Part:
+def _plain_layer(parked: Parked, contents: Mapping[Block, Contents]) -> Part:
     unit = parked.unit
-    contents = parked.contents()  # mapped, where it waits on disk: a save does not fetch it
     return {
         "key": unit.key,
         "class": type(unit.module).__name__,

@@ -73,7 +73,7 @@ def write_first(
     for block in masters.blocks:
         twins = masters.params_of(block)
         form, tensors = Form.of(block.layout, [state[twin] if twin in state else None for twin in twins])
-        buffer = pool.take(max(BlockSize.of(block, room).record, form.nbytes))
+        buffer = pool.take(max(BlockSize.of(block, room(block)).record, form.nbytes))
         assert buffer is not None, f"no room for {block.key}, though there is for the largest"
         flat = buffer.flat[: form.nbytes]
         _fill(block, form.weights(flat, block.layout).zero_(), given[block], fill)

@@ -58,6 +58,13 @@ class Form:
         """Make what `plain` gave."""
         return Form(**plain)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state's tensors."""
+        return sum(
+            getattr(torch, word).itemsize * torch.Size(size).numel() for _, word, size, _ in self.tensors.values()
+        )
+
     def plain(self) -> dict[str, Any]:
         """Describe it for a manifest."""
         return asdict(self)

@@ -6,7 +6,6 @@ from l2l_core.eps import Masters
 from l2l_core.saves import Saved
 from l2l_core.shelf.first_records import check_disk
 from l2l_core.shelf.on_files import OnFiles
-from l2l_core.shelf.sizes import StateRoom
 
 
 class FromSave(OnFiles):
@@ -19,8 +18,8 @@ class FromSave(OnFiles):
                 "leave them out, or go on with the shelf as it is by Relay(..., shelf=FileShelf(..., resume=True))"
             )
 
-    def _begin(self, masters: Masters, room: StateRoom) -> None:
-        check_disk(self.folder, masters.blocks, room)
+    def _begin(self, masters: Masters) -> None:
+        check_disk(self.folder, masters.blocks, self.room.state)
 
 
 def refuse_past(saved: Saved) -> None:

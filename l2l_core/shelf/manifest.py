@@ -1,4 +1,4 @@
-"""Which step of a shelf is whole: one file, replaced at the end of every step, names the half of each block that belongs to it.
+"""Which step of a shelf is whole: one file, replaced at the end of every step and edit, names the half of each block of it.
 
     folder/
       step.json                   which halves are current, how they lie in their files, settings of the optimizer
@@ -25,14 +25,14 @@ from safetensors.torch import load_file
 
 from l2l_core.devices import write_tensors
 from l2l_core.eps import Masters
-from l2l_core.eps.blocks import Block, Unit
+from l2l_core.eps.blocks import SHELL, Block, Unit
 from l2l_core.eps.optimizers import put, to_save
 from l2l_core.model import RandomState, Tensors, copies_of, decode, encode
 from l2l_core.saves import plain_random, read_random, sync, write_bytes
 from l2l_core.shelf.form import Form
 from l2l_core.shelf.records import Record, Records
 
-_NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 1
+_NAME, _NEXT, _SCHEMA = "step.json", "step.json.tmp", 2
 
 
 class Steps(Protocol):
@@ -75,12 +75,33 @@ class Manifest:
         units: the shell and the layers.
         masters: the optimizer's side of them.
         records: of all blocks.
+
+    Attributes:
+        notes: what edits want to find again, plain data.
     """
 
     def __init__(self, folder: Path, units: Sequence[Unit], masters: Masters, records: Records) -> None:
         self.steps = 0
-        self._folder, self._units, self._masters, self._records = folder, units, masters, records
-        self._random = RandomState.take()
+        self.notes: dict[str, Any] = {}
+        self._folder, self._masters, self._records = folder, masters, records
+        self._random, self._tensors = RandomState.take(), ""
+        self.follow(units, {})
+
+    def follow(self, units: Sequence[Unit], notes: dict[str, Any]) -> Callable[[], None]:
+        """Let units be the shell and the layers from now on; the result puts back those that were.
+
+        What they are is looked at now: layers that sit a step out are in the stack all the same.
+        """
+        before = {name: vars(self).get(name) for name in ("_units", "_sides", "_outline", "notes")}
+        self._units, self.notes = tuple(units), notes
+        self._sides = {block: self._masters.params_of(block) for unit in units for block in unit.blocks}
+        self._outline = self._describe()
+        return lambda: vars(self).update(before)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks of the stack, each once, in order."""
+        return [*self._sides]
 
     def begin(self) -> None:
         """A step begins: the caller's generators stand where they will stand after it."""
@@ -92,22 +113,23 @@ class Manifest:
         Raises:
             OSError: it cannot be written; the old one is there.
         """
-        records = self._records.current | self._records.coming
         tensors: Tensors = {}
         own_settings, settings = to_save(self._masters.optimizer)
-        name = _tensors_name(steps)
+        name = next(name for name in _tensors_names(steps) if name != self._tensors)
         plain = {
             "schema": _SCHEMA,
             "torch": torch.__version__,
             "steps": steps,
             "tensors": name,
-            "outline": self._outline(),
-            "records": {block.key: _plain(block, record) for block, record in records.items()},
+            "notes": self.notes,
+            "outline": self._outline,
+            "records": {block.key: _plain(block, self._records.latest(block)) for block in self._sides},
             "own_settings": encode(own_settings, "own_settings", tensors),
             "settings": encode(settings, "settings", tensors),
             "random": encode(plain_random(self._random), "random", tensors),
-            "buffers": encode([unit.buffers.copy() for unit in self._units], "buffers", tensors),
+            "buffers": encode({unit.key: unit.buffers.copy() for unit in self._units}, "buffers", tensors),
         }
+        self._coming = name
         write_tensors({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, self._folder / name)
         sync(self._folder / name)
         sync(self._records.folder)  # files that are new there
@@ -121,9 +143,9 @@ class Manifest:
         """
         os.replace(self._folder / _NEXT, self._folder / _NAME)
         sync(self._folder)
-        self.steps = steps
+        self.steps, self._tensors = steps, self._coming
         for path in self._folder.glob("step-*.safetensors"):
-            if path.name != _tensors_name(steps):
+            if path.name != self._tensors:
                 with suppress(OSError):  # the next step tries it again
                     path.unlink()
 
@@ -134,30 +156,39 @@ class Manifest:
             ValueError: there is nothing, or it is of another model or optimizer.
         """
         plain = read_plain(self._folder)
-        _compare(self._folder, plain["outline"], json.loads(json.dumps(self._outline())))
+        _compare(self._folder, plain["outline"], json.loads(json.dumps(self._outline)))
         take = copies_of(load_file(self._folder / plain["tensors"]))
         settings = [*decode(plain["own_settings"], take), *decode(plain["settings"], take)]
         random, buffers = read_random(decode(plain["random"], take)), decode(plain["buffers"], take)
 
         def restore() -> None:
-            for block in self._masters.blocks:
+            for block, twins in self._sides.items():
                 said = plain["records"][block.key]
-                self._records.current[block] = Record(said["half"], Form.read(said["form"]))
+                self._records.current[block] = Record(said["file"], said["half"], Form.read(said["form"]))
                 block.version, block.warmup = said["version"], said["warmup"]
+                for param, twin, trained in zip(block.params, twins, said["trained"], strict=True):
+                    param.requires_grad_(trained)
+                    twin.requires_grad_(trained)
             put(self._masters.optimizer, settings, only=False)
-            for unit, values in zip(self._units, buffers, strict=True):
-                unit.buffers.restore(values)
+            for unit in self._units:
+                unit.buffers.restore(buffers[unit.key])
             random.put()
-            self.steps, self._random = plain["steps"], random
+            self.steps, self._random, self._tensors, self.notes = (
+                plain["steps"],
+                random,
+                plain["tensors"],
+                plain["notes"],
+            )
+            self._records.sweep()
 
         return restore
 
-    def _outline(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """Say what a model and an optimizer must be like to go on with this folder."""
-        names = {p: name for block in self._masters.blocks for p, name in zip(block.params, block.names, strict=True)}
+        names = {p: name for block in self._sides for p, name in zip(block.params, block.names, strict=True)}
         parameters = {
             name: f"{list(piece.size)} {list(piece.stride)} in {block.key}"
-            for block in self._masters.blocks
+            for block in self._sides
             for name, piece in zip(block.names, block.layout.pieces, strict=True)
         }
         groups = [[names[param] for param in group] for group in self._masters.groups]
@@ -169,8 +200,9 @@ class Manifest:
         }
 
 
-def _tensors_name(steps: int) -> str:
-    return f"step-{steps:08d}.safetensors"
+def _tensors_names(steps: int) -> tuple[str, str]:
+    """Give two names: an edit after a step has tensors of the same step, and those of before are in force until then."""
+    return f"step-{steps:08d}.safetensors", f"step-{steps:08d}-edited.safetensors"
 
 
 def has_step(folder: Path) -> bool:
@@ -199,7 +231,24 @@ def read_plain(folder: Path) -> dict[str, Any]:
 
 
 def _plain(block: Block, record: Record) -> dict[str, Any]:
-    return {"half": record.half, "form": record.form.plain(), "version": block.version, "warmup": block.warmup}
+    return {
+        "file": record.file,
+        "half": record.half,
+        "form": record.form.plain(),
+        "version": block.version,
+        "warmup": block.warmup,
+        "trained": [param.requires_grad for param in block.params],
+    }
+
+
+def keys_of(folder: Path, names: Sequence[str]) -> list[str] | None:
+    """Give the keys that the layers of these names have in a folder; None if it has others.
+
+    Raises:
+        ValueError: as `read_plain`.
+    """
+    found = {name: key for key, name in read_plain(folder)["outline"]["layers"].items() if key != SHELL}
+    return [found[name] for name in names] if found.keys() == set(names) else None
 
 
 def _compare(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What a relay asks of a shelf on disk: it is the company of one worker whose weights and state are in files.
 
-It stands at the seams of the EPS: a place that reads (`place.py`), an update that reads and writes (`updates.py`).
+It stands at the seams of the EPS: a place that reads (`place.py`), an update that reads and writes (`updates.py`), and what
+edits have at hand (`at_hand.py`).
 """
 
 from __future__ import annotations
@@ -20,36 +21,30 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, Ledger, WaitingRoom
 from l2l_core.eps import LayerStore, Masters, Place
 from l2l_core.eps.blocks import Block, Unit
+from l2l_core.shelf.at_hand import OneEditAtATime
 from l2l_core.shelf.custody import InRecords
 from l2l_core.shelf.direct import pages
 from l2l_core.shelf.empty import check_buffers, refuse_nan, refuse_state, stand_in
 from l2l_core.shelf.first_records import Given, check_disk, refuse_without_weights, write_first
 from l2l_core.shelf.folder import check_folder, lock
-from l2l_core.shelf.manifest import Manifest
+from l2l_core.shelf.manifest import Manifest, keys_of
 from l2l_core.shelf.place import InFiles
 from l2l_core.shelf.pool import Pool
 from l2l_core.shelf.records import Records
+from l2l_core.shelf.room import Room
 from l2l_core.shelf.settings import FileShelf, Initialiser
 from l2l_core.shelf.shards import Shards, write_shards
-from l2l_core.shelf.sizes import BlockSize, Sizes, StateRoom
 from l2l_core.shelf.stash import OnDisk
 from l2l_core.shelf.updates import ThroughFiles
 from l2l_core.surgery import ties_of
 from l2l_core.trace import Trace
-from l2l_core.workers import Solo
+from l2l_core.workers import Solo, numbered
 
 _IN_MEMORY = "use masters in memory (no shelf=) where the model fits"
 _POSSIBLE = (
-    "make a step",
-    "run forward",
-    "evaluate",
-    "probe",
-    "look inside",
-    "put traces together",
-    "save",
-    "take a save over",
-    "verify",
-    "forecast",
+    *("make a step", "run forward", "evaluate", "probe", "look inside", "put traces together"),
+    *("edit", "undo", "redo", "try edits", "take edits back"),
+    *("save", "take a save over", "verify", "forecast"),
 )
 _INSTEAD = {
     "fit": "it may choose to load more layers ahead than the pool has room for; ask for settings one by one by "
@@ -69,20 +64,19 @@ class OnFiles(Solo):
     Attributes:
         folder: of the files.
         memory_bytes: of the pool.
-        ahead: with which it was shared out.
-        casts: whether the device's copies cannot cast on the way.
-        blocks: with what the pool needs for them.
+        room: how it is shared out.
     """
 
+    room: Room
+
     def __init__(self, shelf: FileShelf, model: nn.Module, ahead: int) -> None:
-        self._shelf, self._model, self.ahead = shelf, model, ahead
+        self._shelf, self._model, self._ahead = shelf, model, ahead
         self.folder, self.memory_bytes = Path(shelf.folder), shelf.nbytes
         check_folder(self.folder, shelf.resume)
         self._check_weights()
         check_buffers(model)
         stand_in(model.modules())
         self._given: Given = {}
-        self._units: Sequence[Unit] = ()
         self._opened = ExitStack()
 
     def _check_weights(self) -> None:
@@ -121,48 +115,41 @@ class OnFiles(Solo):
     def take_over(
         self, units: Sequence[Unit], store: LayerStore, host: Ledger, device: Device, facts: Callable[[], Any]
     ) -> int:
-        masters, self._units = store.masters, units
-        room = StateRoom(masters)
-        self.casts = not device.in_host_memory
-        self.blocks = measured = {block: BlockSize.of(block, room) for block in masters.blocks}
-        sizes = self.sizes(self.ahead)
-        self._loads.limit_bytes, self._updates.limit_bytes = sizes.shared_out(self.memory_bytes)
+        masters = store.masters
+        self.room = Room(self.memory_bytes, self._ahead, not device.in_host_memory, masters, self._loads, self._updates)
+        self.room.shared_out(units)()
         self._manifest = Manifest(self.folder, units, masters, self._records)
-        self._begin(masters, room)
-
-        def size_of(block: Block) -> int:
-            return measured[block].record
-
-        files = self._records, self._updates, size_of, host, self._manifest
+        self._begin(masters)
+        files = self._records, self._updates, self.room.size_of, host, self._manifest
         store.update = update = ThroughFiles(masters, store.update, *files)
         store.custody = InRecords(masters, *files, update, then=partial(self._begun, masters.optimizer))
+        store.at_hand = OneEditAtATime(masters, self._records, self._manifest, self.room, device, host, self._guard)
         return self._manifest.steps
-
-    def sizes(self, ahead: int) -> Sizes:
-        """Say what of memory goes where with so many layers ahead."""
-        by_unit = [(unit.key, [self.blocks[block] for block in unit.blocks]) for unit in self._units]
-        return Sizes.of(by_unit, ahead, self.casts)
 
     def record_bytes(self, block: Block) -> int:
         """Bytes of a block's record as it is: of weights and state."""
         return self._records.current[block].form.nbytes
 
-    def _begin(self, masters: Masters, room: StateRoom) -> None:
+    def _begin(self, masters: Masters) -> None:
         """Have the first records, or those that there are."""
         if self._shelf.resume:
             self._manifest.read()()
         else:
-            check_disk(self.folder, masters.blocks, room)
-            write_first(masters, self._records, self._updates, room, self._given, self._initialiser())
+            check_disk(self.folder, masters.blocks, self.room.state)
+            write_first(masters, self._records, self._updates, self.room.state, self._given, self._initialiser())
             self._records.commit(partial(self._manifest.prepare, 0), partial(self._manifest.switch, 0))
         self._begun(masters.optimizer)
 
     def _begun(self, optimizer: Optimizer) -> None:
         """From now on the model's weights and the optimizer's state are in files."""
         self._given.clear()
-        for module in self._model.modules():
-            module.register_state_dict_pre_hook(partial(refuse_nan, self.folder))
+        self._guard(self._model)
         optimizer.register_state_dict_pre_hook(partial(refuse_state, self.folder))
+
+    def _guard(self, module: nn.Module) -> None:
+        """Let modules refuse to give out a state of parameters without values."""
+        for part in module.modules():
+            part.register_state_dict_pre_hook(partial(refuse_nan, self.folder))
 
     def _initialiser(self) -> Initialiser | None:
         given = self._shelf.weights
@@ -179,9 +166,16 @@ class OnFiles(Solo):
             self.refuse(what)
         return nullcontext()
 
+    def keys(self, names: Sequence[str]) -> list[str]:
+        """Give layers the keys that they have in the folder; one that has other layers is refused later."""
+        return (keys_of(self.folder, names) if self._shelf.resume else None) or numbered(names)
+
+    def editing(self) -> AbstractContextManager[None]:
+        return nullcontext()  # what an edit needs is brought to memory when it needs it
+
     @contextmanager
     def whole(self) -> Iterator[None]:
-        self.refuse("having all weights in memory at once, as edits and gathered() do,")
+        self.refuse("having all weights in memory at once, as branches and gathered() do,")
         yield
 
     def refuse(self, verb: str, instead: str = "") -> None:
@@ -245,7 +239,7 @@ class OnFiles(Solo):
 
     @property
     def _all_blocks(self) -> list[Block]:
-        return list(dict.fromkeys(block for unit in self._units for block in unit.blocks))
+        return self._manifest.blocks
 
     def _blocks(self) -> Iterator[dict[str, torch.Tensor]]:
         """Read block by block: its parameters by name."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -26,8 +27,15 @@ from l2l_core.trace import Event, Trace
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Is what a half of a block holds."""
+    """Is what a half of a block holds.
 
+    Attributes:
+        file: name of the block's files, the same for good: a shared block's key follows the layers that are edited.
+        half: 0 or 1.
+        form: how it lies there.
+    """
+
+    file: str
     half: int
     form: Form
 
@@ -42,7 +50,7 @@ class Records:
 
     Attributes:
         current: by block, what the last whole step has left.
-        coming: what this step has written so far.
+        coming: what this step, or the edit under way, has written so far.
         reads, writes: the lanes of the disk.
         trace: of the step under way; gets an event for everything that is read or written.
     """
@@ -53,12 +61,13 @@ class Records:
         self.coming: dict[Block, Record] = {}
         self.trace = Trace()
         self.reads, self.writes = serial_thread("disk read"), serial_thread("disk write")
+        self._begun: list[Record] = []  # of blocks that have none yet
         self._under_way: list[Future[None]] = []
         self._unsure: BaseException | None = None  # why nobody knows which halves are current
 
     def read(self, block: Block, into: torch.Tensor, then: Callable[[], None] = lambda: None) -> Future[None]:
         """Begin to read the beginning of a block's record, as much as there is room for in `into`; `then` is done after it."""
-        path, trace = self.path(block, self.current[block].half), self.trace
+        path, trace = self.path(self.latest(block)), self.trace
 
         def work() -> None:
             self._check_sure()
@@ -71,14 +80,16 @@ class Records:
 
     def write(self, block: Block, form: Form, flat: torch.Tensor, then: Callable[[], None]) -> None:
         """Begin to write a block's next record; `then` is done when nobody reads `flat` any more."""
-        now = self.current.get(block)
-        record, trace = Record(1 - now.half if now is not None else 0, form), self.trace
+        now, trace = self.current.get(block), self.trace
+        record = Record(block.key, 0, form) if now is None else Record(now.file, 1 - now.half, form)
+        if now is None:
+            self._begun.append(record)
 
         def work() -> None:
             start_s = time.perf_counter()
             try:
                 self._check_sure()
-                self.files.write(self.path(block, record.half), flat)
+                self.files.write(self.path(record), flat)
             except OSError as error:
                 if not is_full(error):
                     raise
@@ -116,16 +127,20 @@ class Records:
                 raise
             self.current |= self.coming
             self.coming = {}
+            self._begun.clear()
 
         self._under_way.append(self.writes.submit(work))
         self.settle()
 
     def forget(self) -> None:
-        """Wait for what is being written, however it ends, and forget what is not committed."""
+        """Wait for what is being written, however it ends, and forget what is not committed; files that are new go."""
         under_way, self._under_way = self._under_way, []
         for each in under_way:
             each.exception()
         self.coming = {}
+        if self._unsure is None:  # else the manifest may name them
+            _delete(map(self.path, self._begun))
+        self._begun.clear()
 
     def _check_sure(self) -> None:
         if self._unsure is not None:
@@ -136,14 +151,36 @@ class Records:
                 str(self.folder),
             )
 
-    def path(self, block: Block, half: int) -> Path:
-        """Name the file of a block's half."""
-        return self.folder / f"{quote(block.key, safe=' ')}.{'ab'[half]}"
+    def latest(self, block: Block) -> Record:
+        """Give the record that was written last; an edit is seen before it is committed."""
+        return self.coming.get(block) or self.current[block]
+
+    def path(self, record: Record) -> Path:
+        """Name the file of a record."""
+        return self.folder / f"{quote(record.file, safe=' ')}.{'ab'[record.half]}"
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Delete both halves of blocks that nobody wants any more, and that the manifest does not name."""
+        for block in blocks:
+            for record in (self.current.pop(block, None), self.coming.pop(block, None)):
+                if record is not None:
+                    _delete(self.path(replace(record, half=half)) for half in (0, 1))
+
+    def sweep(self) -> None:
+        """Delete what a process that ended had left beside the current records: parked layers, an edit under way."""
+        named = {self.path(replace(record, half=half)) for record in self.current.values() for half in (0, 1)}
+        _delete(path for path in self.folder.iterdir() if path not in named)
 
     def close(self) -> None:
         """Join the threads."""
         self.reads.shutdown(wait=True)
         self.writes.shutdown(wait=True)
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):  # it is in nobody's way, and `sweep` tries it again
+            path.unlink()
 
 
 def _note(trace: Trace, lane: str, kind: str, block: Block, start_s: float, nbytes: int) -> None:

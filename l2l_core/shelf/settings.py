@@ -25,7 +25,8 @@ class FileShelf:
         memory_bytes: host memory that weights and state may pass through, as a number or as text: ``"2 GB"``.
         weights: of a model that has none (see `empty_weights`): a function that fills the parameter of a name, or a safetensors
             file, or a folder of such as ``save_pretrained`` writes it. None: those that the model has.
-        resume: go on from the last whole step that the folder has, whatever weights the model has.
+        resume: go on from the last whole step or edit that the folder has, whatever weights the model has. The model has the
+            layers that the edits have left, in their order; their keys, and what is trained of them, are those of the folder.
 
     Raises:
         ValueError: bytes that there cannot be, or both `weights` and `resume`.

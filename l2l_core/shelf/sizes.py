@@ -73,8 +73,12 @@ class StateRoom:
 
     def __call__(self, block: Block, only_trained: bool = False) -> int:
         """Count the bytes for a block, as if all of its parameters were trained, or for those that are."""
-        params = [p for p in self._masters.params_of(block) if p in self._group_of]
-        return sum(self._trial(p.shape, self._group_of[p]) for p in params if p.requires_grad or not only_trained)
+        params = [p for p in self._masters.params_of(block) if p.requires_grad or not only_trained]
+        return self.of(params, [self._group_of.get(p, -1) for p in params])
+
+    def of(self, params: Sequence[nn.Parameter], groups: Sequence[int]) -> int:
+        """Count the bytes for parameters, given the group of each, -1 for none."""
+        return sum(self._trial(p.shape, index) for p, index in zip(params, groups, strict=True) if index >= 0)
 
 
 def check_in_core(masters: Masters, host_bytes: int) -> None:
@@ -109,9 +113,9 @@ class BlockSize(NamedTuple):
     state: int
 
     @staticmethod
-    def of(block: Block, room: StateRoom) -> BlockSize:
-        """Measure a block."""
-        return BlockSize(block.key, block.layout.numel, room(block))
+    def of(block: Block, state: int) -> BlockSize:
+        """Measure a block, for whose state so many bytes are left."""
+        return BlockSize(block.key, block.layout.numel, state)
 
     @property
     def weights(self) -> int:

@@ -17,3 +17,4 @@ from l2l_core.workers.settings import Workers as Workers
 from l2l_core.workers.team import Company as Company
 from l2l_core.workers.team import Solo as Solo
 from l2l_core.workers.team import company as company
+from l2l_core.workers.team import numbered as numbered

@@ -33,6 +33,11 @@ T = TypeVar("T")
 Facts = Callable[[], Mapping[str, str]]
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """Give keys by number."""
+    return [f"L{i:03d}" for i in range(len(names))]
+
+
 class Company(Protocol):
     """Is whoever trains along: nobody, or other workers.
 
@@ -79,6 +84,12 @@ class Company(Protocol):
 
     def seen_whole(self) -> AbstractContextManager[None]:
         """Let the EPS's custody show all of every block, in a block of code that all workers run."""
+
+    def editing(self) -> AbstractContextManager[None]:
+        """Let layers be edited in a block of code that all workers run."""
+
+    def keys(self, names: Sequence[str]) -> list[str]:
+        """Give permanent keys to layers of these names, whose user gave them none."""
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         """Say what this worker holds of a block, None for all of it, and in how many elements."""
@@ -145,6 +156,11 @@ class Solo:
 
     def seen_whole(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def editing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    keys = staticmethod(numbered)
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         return None, block.layout.numel
@@ -248,6 +264,9 @@ class Team:
 
     def seen_whole(self) -> AbstractContextManager[None]:
         return self.whole()
+
+    editing = whole
+    keys = staticmethod(numbered)
 
     def room(self, block: Block) -> tuple[Layout | None, int]:
         cut = self._crew.cut_of(block)

@@ -6,8 +6,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +14,14 @@ import torch
 from on_shelf import ROWS, assert_same, compared, in_core, relay_on, state_of, train, weights_of
 from oracle import decay_groups
 from patience import rarely
+from shelf_writes import Cut, at_every_write
 from torch import nn
 from zoo import BY_NAME
 
 from l2l_core import RelayConfig
-from l2l_core.shelf import direct, manifest
 
 KIND = BY_NAME["chain"]
 PROGRAM = Path(__file__).parents[2] / "support" / "shelf_kills.py"
-
-
-class Cut(Exception):
-    """What the tests inject."""
-
-
-@contextmanager
-def at_every_write(monkeypatch: pytest.MonkeyPatch, happens: Callable[[str], None]) -> Iterator[None]:
-    """Call `happens` before everything that changes a folder, with a word for it; of a record half is written by then."""
-
-    def before(owner: Any, name: str, word: str) -> None:
-        real = getattr(owner, name)
-
-        def wrapped(*args: Any) -> Any:
-            happens(word)
-            return real(*args)
-
-        patch.setattr(owner, name, wrapped)
-
-    write = direct.DirectFiles.write
-
-    def write_in_two(self: direct.DirectFiles, path: Path, source: torch.Tensor) -> None:
-        happens("record")
-        garbled = direct.page_aligned(torch.empty(len(source) + direct.PAGE, dtype=torch.uint8), len(source))
-        write(self, path, garbled.copy_(source).bitwise_not_())
-        happens("half a record")
-        write(self, path, source)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(direct.DirectFiles, "write", write_in_two)
-        for name in ("write_tensors", "write_bytes", "sync"):
-            before(manifest, name, name)
-        before(manifest.os, "replace", "replace")
-        before(Path, "unlink", "unlink")
-        yield
 
 
 @pytest.mark.parametrize(("first", "every"), [(1, 4), rarely(0, 1)])

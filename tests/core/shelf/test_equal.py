@@ -228,8 +228,7 @@ def test_what_cannot_be_had_says_what_can(folder: Path) -> None:
         for verb in (
             lambda: relay.fit(batch),
             lambda: relay.fork("b"),
-            lambda: relay.undo(),
-            lambda: relay.apply(),
+            lambda: relay.gathered().__enter__(),
         ):
             with pytest.raises(ValueError, match="in files"):
                 verb()

@@ -3,6 +3,7 @@
 import errno
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from oracle import MakeOptimizer, adamw
 from patience import rarely
 from zoo import BY_NAME, Kind
 
-from l2l_core import Duplicate, EmulatedDevice, FileShelf, Relay, RelayConfig
+from l2l_core import Drop, Duplicate, EmulatedDevice, FileShelf, Interpolate, Relay, RelayConfig
 from l2l_core.shelf import direct
 
 CHAIN = BY_NAME["chain"]
@@ -111,6 +112,30 @@ def test_saves_of_both_are_the_same_files(folder: Path) -> None:
         for name in ("shelf", "memory")
     ]
     assert len(held[0]) > 3 and held[0] == held[1]
+
+
+@pytest.mark.parametrize("stash", ["device", rarely("disk")])
+def test_a_save_of_an_edited_shelf_has_the_way_back(stash: str, folder: Path) -> None:
+    """Loaded into memory, edits are undone to the weights and the training that the shelf itself goes back to."""
+    config = replace(CONFIG, stash=stash)
+    with relay_on(folder / "first", CHAIN, config=config) as relay:
+        relay.step(CHAIN.make_batch(ROWS, 0))
+        relay.apply(Drop(1))
+        relay.step(CHAIN.make_batch(ROWS, 1))
+        relay.apply(Interpolate(0, 1, 0.5), Duplicate(2))
+        relay.step(CHAIN.make_batch(ROWS, 2))
+        relay.save(folder / "save")
+        edited = weights_of(relay)
+        for _ in relay.journal[:3]:
+            relay.undo()
+        back = weights_of(relay)
+        losses = [relay.step(CHAIN.make_batch(ROWS, seed)).loss for seed in (3, 4)]
+    with load(folder / "save", CHAIN, config=CONFIG) as relay:
+        assert_same(all_weights(relay), edited)
+        for _ in relay.journal[:3]:
+            relay.undo()
+        assert_same(all_weights(relay), back)
+        assert [relay.step(CHAIN.make_batch(ROWS, seed)).loss for seed in (3, 4)] == losses
 
 
 def test_random_numbers_and_settings_come_along(folder: Path) -> None:

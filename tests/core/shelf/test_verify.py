@@ -19,8 +19,8 @@ CHAIN = BY_NAME["chain"]
 
 def held(folder: Path) -> dict[Path, bytes]:
     """What a resume would read, and all else but records that are not current."""
-    current = re.findall(r'"([^"]+)": \{"half": (\d)', (folder / "step.json").read_text())
-    names = {f"{key.replace(':', '%3A')}.{'ab'[int(half)]}" for key, half in current}
+    current = re.findall(r'"file": "([^"]+)", "half": (\d)', (folder / "step.json").read_text())
+    names = {f"{file.replace(':', '%3A')}.{'ab'[int(half)]}" for file, half in current}
     assert len(names) > 3
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path: path.read_bytes() for path in files if path.parent.name != "records" or path.name in names}
