@@ -209,8 +209,12 @@ class Notebook:
         self.page.locator(".lm-Menu-itemLabel", has_text=item).first.click()
 
     def bench(self, number: int) -> Bench:
-        """The live workbench below a cell."""
-        return Bench(self.page, self.cell(number).locator(".l2l-workbench"))
+        """The live workbench below a cell; what the cell raised instead is told."""
+        root = self.cell(number).locator(".l2l-workbench")
+        failed = "Traceback (most recent call last)"
+        until(lambda: root.count() or failed in self.output(number), self.page, "a workbench")
+        assert root.count(), self.output(number)
+        return Bench(self.page, root)
 
 
 class Bench:

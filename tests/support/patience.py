@@ -1,7 +1,7 @@
 """How long a test waits for what must come, and which it leaves to the long run (-m slow).
 
 A guard against hanging for ever, far above what the slowest machine needs, and never a measure: no test may say that
-something is slow. pytest's own limit (pyproject.toml) is twice as much, so that it is the test that says what it waited for.
+something is slow. pytest's own limit (pyproject.toml) is far more, so that it is the test that says what it waited for.
 """
 
 import time
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-HANG_S = 900.0
+HANG_S = 300.0
 
 
 def rarely(*values: Any) -> Any:

@@ -92,7 +92,7 @@ class HeaderPanel(Panel):
             "device": "Layer inputs are kept on the device",
             "host": "Layer inputs are kept in host memory: device memory does not grow with depth",
         }
-        if self.session.relay.shelf is not None:
+        if self.session.has_shelf:
             places["disk"] = (
                 "Layer inputs pass to a scratch file of the shelf: host memory does not grow with depth either"
             )

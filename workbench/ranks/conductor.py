@@ -31,6 +31,8 @@ class Conductor(Steering):
         ranks: are the conductor's alone, and end with it.
     """
 
+    has_shelf = False  # which several workers cannot have
+
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(lambda command, error: None)  # whoever asked gets the error, by the future
         self.ranks = ranks

@@ -40,6 +40,11 @@ class Watched(ABC):
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
+    @property
+    def has_shelf(self) -> bool:
+        """Whether weights are in files, where a stash may go, too."""
+        return self.relay.shelf is not None
+
     def snapshot(self) -> Snapshot:
         """The session as it is now, in the middle of a step too; never waits for the step."""
         return self._standing.snapshot()
