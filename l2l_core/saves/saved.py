@@ -103,7 +103,8 @@ class Saved:
         settings = decode(manifest["settings"], take)
         own_settings = decode(manifest.get("own_settings", []), take)
         random_state = read_random(decode(manifest["random"], take))
-        for key, left_out in decode(manifest.get("residuals", {}), take).items():  # first: the device may have no room
+        residuals = decode(manifest["residuals"], take) if "residuals" in manifest else {}  # saves of before have none
+        for key, left_out in residuals.items():  # first: the device may have no room
             state.store.residuals.put(
                 state.present[key], {int(index): residual for index, residual in left_out.items()}
             )
