@@ -48,6 +48,7 @@ def test_a_layer_is_touched_while_training_runs(open_notebook: Callable[..., Not
     assert bench.state == "running"
 
 
+@pytest.mark.slow
 def test_the_keyboard_does_the_same(open_notebook: Callable[..., Notebook], page: Page) -> None:
     bench = start(open_notebook)
     bench.press("Step")

@@ -79,6 +79,7 @@ def test_narrow_pages_lose_nothing(bench: Bench, page: Page, theme: str) -> None
     assert cut <= 0, f"{cut} px of the run's progress are cut off"
 
 
+@pytest.mark.slow
 def test_a_lecture_room_reads_it_and_the_keyboard_turns_views(
     open_notebook: Callable[..., Notebook], page: Page
 ) -> None:

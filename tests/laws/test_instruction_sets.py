@@ -45,6 +45,7 @@ def run_under(name: str, threads: int, kinds: list[str], cases: list[str]) -> No
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, threads", DEFAULT)
 def test_a_few_kinds(name: str, threads: int) -> None:
     run_under(name, threads, FEW, EXACT)

@@ -118,6 +118,7 @@ def test_a_forecast_has_the_bytes_of_a_step(settings: dict[str, Any], folder: Pa
                     assert found.host_bytes[category] == most, category
 
 
+@pytest.mark.slow
 def test_a_slow_disk_binds_in_a_forecast(folder: Path) -> None:
     kind = stack(5)
     with relay_on(folder, kind) as relay:

@@ -101,6 +101,7 @@ def test_the_shortest_run_has_all_stages_and_a_shorter_one_is_refused(name: str)
         recipe.plan(7, STEPS, 3)
 
 
+@pytest.mark.slow
 def test_branches_of_a_race_train_as_if_alone() -> None:
     with make_relay() as relay:
         plans = {name: recipe.plan(relay.steps, STEPS, DEPTH) for name, recipe in RECIPES.items()}

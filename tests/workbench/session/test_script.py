@@ -173,6 +173,7 @@ def test_the_script_reads_as_what_was_done() -> None:
     assert sum("throttle" in line for line in lines) == 1 and "Drop(layers=99)" not in script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [rarely("list"), "iterator", rarely("function")])
 def test_the_script_is_a_program_once_its_functions_are_written(kind: str, tmp_path: Path) -> None:
     """Run by another Python, with the support of these tests as the model, and batches of each kind."""
