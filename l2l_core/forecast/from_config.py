@@ -80,10 +80,16 @@ def forecast_config(
             f"relay_config has keep={settings.keep}: what kept graphs hold is measured and has no formula. Leave it out, or "
             "build the model and ask relay.forecast"
         )
-    if settings.stash == "disk":
+    if settings.stash == "disk" and shelf is None:
         raise ValueError(
-            "relay_config has stash='disk', and what a stash reads and writes there is not forecast: ask with stash='host', "
-            "whose bytes over the link are the same"
+            "relay_config has stash='disk', which lies in a scratch file of a shelf's folder: give shelf=PlannedShelf(disk=...), "
+            "or RelayConfig(stash='host')"
+        )
+    if settings.stash == "disk" and model.beside is None:
+        raise ValueError(
+            f"relay_config has stash='disk', and what a model_type={config.model_type!r}{' with adapters' * bool(adapters)} keeps "
+            "storage by storage has no formula, only for gpt2 without adapters: build the model, and relay.forecast finds out by "
+            "rehearsing"
         )
     if shelf is not None and optimizer is None:
         raise ValueError(

@@ -128,7 +128,11 @@ def _replay_alone(costs: Costs, config: RelayConfig, figures: Mapping[str, Any])
     standing = {**costs.host, "gradients": gradients}
     if costs.shelf is None or on_shelf is None:
         return _Replay(trace, standing, layer_bytes)
-    standing |= {"weights": on_shelf.loads.most, "optimizer": on_shelf.records.most, "stash": on_shelf.stash.buffer_bytes}
+    standing |= {
+        "weights": on_shelf.loads.most,
+        "optimizer": on_shelf.records.most,
+        "stash": on_shelf.stash.buffer_bytes,
+    }
     return _Replay(trace, standing, layer_bytes, shelf=costs.shelf.told(on_shelf, trace))
 
 

@@ -74,8 +74,10 @@ class NotedRoom(HostRoom):
 
 
 def without_gone(profile: Profile) -> Profile:
-    """Return the profile with storages that go when they have been fetched for the last time."""
-    last: dict[tuple[int, int], tuple[int, bool]] = {}  # by micro-batch and storage: its last turn, and whether it leaves there
+    """Return the profile with storages that go after they have been fetched for the last time; those that never are stay."""
+    last: dict[
+        tuple[int, int], tuple[int, bool]
+    ] = {}  # by micro-batch and storage: its last turn, and whether it leaves there
     turns = list(profile.turns)
     for place, turn in enumerate(turns):
         assert turn.moves is not None
@@ -88,7 +90,11 @@ def without_gone(profile: Profile) -> Profile:
     places = iter(range(len(turns)))
 
     def parted(_: int, some: Iterable[TurnCost]) -> list[TurnCost]:
-        return [turn._replace(moves=turn.moves._replace(gone=tuple(gone[next(places)]))) for turn in some if turn.moves]
+        return [
+            turn._replace(moves=turn.moves._replace(gone=(*turn.moves.gone, *gone[next(places)])))
+            for turn in some
+            if turn.moves
+        ]
 
     return profile.with_turns(parted)
 

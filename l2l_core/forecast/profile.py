@@ -136,7 +136,9 @@ def _restored(row: dict[str, Any]) -> Profile:
 
     def turns(rows: Iterable[Sequence[Any]]) -> tuple[TurnCost, ...]:
         return tuple(
-            TurnCost(k, tuple(map(op, ops)), *sums, *map(moves, kept)) for k, ops, *rest in rows for sums, kept in [(rest[:3], rest[3:])]
+            TurnCost(k, tuple(map(op, ops)), *sums, *map(moves, kept))
+            for k, ops, *rest in rows
+            for sums, kept in [(rest[:3], rest[3:])]
         )
 
     return Profile(

@@ -18,6 +18,7 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Moves, Stay, TurnCost
+from l2l_core.forecast.due import trained, when_due
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.virtual_crew import Alone, Company
 from l2l_core.forecast.virtual_lane import VirtualLane
@@ -27,27 +28,6 @@ from l2l_core.shelf import READ_AHEAD
 from l2l_core.trace import Event, MemorySample, Trace
 
 _UNKNOWN = Moves()  # for waiting rooms that need not know
-
-
-def _trained(profile: Profile) -> set[str]:
-    """Layers that gradients come from."""
-    apart = {part.layer for turn in profile.turns for op in turn.ops for part in op.parts}
-    return apart | {key for key, layer in profile.layers.items() if layer.push_bytes}
-
-
-def _when_due(profile: Profile, config: RelayConfig) -> tuple[dict[int, list[Job]], list[Job]]:
-    """Say after which stay the EPS has all gradients of a block that come by micro-batch, and what waits for the end of the step.
-
-    With eager updates a layer's own gradients are whole after its last stay; those of the shell, and of what layers share, are
-    not before all are.
-    """
-    last = {stay.layer: index for index, stay in enumerate(profile.stays) if stay.is_backward}
-    due: dict[int, list[Job]] = defaultdict(list)
-    closing = []
-    for job in profile.closing:
-        early = config.update == "eager" and job.layer in last and job.kind in ("reduce", "update")
-        (due[last[job.layer]] if early else closing).append(job)
-    return due, closing
 
 
 @dataclass(slots=True)
@@ -100,8 +80,8 @@ class Replay:
         self._visits: dict[str, list[int]] = defaultdict(list)  # positions in the stays, by layer
         for index, stay in enumerate(profile.stays):
             self._visits[stay.layer].append(index)
-        self._trained = _trained(profile)
-        self._due, self._closing = _when_due(profile, config)
+        self._trained = trained(profile)
+        self._due, self._closing = when_due(profile, config)
         self._pushed_s: deque[float] = deque()  # when the gradients that still fill a buffer have left
         self._updated_s: list[float] = []  # when pushed gradients have been used
 

@@ -125,7 +125,7 @@ class InFile(InMemory):
         read.buffer.is_read = True
 
     def _away(self, k: int, numbers: Sequence[int]) -> list[Extent]:
-        """What has not left yet is on the device: with fewer micro-batches than were rehearsed, some is wanted before it leaves."""
+        """What has not left yet is on the device: fewer micro-batches than were rehearsed may want it before it leaves."""
         return [self._extents[k, number] for number in numbers if (k, number) in self._extents]
 
     def _left(self, k: int, moves: Moves) -> list[Extent]:
@@ -133,7 +133,7 @@ class InFile(InMemory):
 
 
 def _foreseen(stay: Stay, at: int, following: Sequence[Stay]) -> list[tuple[Stay, TurnCost]]:
-    """List the turns after the next one, as far as the loop knows them: see `Order.in_turn`, and `TrainLoop.train` for backward."""
+    """List the turns after the next one, as the loop knows them: see `Order.in_turn`, and `TrainLoop.train` for backward."""
     here = [(stay, turn) for turn in stay.turns[at + 1 : at + 2 + READ_AHEAD]]
     if not stay.has("forward"):
         here += [(each, turn) for each in following[: 1 + READ_AHEAD] for turn in each.turns]
