@@ -1,4 +1,4 @@
-"""Where a stash waits, on a virtual clock: host memory, which takes no time, or a file, by the rule of `l2l_core/shelf/rotation.py`."""
+"""Where a stash waits, on a virtual clock: host memory, which takes no time, or a file, by the rule of `rotation.py`."""
 
 from __future__ import annotations
 
