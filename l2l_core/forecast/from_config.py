@@ -88,8 +88,8 @@ def forecast_config(
     if settings.stash == "disk" and model.beside is None:
         raise ValueError(
             f"relay_config has stash='disk', and what a model_type={config.model_type!r}{' with adapters' * bool(adapters)} "
-            "keeps storage by storage has no formula, only for gpt2 without adapters: build the model, and relay.forecast finds out by "
-            "rehearsing"
+            "keeps storage by storage has no formula, only what gpt2 without adapters keeps: build the model, and "
+            "relay.forecast finds out by rehearsing"
         )
     if shelf is not None and optimizer is None:
         raise ValueError(
