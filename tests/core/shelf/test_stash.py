@@ -231,6 +231,8 @@ def test_no_shelf_no_room_on_the_disk(folder: Path) -> None:
     with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice()) as relay:
         with pytest.raises(ValueError, match="FileShelf"):
             relay.config = CONFIG
+        with pytest.raises(ValueError, match="FileShelf"):
+            relay.forecast(kind.make_batch(ROWS, 0), CONFIG)
         profile = Profile.of(relay.step(kind.make_batch(ROWS, 0)).trace)
     with pytest.raises(ValueError, match="not replayed"):
         simulate(profile, CONFIG, EmulatedDevice())
