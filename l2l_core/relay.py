@@ -866,6 +866,7 @@ class Relay:
 
     def _on_disk(self, config: RelayConfig, disk: Disk | None, fleet: Fleet) -> tuple[Callable[[Costs], Costs], ...]:
         """Give what puts this relay's files under the costs of a step, if it has any."""
+        checked_config(config, has_disk=self.shelf is not None)
         if (shelf := self.shelf) is None:
             if disk is not None:
                 raise ValueError("disk= is that of a shelf, and this relay has its weights in memory: leave it out")
@@ -873,7 +874,7 @@ class Relay:
         if fleet.count > 1:
             self._company.refuse("a forecast of several workers", "")
         figures = Disk.of(shelf.folder) if disk is None else disk
-        return (partial(on_shelf, built_shelf(shelf, checked_config(config, has_disk=True), figures)),)
+        return (partial(on_shelf, built_shelf(shelf, config, figures)),)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

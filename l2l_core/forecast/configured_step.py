@@ -16,6 +16,7 @@ from l2l_core.forecast.families import ModelShapes, Shape, count, slot_numel
 from l2l_core.forecast.formula import Machine, Sized, cost_of_moving, costs_by_formula
 from l2l_core.forecast.from_costs import Costs
 from l2l_core.forecast.kept_state import KeptState
+from l2l_core.forecast.planned_moves import Image, with_moves
 from l2l_core.forecast.planned_shelf import PlannedShelf, ShelfCosts
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.stands import pattern
@@ -117,6 +118,14 @@ class ConfiguredStep:
         return packing + sum(held) + sum(sorted(held, reverse=True)[:spares])
 
     @property
+    def image(self) -> Image:
+        """What a micro-batch keeps, storage by storage."""
+        beside = self.model.beside
+        assert beside is not None, "refused where the stash is on the disk"
+        sizes = [each.nbytes(self.rows, self.length, self.model.width, self.itemsize) for each in beside]
+        return Image(beside, sizes, self.boundary_bytes)
+
+    @property
     def parts_shell(self) -> bool:
         """Whether the shell's gradients leave micro-batch by micro-batch: the head is the embedding, and is trained."""
         return self.model.tied and bool(self.model.trained[1])
@@ -188,6 +197,8 @@ def _profile_of(step: ConfiguredStep, micro_batches: int) -> Profile:
     late = list(layers) if step.config.update == "deferred" else [SHELL] if step.parts_shell else []
     updates = [Job("update", key, -1, layers[key].update_s, layers[key].block_bytes) for key in late]
     closing = tuple(job for job in updates if job.nbytes)
+    if step.config.stash == "disk":
+        profile = with_moves(profile, step.image, bool(model.trained[1]), step.config.ahead > 0)
     memory = _Memory(step)
     return profile.with_turns(lambda _, turns: map(memory.fill, turns), layers=layers, closing=closing, memory=())
 
@@ -223,9 +234,9 @@ class _Memory:
             + step.gradient_bytes[1]
             + gradient_slots(config.ahead) * step.gradient_bytes[0],
         }
-        self._on_host, self._boundary = config.stash == "host", step.boundary_bytes
+        self._stash, self._boundary = config.stash, step.boundary_bytes
         # the images that leave and arrive; in backward each is an input and a gradient
-        self._ring = 4 * self._boundary if self._on_host and config.ahead else 0
+        self._ring = 4 * self._boundary if config.stash != "device" and config.ahead else 0
         graph = model.graphs[config.precision].nbytes(model, step.rows, step.length)
         out = (step.rows if model.per_row else step.tokens) * model.outputs * _LOGITS
         # a fresh gradient of one parameter is beside the slot until it is added
@@ -256,8 +267,10 @@ class _Memory:
     def _sample(self, activations: int) -> Memory:
         """What is there now, with so many bytes of activations."""
         parked = dict(self._parked)
-        if not self._on_host:
+        if self._stash == "device":
             return (("device", {**self._slots, **parked, "activations": activations}), ("host", {}))
         here = {"stash": self._ring + 2 * self._boundary, "other": self._ids}
-        waiting = {"stash": sum(parked.values())}
+        waiting = (
+            {"stash": sum(parked.values())} if self._stash == "host" else {}
+        )  # buffers on the way to a disk come apart
         return (("device", {**self._slots, **here, "activations": activations}), ("host", waiting))

@@ -40,6 +40,22 @@ class Op(NamedTuple):
     memory: Memory = ()
 
 
+class Moves(NamedTuple):
+    """The storages that move at a turn, each by its number in the image of the micro-batch.
+
+    Attributes:
+        fetched: that arrive for the turn while the one before computes.
+        demanded: that are fetched when they are asked for: index of the operation that does, and storages.
+        left: that leave when it gives way, with their bytes.
+        gone: that were parked once, and are no longer there when it gives way.
+    """
+
+    fetched: tuple[int, ...] = ()
+    demanded: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    left: tuple[tuple[int, int], ...] = ()
+    gone: tuple[int, ...] = ()
+
+
 class TurnCost(NamedTuple):
     """One micro-batch's part of a stay: what it does before it gives way."""
 
@@ -48,6 +64,7 @@ class TurnCost(NamedTuple):
     batch_bytes: int = 0  # rows that are copied before it
     fetch_bytes: int = 0  # stash that arrives for it while the turn before computes
     stash_bytes: int = 0  # stash that leaves when it gives way
+    moves: Moves | None = None  # of both, where the stash is on the disk
 
 
 class Stay(NamedTuple):

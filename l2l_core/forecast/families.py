@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from l2l_core.eps.blocks import aligned
 
@@ -35,6 +35,27 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """A storage that a micro-batch keeps beside what layers hand on, as the CPU has it.
+
+    Attributes:
+        rows: whether there is one of every row, or one for all.
+        wide: whether it has the width of a layer for every token.
+        itemsize: bytes of an element; None for that of activations.
+        reader: who reads it: all layers, the loss, the end of backward, or nobody, though it is there.
+    """
+
+    rows: bool
+    wide: bool
+    itemsize: int | None
+    reader: Literal["layers", "loss", "end"] | None
+
+    def nbytes(self, rows: int, length: int, width: int, itemsize: int) -> int:
+        """Return its bytes for a micro-batch of `rows` rows of `length` tokens."""
+        return (rows if self.rows else 1) * length * (width if self.wide else 1) * (self.itemsize or itemsize)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShapes:
     """What a forecast needs to know of a model.
 
@@ -49,6 +70,7 @@ class ModelShapes:
         length: tokens of a row, where the configuration fixes it (images), else None.
         graphs: what autograd keeps of a layer, by precision, where all of it is trained.
         adapters: shapes of those parameters of a layer that adapters have brought; then nothing else is trained.
+        beside: what a micro-batch keeps beside what layers hand on; None where that is not known.
     """
 
     layer: tuple[Shape, ...]
@@ -64,10 +86,12 @@ class ModelShapes:
     length: int | None
     graphs: dict[str, Graph]
     adapters: tuple[Shape, ...] = ()
+    beside: tuple[Beside, ...] | None = None
 
     def with_adapters(self, shapes: Sequence[Shape]) -> ModelShapes:
         """Return the same model frozen, with trained parameters of these shapes in every layer."""
-        return replace(self, layer=(*self.layer, *shapes), adapters=tuple(shapes))
+        beside = None if shapes else self.beside  # a frozen shell keeps less, and that is not counted here
+        return replace(self, layer=(*self.layer, *shapes), adapters=tuple(shapes), beside=beside)
 
     @property
     def trained(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
@@ -174,6 +198,14 @@ def _gpt2(config: Any) -> ModelShapes:
         per_row=False,
         length=None,
         graphs={"fp32": Graph(54, 20, 12), "bf16": Graph(33, 10, 12)},
+        beside=(
+            Beside(True, False, 8, "end"),  # ids
+            Beside(True, False, 8, "loss"),  # labels
+            Beside(False, False, 8, "layers"),  # numbers of positions
+            Beside(False, True, None, None),  # their embeddings
+            Beside(True, True, None, None),  # those of tokens
+            *([Beside(True, True, None, "end")] if config.embd_pdrop else []),  # what dropout has drawn
+        ),
     )
 
 

@@ -105,7 +105,8 @@ def fit_config(
         optimizers: by name, each a function from parameters to an optimizer, what you like best first.
         host_bytes: of the host.
         disk: its figures; None to look at memory alone.
-        config, machine, micro_batches, batch, sequence, relay_config, memory_bytes, emulated: as of `forecast_config`.
+        config, machine, micro_batches, batch, sequence, relay_config, memory_bytes, emulated: as of `forecast_config`. With
+            ``stash="disk"`` ways on the disk alone are looked at.
 
     Raises:
         ValueError: no optimizers, or what `forecast_config` refuses.
@@ -124,7 +125,11 @@ def fit_config(
         host_bytes=host_bytes,
         emulated=emulated,
     )
-    ways = [Way(name, forecast(optimizer=make)) for name, make in optimizers.items()]
+    ways = list[Way]()
+    if (
+        disk is None or relay_config is None or relay_config.stash != "disk"
+    ):  # which has no place beside masters in memory
+        ways += [Way(name, forecast(optimizer=make)) for name, make in optimizers.items()]
     if disk is not None:
         may_lie_there = {name: make for name, make in optimizers.items() if not KeptState(make).rounds_weights}
         ways += [

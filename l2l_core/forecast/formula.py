@@ -171,7 +171,7 @@ def costs_by_formula(
         settings: of the step: "micro_batches", "stash", "precision".
         tokens, boundary_bytes: of a micro-batch.
     """
-    on_host = settings["stash"] == "host"
+    moves = settings["stash"] != "device"
     keys = [f"L{index:03d}" for index in range(len(layers))]
     per_param_s = 2 * tokens / machine.flops_per_s
 
@@ -182,7 +182,7 @@ def costs_by_formula(
         return (of.params + of.trained) * per_param_s
 
     def turns(ops: Sequence[Op], fetched: int, parked: int) -> tuple[TurnCost, ...]:
-        moved = (0, fetched * boundary_bytes, parked * boundary_bytes) if on_host else (0, 0, 0)
+        moved = (0, fetched * boundary_bytes, parked * boundary_bytes) if moves else (0, 0, 0)
         return tuple(TurnCost(k, tuple(ops), *moved) for k in range(settings["micro_batches"]))
 
     last = len(layers) - 1

@@ -52,7 +52,7 @@ def forecast_config(
         optimizer_bytes: of the optimizer's state per parameter: 8 for AdamW, 4 for `in_bf16` of it, 2 in 8 bits, 0 for plain SGD.
         optimizer: makes the optimizer, as `Relay` takes it: what it keeps is tried on small parameters, in place of
             `optimizer_bytes`. If it rounds weights to bfloat16, the model is taken to be in that.
-        shelf: on disk, in whose files masters and state are; it needs `optimizer`.
+        shelf: on disk, in whose files masters and state are; it needs `optimizer`. With it, ``stash="disk"`` is there for GPT-2.
         emulated: on an emulated device, bfloat16 weights need no second copy on the host.
         adapters: shapes of the parameters that adapters add to every layer (LoRA of rank 8 on two square matrices of width
             4096: `[(8, 4096), (4096, 8)] * 2`); then nothing else is trained. None of them: everything is. Activations are
@@ -80,10 +80,16 @@ def forecast_config(
             f"relay_config has keep={settings.keep}: what kept graphs hold is measured and has no formula. Leave it out, or "
             "build the model and ask relay.forecast"
         )
-    if settings.stash == "disk":
+    if settings.stash == "disk" and shelf is None:
         raise ValueError(
-            "relay_config has stash='disk', and what a stash reads and writes there is not forecast: ask with stash='host', "
-            "whose bytes over the link are the same"
+            "relay_config has stash='disk', which lies in a scratch file of a shelf's folder: give shelf=PlannedShelf(disk=...), "
+            "or RelayConfig(stash='host')"
+        )
+    if settings.stash == "disk" and model.beside is None:
+        raise ValueError(
+            f"relay_config has stash='disk', and what a model_type={config.model_type!r}{' with adapters' * bool(adapters)} "
+            "keeps storage by storage has no formula, only what gpt2 without adapters keeps: build the model, and "
+            "relay.forecast finds out by rehearsing"
         )
     if shelf is not None and optimizer is None:
         raise ValueError(

@@ -74,7 +74,8 @@ def forecast_costs(
         # of the few micro-batches and not of the stretched step: both make steps of other sizes from them
         hiding_micro_batches=hiding_micro_batches(costs.profile, config, figures, costs.shelf),
         largest_depth=_least(
-            largest_depth(costs.profile, costs.stands, budgets), costs.shelf.deepest() if costs.shelf else None
+            largest_depth(costs.profile, costs.stands, budgets),
+            costs.shelf.deepest(replay.shelf.scratch_bytes) if costs.shelf and replay.shelf else None,
         ),
         config=config,
         basis=f"{costs.basis}; {_link_words(figures)}",
@@ -127,7 +128,11 @@ def _replay_alone(costs: Costs, config: RelayConfig, figures: Mapping[str, Any])
     standing = {**costs.host, "gradients": gradients}
     if costs.shelf is None or on_shelf is None:
         return _Replay(trace, standing, layer_bytes)
-    standing |= {"weights": on_shelf.loads.most, "optimizer": on_shelf.records.most}
+    standing |= {
+        "weights": on_shelf.loads.most,
+        "optimizer": on_shelf.records.most,
+        "stash": on_shelf.stash.buffer_bytes,
+    }
     return _Replay(trace, standing, layer_bytes, shelf=costs.shelf.told(on_shelf, trace))
 
 

@@ -86,7 +86,8 @@ def hiding_micro_batches(
     Numbers are tried in simulations as long as those are short; beyond, the arithmetic of `micro_batches_to_hide` decides.
     """
     bare = with_memory(profile, lambda memory: ())  # what binds is a matter of events; samples would only be added up
-    most = max(_SIMULATED, MOST_EVENTS // (2 * len(profile.stays)))
+    events = 2 if config.stash != "disk" else 20  # of a turn, at least: what goes to a file is replayed turn by turn
+    most = max(_SIMULATED, MOST_EVENTS // (events * len(profile.stays)))
 
     def trace_of(count: int) -> Trace:
         asked, stretched = replace(config, micro_batches=count), stretch(bare, pattern(bare.micro_batches, count))

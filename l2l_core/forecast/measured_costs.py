@@ -59,6 +59,8 @@ def costs_of_step(
         or kept_of(was, depth) != kept_of(asdict(config), depth)
         # a step that was metered took longer, as the first of a shape does
         or was.get("metered") != (config.meter == "always")
+        # traces have the sums of what moves, and a file needs to know the storages
+        or config.stash == "disk"
     ):
         return None
     stands = (

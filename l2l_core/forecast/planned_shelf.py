@@ -59,8 +59,9 @@ class OfShelf:
         needs: what needs the least, in words.
         spare_bytes: of the pool, that this step does not take.
         disk_bytes: of all files after a few steps.
-        needed_bytes: that must be free before the first one.
-        read_bytes, written_bytes: of a step, over the lanes "disk read" and "disk write".
+        needed_bytes: that must be free before the first one, for what a stash on the disk takes, too.
+        read_bytes, written_bytes: of a step, over the lanes "disk read" and "disk write", with those of a stash there.
+        scratch_bytes: of the disk, for a stash that is there.
     """
 
     disk: Disk
@@ -73,6 +74,7 @@ class OfShelf:
     needed_bytes: int
     read_bytes: int
     written_bytes: int
+    scratch_bytes: int = 0
 
     @property
     def lacks_disk(self) -> bool:
@@ -195,15 +197,19 @@ class ShelfCosts:
             needs=self.sizes.says,
             spare_bytes=self.memory_bytes - company.loads.most - company.records.most,
             disk_bytes=sum(block.disk_bytes for block in self.blocks.values()),
-            needed_bytes=sum(block.needed_bytes for block in self.blocks.values()),
+            needed_bytes=sum(block.needed_bytes for block in self.blocks.values()) + company.stash.file_bytes,
             read_bytes=moved["disk read"],
             written_bytes=moved["disk write"],
+            scratch_bytes=company.stash.file_bytes,
         )
 
-    def deepest(self) -> int | None:
-        """Find the most layers like these whose files fit the disk; None without a limit."""
+    def deepest(self, scratch_bytes: int) -> int | None:
+        """Find the most layers like these whose files fit the disk; None without a limit.
+
+        What a stash takes of it, `scratch_bytes`, is counted as if every layer had as much of it.
+        """
         free = self.disk.free_bytes
         if free is None:
             return None
         shell, layer = (self.blocks[key].needed_bytes for key in (SHELL, next(k for k in self.blocks if k != SHELL)))
-        return max(0, (free - shell) // layer)
+        return max(0, (free - shell) // (layer + -(-scratch_bytes // (len(self.blocks) - 1))))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from l2l_core.forecast.costs import START, CopySpeed, Job, LayerCost, Memory, Op, PartCost, Stay, TurnCost
+from l2l_core.forecast.costs import START, CopySpeed, Job, LayerCost, Memory, Moves, Op, PartCost, Stay, TurnCost
 from l2l_core.forecast.formula import Machine, Shapes, costs_of_shapes
 from l2l_core.forecast.recording import Recording
 from l2l_core.trace import Trace
@@ -48,9 +48,14 @@ class Profile:
         """Make the profile of a recorded training step.
 
         Raises:
-            ValueError: the trace holds no whole training step.
+            ValueError: the trace holds no whole training step, or one whose stash was on the disk: of that it has the sums alone.
         """
         trace.check_finished()
+        if trace.settings.get("stash") == "disk":
+            raise ValueError(
+                "the step ran with stash='disk', and a replay does not know what a stash reads and writes there: record a step "
+                "with RelayConfig(stash='host'), or ask relay.forecast"
+            )
         return Profile(**Recording(trace).costs())
 
     @staticmethod
@@ -122,8 +127,19 @@ def _restored(row: dict[str, Any]) -> Profile:
         *plain, parts, memory = values
         return Op(*plain, tuple(PartCost(*part) for part in parts), tuple((place, held) for place, held in memory))
 
+    def moves(row: Sequence[Any] | None) -> Moves | None:
+        if row is None:
+            return None
+        fetched, demanded, left, gone = row
+        asked = tuple((number, tuple(wanted)) for number, wanted in demanded)
+        return Moves(tuple(fetched), asked, tuple(map(tuple, left)), tuple(gone))
+
     def turns(rows: Iterable[Sequence[Any]]) -> tuple[TurnCost, ...]:
-        return tuple(TurnCost(k, tuple(map(op, ops)), *rest) for k, ops, *rest in rows)
+        return tuple(
+            TurnCost(k, tuple(map(op, ops)), *sums, *map(moves, kept))
+            for k, ops, *rest in rows
+            for sums, kept in [(rest[:3], rest[3:])]
+        )
 
     return Profile(
         layers={key: LayerCost(*values) for key, values in row.pop("layers").items()},

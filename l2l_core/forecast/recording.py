@@ -17,15 +17,10 @@ class Recording:
     """Sorts the events of a trace into stays and turns.
 
     Raises:
-        ValueError: the trace holds no whole training step, or one whose stash was on the disk, which replays know nothing of.
+        ValueError: the trace holds no whole training step.
     """
 
     def __init__(self, trace: Trace) -> None:
-        if trace.settings.get("stash") == "disk":
-            raise ValueError(
-                "the step ran with stash='disk', and a replay does not know what a stash reads and writes there: record a step "
-                "with RelayConfig(stash='host')"
-            )
         self._trace, self._settings = trace, dict(trace.settings)
         self._lanes = {**trace.lanes, "eps": _in_one(trace.lanes["eps"])}
         self._compute = self._lanes["compute"]

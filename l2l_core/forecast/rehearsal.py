@@ -19,7 +19,9 @@ from l2l_core.devices import Device, EmulatedDevice, Ledger
 from l2l_core.eps import Alone, AloneApart, LayerStore, Place, ScratchResiduals, dry_store
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.forecast.holdings import Holdings
+from l2l_core.forecast.noted import NotedRoom
 from l2l_core.forecast.profile import Profile
+from l2l_core.forecast.recording import Recording
 from l2l_core.step import Parts, Plan, Task, Work, run_step
 from l2l_core.step.traffic import Metered
 from l2l_core.trace import Trace
@@ -53,6 +55,7 @@ class _Pass(NamedTuple):
     """One step without effect."""
 
     trace: Trace
+    profile: Profile
     seconds: float  # with what comes before its first event and after its last one
     learned: Metered
     way: list[Unit]  # through the layers
@@ -96,7 +99,7 @@ class Rehearsal:
                 timed.append(passing(replayed, metered.way))
         usual = sorted(timed, key=lambda one: one.trace.span_s)[len(timed) // 2]
         return Rehearsed(
-            profile=Profile.of(usual.trace),
+            profile=usual.profile,
             around_s=max(0.0, usual.seconds - usual.trace.span_s),
             holdings=Holdings.of(parts.units, dry.update, self.store.masters.findings.elementwise),
             passes=len(timed),
@@ -107,7 +110,8 @@ class Rehearsal:
     def _parts_apart(self) -> Iterator[Parts]:
         """The parts, on a device without limits and with ledgers of their own; afterwards as they were."""
         device, host = _unlimited(self.parts.device), Ledger("host", "Host memory")
-        parts = replace(self.parts, device=device, host=host, place=self.place(device, host))
+        room = NotedRoom(device)  # of a stash on the disk: what it costs there follows from what moves
+        parts = replace(self.parts, device=device, host=host, place=self.place(device, host), scratch=room)
         blocks = _blocks_of(parts)
         casts = [block.cast for block in blocks]
         # A real device is not copied, so its ledger is the relay's: the peak of a step must stay that of the step.
@@ -164,7 +168,11 @@ class Rehearsal:
             seconds = time.perf_counter() - began_s
         finally:
             put_buffers_back()
-        return _Pass(trace, seconds, ran.metered, ran.way)
+        profile = Profile(**Recording(trace).costs())
+        if config.stash == "disk":
+            assert isinstance(parts.scratch, NotedRoom)
+            profile = parts.scratch.told(profile)
+        return _Pass(trace, profile, seconds, ran.metered, ran.way)
 
 
 def _blocks_of(parts: Parts) -> list[Block]:

@@ -17,33 +17,17 @@ from functools import partial
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Stay, TurnCost
+from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Moves, Stay, TurnCost
+from l2l_core.forecast.due import trained, when_due
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.virtual_crew import Alone, Company
 from l2l_core.forecast.virtual_lane import VirtualLane
+from l2l_core.forecast.virtual_stash import InMemory
 from l2l_core.rules import MAX_UNDER_WAY, pieces_of_copy, weight_itemsize, weight_slots
+from l2l_core.shelf import READ_AHEAD
 from l2l_core.trace import Event, MemorySample, Trace
 
-
-def _trained(profile: Profile) -> set[str]:
-    """Layers that gradients come from."""
-    apart = {part.layer for turn in profile.turns for op in turn.ops for part in op.parts}
-    return apart | {key for key, layer in profile.layers.items() if layer.push_bytes}
-
-
-def _when_due(profile: Profile, config: RelayConfig) -> tuple[dict[int, list[Job]], list[Job]]:
-    """Say after which stay the EPS has all gradients of a block that come by micro-batch, and what waits for the end of the step.
-
-    With eager updates a layer's own gradients are whole after its last stay; those of the shell, and of what layers share, are
-    not before all are.
-    """
-    last = {stay.layer: index for index, stay in enumerate(profile.stays) if stay.is_backward}
-    due: dict[int, list[Job]] = defaultdict(list)
-    closing = []
-    for job in profile.closing:
-        early = config.update == "eager" and job.layer in last and job.kind in ("reduce", "update")
-        (due[last[job.layer]] if early else closing).append(job)
-    return due, closing
+_UNKNOWN = Moves()  # for waiting rooms that need not know
 
 
 @dataclass(slots=True)
@@ -62,6 +46,7 @@ class Replay:
         config: how the relay runs.
         figures: of the link, as in `Device.figures`.
         company: whoever trains along.
+        room: where the stash waits, if not on the device.
     """
 
     def __init__(
@@ -70,11 +55,12 @@ class Replay:
         config: RelayConfig,
         figures: Mapping[str, Any],
         company: Company = Alone(),  # noqa: B008 - without state
+        room: InMemory = InMemory(),  # noqa: B008 - without state
     ) -> None:
-        self._company = company
+        self._company, self._room = company, room
         self._profile, self._config, self._figures = profile, config, figures
         self._layers, self._handover_s = profile.layers, profile.handover_s
-        self._overlap, self._on_host = config.ahead > 0, config.stash == "host"
+        self._overlap, self._moves = config.ahead > 0, config.stash != "device"
         self._itemsize = weight_itemsize(config.precision)
         self._events: list[Event] = []
         self._samples: list[MemorySample] = []
@@ -94,8 +80,8 @@ class Replay:
         self._visits: dict[str, list[int]] = defaultdict(list)  # positions in the stays, by layer
         for index, stay in enumerate(profile.stays):
             self._visits[stay.layer].append(index)
-        self._trained = _trained(profile)
-        self._due, self._closing = _when_due(profile, config)
+        self._trained = trained(profile)
+        self._due, self._closing = when_due(profile, config)
         self._pushed_s: deque[float] = deque()  # when the gradients that still fill a buffer have left
         self._updated_s: list[float] = []  # when pushed gradients have been used
 
@@ -119,8 +105,8 @@ class Replay:
                 self._take_buffer(stay.layer)
             if self._overlap and index == 0:
                 self._fetch(*first)  # nobody came before it to expect it
-            for turn in stay.turns:
-                self._relay(stay, turn, next(following, None))
+            for at, turn in enumerate(stay.turns):
+                self._relay(index, at, next(following, None))
                 self._work(turn, index)  # [2]
                 self._park(turn, stay.visit)
             if is_backward:
@@ -170,27 +156,37 @@ class Replay:
         at = bisect_left(visits, index)
         return visits[at] if at < len(visits) else math.inf
 
-    def _relay(self, stay: Stay, turn: TurnCost, following: tuple[Stay, TurnCost] | None) -> None:
+    def _relay(self, index: int, at: int, following: tuple[Stay, TurnCost] | None) -> None:
         """The stash of a turn is there, and that of the following one begins to arrive."""
-        if not self._on_host:
+        if not self._moves:
             return
+        stay = self._profile.stays[index]
         if self._overlap:
             self._wait(self._arrives_s)
             if following is not None:
                 self._fetch(*following)
             self._h2d.turn(self._t)
+            self._wait(self._room.expect(self._t, stay, at, self._profile.stays[index + 1 : index + 2 + READ_AHEAD]))
         else:
-            self._fetch(stay, turn)
+            self._fetch(stay, stay.turns[at])
             self._wait(self._arrives_s)
 
     def _fetch(self, stay: Stay, turn: TurnCost) -> None:
         if turn.fetch_bytes:
+            wanted = (turn.moves or _UNKNOWN).fetched
+            self._wait(self._room.sources(self._t, stay.layer, turn.k, stay.visit, wanted))
             self._arrives_s = self._h2d.send(self._t, "fetch", stay.layer, turn.fetch_bytes, turn.k, stay.visit)
+            self._room.lent(self._arrives_s, turn.k, wanted)
 
     def _work(self, turn: TurnCost, stay: int = -1) -> None:
         """The compute events of a turn in the stay with this number."""
         add, k = self._events.append, turn.k
-        for kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory in turn.ops:
+        demanded = deque((turn.moves or _UNKNOWN).demanded)
+        for number, (kind, layer, visit, seconds, overhead_s, demand_bytes, parts, memory) in enumerate(turn.ops):
+            while demanded and demanded[0][0] == number:
+                wanted = demanded.popleft()[1]
+                self._wait(self._room.sources(self._t, SHELL, k, -1, wanted))
+                self._room.lent(self._t, k, wanted)
             if demand_bytes:
                 self._wait(self._h2d.send(self._t, "fetch", SHELL, demand_bytes, k))
             start_s = self._t + overhead_s
@@ -206,11 +202,14 @@ class Replay:
 
     def _park(self, turn: TurnCost, visit: int) -> None:
         """The stash of a turn begins to leave, when that of the turn before has left."""
-        if not self._on_host:
+        if not self._moves:
             return
+        moves = turn.moves or _UNKNOWN
         self._wait(self._left_s)
+        self._wait(self._room.targets(turn.k, moves))
         if turn.stash_bytes:
             self._left_s = self._d2h.send(self._t, "stash", "", turn.stash_bytes, turn.k, visit)
+            self._room.left(self._left_s, turn.k, visit, moves)
         if not self._overlap:
             self._wait(self._left_s)
         self._d2h.turn(self._t)  # behind the stash, as in `Stash.park`

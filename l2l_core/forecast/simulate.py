@@ -18,6 +18,7 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.replay import Replay
 from l2l_core.forecast.virtual_crew import Alone, Along, Meetings, Sent
 from l2l_core.forecast.virtual_shelf import OnShelf
+from l2l_core.forecast.virtual_stash import InMemory
 from l2l_core.rules import kept_of, pieces_of_copy, weight_itemsize
 from l2l_core.trace import Trace
 from l2l_core.workers import Network
@@ -103,12 +104,14 @@ def replayed(
         shares: what workers hold of each layer; None to cut as if a layer were one parameter.
         shelf: in whose files the weights and state of one worker are; None for memory.
     """
+    room = _room(profile, config, shelf)
     _check(profile, config, fleet)
     profile = _of_one(profile).with_micro_batches(config.micro_batches)
-    if _count_events(profile) > MOST_EVENTS:
+    if config.stash != "disk" and _count_events(profile) > MOST_EVENTS:  # what a file reads depends on every turn
         profile = profile.aggregated()
     if fleet.count == 1:
-        return Replayed(Replay(_slowed(profile, fleet.slowness(0)), config, figures, shelf or Alone()).run(), {}, {})
+        slowed = _slowed(profile, fleet.slowness(0))
+        return Replayed(Replay(slowed, config, figures, shelf or Alone(), room).run(), {}, {})
     shares = shares_of_profile(profile, fleet.count) if shares is None else shares
     meetings, itemsize, figures = Meetings(), weight_itemsize(config.precision), {**figures, **fleet.figures()}
     rounds = profile.micro_batches if fleet.keeps_apart else 1
@@ -130,11 +133,6 @@ def _check(profile: Profile, config: RelayConfig, fleet: Fleet) -> None:
             f"the profile is of a step with reduce={known!r}, and reduce={asked!r} moves other gradients, each micro-batch's or "
             f"their sum: record a step with Workers(reduce={asked!r}), or rehearse one with relay.forecast(batch, "
             f"workers={fleet.count}, reduce={asked!r})"
-        )
-    if config.stash == "disk":
-        raise ValueError(
-            "stash='disk' is not replayed: what a stash reads and writes there is in no profile. Ask with stash='host', whose "
-            "bytes over the link are the same"
         )
     for name in ("precision", "stash"):
         known, asked = profile.settings.get(name), getattr(config, name)
@@ -162,6 +160,18 @@ def _check(profile: Profile, config: RelayConfig, fleet: Fleet) -> None:
             f"that others are recomputed: record a step with RelayConfig(keep={config.keep}, resident={config.resident}, "
             f"ahead={config.ahead}), or rehearse one with relay.forecast(batch, config)"
         )
+
+
+def _room(profile: Profile, config: RelayConfig, shelf: OnShelf | None) -> InMemory:
+    """Say where the stash waits."""
+    if config.stash != "disk":
+        return InMemory()
+    if shelf is None or any(turn.moves is None for turn in profile.turns):
+        raise ValueError(
+            "stash='disk' is not replayed by itself: a profile has neither the shelf's disk nor the storages of a stash. Ask "
+            "relay.forecast or forecast_config, or with stash='host', whose bytes over the link are the same"
+        )
+    return shelf.stash
 
 
 def _of_one(profile: Profile) -> Profile:

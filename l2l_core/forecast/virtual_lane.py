@@ -1,7 +1,8 @@
-"""A copy lane on a virtual clock: `Lane` of `l2l_core/step/traffic/lanes.py`, in numbers."""
+"""Lanes on a virtual clock: copies (`Lane` of `l2l_core/step/traffic/lanes.py`, in numbers) and both directions of a disk."""
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -77,3 +78,22 @@ class VirtualLane:
         """Send what still waits."""
         while self._waiting:
             self.turn(t)
+
+
+class DiskLane:
+    """One direction of a disk: one thing after another, what is ready first before what is told first."""
+
+    def __init__(self, name: str, bytes_per_s: float, events: list[Event]) -> None:
+        self._name, self._bytes_per_s, self._add = name, bytes_per_s, events.append
+        self._taken: list[tuple[float, float]] = []  # from when to when, in order, without overlaps
+
+    def move(self, t: float, layer: str, nbytes: int, kind: str, k: int = -1, visit: int = -1) -> float:
+        """Move so many bytes from `t` on, as soon as nothing else does; gives when that is done."""
+        seconds = nbytes / self._bytes_per_s
+        for start_s, stop_s in self._taken[max(0, bisect_right(self._taken, (t, t)) - 1) :]:
+            if t + seconds <= start_s:
+                break
+            t = max(t, stop_s)
+        insort(self._taken, (t, t + seconds))
+        self._add(Event(self._name, kind, t, t + seconds, layer, k, nbytes, visit))
+        return t + seconds

@@ -6,13 +6,14 @@ expect_update ──▶ read, as far as there is room ──▶ come ──▶ g
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from l2l_core.forecast.virtual_crew import Alone
+from l2l_core.forecast.virtual_lane import DiskLane
+from l2l_core.forecast.virtual_stash import InFile
 from l2l_core.shelf import PAGE, Disk
 from l2l_core.trace import Event
 
@@ -75,14 +76,16 @@ class OnShelf(Alone):
 
     Attributes:
         loads, records: the pools.
+        stash: in a file beside the records, if that is where it waits.
     """
 
     def __init__(self, blocks: Mapping[str, Filed], disk: Disk, loads: int, records: int) -> None:
         self.events = list[Event]()
         self.loads, self.records = VirtualPool(loads), VirtualPool(records)
         self._blocks = blocks
-        self._reads = _DiskLane("disk read", "read", disk.read_bytes_per_s, self.events)
-        self._writes = _DiskLane("disk write", "write", disk.write_bytes_per_s, self.events)
+        self._reads = DiskLane("disk read", disk.read_bytes_per_s, self.events)
+        self._writes = DiskLane("disk write", disk.write_bytes_per_s, self.events)
+        self.stash = InFile(self._reads, self._writes)
         self._coming: dict[str, float] = {}  # when weights that are read ahead are there
         self._lent: set[str] = set()
         self._raw: list[tuple[float, int]] = []  # buffers from which is cast, and when they come back
@@ -129,7 +132,7 @@ class OnShelf(Alone):
         if block.cast and not self.loads.take(block.cast):
             self.loads.give_back(block.weights)
             return None
-        there_s = self._reads.move(t, layer, block.weights)
+        there_s = self._reads.move(t, layer, block.weights, "read")
         if block.cast:
             heappush(self._raw, (there_s, block.weights))
         return there_s
@@ -159,27 +162,8 @@ class OnShelf(Alone):
             self.records.give_back(size)
             start_s = max(start_s, done_s)
         self._read_s = start_s
-        return max(t, self._reads.move(start_s, block, self._blocks[block].record))
+        return max(t, self._reads.move(start_s, block, self._blocks[block].record, "read"))
 
     def go(self, t: float, block: str) -> None:
-        done_s = self._writes.move(t, block, self._blocks[block].record)
+        done_s = self._writes.move(t, block, self._blocks[block].record, "write")
         heappush(self._written, (done_s, self._blocks[block].buffer))
-
-
-class _DiskLane:
-    """One direction of a disk: one thing after another, what is ready first before what is told first."""
-
-    def __init__(self, name: str, kind: str, bytes_per_s: float, events: list[Event]) -> None:
-        self._name, self._kind, self._bytes_per_s, self._add = name, kind, bytes_per_s, events.append
-        self._taken: list[tuple[float, float]] = []  # from when to when, in order, without overlaps
-
-    def move(self, t: float, block: str, nbytes: int) -> float:
-        """Move so many bytes from `t` on, as soon as nothing else does; gives when that is done."""
-        seconds = nbytes / self._bytes_per_s
-        for start_s, stop_s in self._taken[max(0, bisect_right(self._taken, (t, t)) - 1) :]:
-            if t + seconds <= start_s:
-                break
-            t = max(t, stop_s)
-        insort(self._taken, (t, t + seconds))
-        self._add(Event(self._name, self._kind, t, t + seconds, block, nbytes=nbytes))
-        return t + seconds

@@ -12,6 +12,12 @@ from l2l_core.shelf.from_save import FromSave as FromSave
 from l2l_core.shelf.from_save import refuse_past as refuse_past
 from l2l_core.shelf.on_files import OnFiles as OnFiles
 from l2l_core.shelf.on_files import on_files as on_files
+from l2l_core.shelf.rotation import READ_AHEAD as READ_AHEAD
+from l2l_core.shelf.rotation import Buffer as Buffer
+from l2l_core.shelf.rotation import Extent as Extent
+from l2l_core.shelf.rotation import Read as Read
+from l2l_core.shelf.rotation import Rotation as Rotation
+from l2l_core.shelf.rotation import Supply as Supply
 from l2l_core.shelf.settings import FileShelf as FileShelf
 from l2l_core.shelf.sizes import BlockSize as BlockSize
 from l2l_core.shelf.sizes import Sizes as Sizes

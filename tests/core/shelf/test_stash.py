@@ -18,7 +18,8 @@ from l2l_core.devices import Ledger
 from l2l_core.shelf import direct
 from l2l_core.shelf.direct import pages
 from l2l_core.shelf.records import Records
-from l2l_core.shelf.stash import BUFFERS, OnDisk
+from l2l_core.shelf.rotation import BUFFERS
+from l2l_core.shelf.stash import OnDisk
 from l2l_core.trace import Event, Trace
 
 CONFIG = RelayConfig(micro_batches=3, stash="disk")
@@ -117,9 +118,9 @@ def test_reads_come_before_the_turn_that_wants_them(folder: Path, monkeypatch: p
     sources: list[int] = []
     expect, source, read = OnDisk.expect, OnDisk.sources, OnDisk._read
 
-    def _read(self: OnDisk, extents: Any, but: Any, layer: str, k: int, visit: int) -> None:
+    def _read(self: OnDisk, what: Any, layer: str, k: int, visit: int) -> None:
         asked.append((visit, k))
-        read(self, extents, but, layer, k, visit)
+        read(self, what, layer, k, visit)
 
     def expected(self: OnDisk, turns: Any) -> None:
         before = len(asked)
@@ -230,6 +231,8 @@ def test_no_shelf_no_room_on_the_disk(folder: Path) -> None:
     with Relay(kind.make_model(), loss=kind.loss, device=EmulatedDevice()) as relay:
         with pytest.raises(ValueError, match="FileShelf"):
             relay.config = CONFIG
+        with pytest.raises(ValueError, match="FileShelf"):
+            relay.forecast(kind.make_batch(ROWS, 0), CONFIG)
         profile = Profile.of(relay.step(kind.make_batch(ROWS, 0)).trace)
     with pytest.raises(ValueError, match="not replayed"):
         simulate(profile, CONFIG, EmulatedDevice())
@@ -276,7 +279,7 @@ def test_spots_keep_their_bytes_whatever_the_order(folder: Path) -> None:
             room.left(spots, Done(), 0, 0)
     for spot in known:
         assert torch.equal(room.sources([spot], "", 0, 0)[0], known[spot])
-    assert 0 < host.peak <= (BUFFERS + 2) * (room._largest + direct.PAGE)
+    assert 0 < host.peak <= (BUFFERS + 2) * (room._rotation.most_bytes + direct.PAGE)
     room.clear()
     assert host.total == 0 and not [*folder.iterdir()]
     records.close()
