@@ -23,6 +23,8 @@ def layers_within(rehearsal: Rehearsal, batch: Batch, config: RelayConfig, nbyte
     Raises:
         Whatever the model raises on the batch.
     """
+    if config.stash == "disk":
+        config = replace(config, stash="host")  # takes as much of the device, and nothing is written to rehearse it
     device = rehearsal.parts.device
     prices = Prices(rehearsal, batch, device.figures(), free_bytes(device))
     none = prices(replace(config, keep=0))
