@@ -213,7 +213,7 @@ def main() -> None:
     params = min(args.params, fits)
     if params < args.params:
         print(f"{args.params:,.0f} parameters do not fit on the disk: {params:,.0f} do, and are taken")
-    cap = bytes_in(args.cap)
+    cap = bytes_in(args.cap, "--cap")
     folder = Path(tempfile.mkdtemp(prefix="shelf-", dir=args.folder))
     try:
         config = RelayConfig(micro_batches=args.micro_batches, stash="host")

@@ -119,7 +119,7 @@ class RelayConfig:
         _check_int("ahead", self.ahead, least=0)
         _check_int("resident", self.resident, least=0)
         if isinstance(self.keep, str):
-            bytes_in(self.keep)
+            bytes_in(self.keep, "keep", "layers, as 4, or of ")
         else:
             _check_int("keep", self.keep, least=0)
         _check_int("seed", self.seed, least=0)
@@ -157,8 +157,13 @@ class RelayConfig:
         return zlib.crc32(f"{self.seed}/{step}/{k}".encode())  # `hash` of text differs from process to process
 
 
-def bytes_in(text: str) -> int:
-    """Return the bytes that `keep` allows in words, as "500 MB" or "1.5 GiB".
+def bytes_in(text: str, name: str, or_of: str = "") -> int:
+    """Return the bytes that a setting says in words, as "500 MB" or "1.5 GiB".
+
+    Args:
+        text: that it says.
+        name: of the setting, for the error.
+        or_of: of what else it may be a number, in words.
 
     Raises:
         ValueError: it says no number of bytes.
@@ -166,7 +171,7 @@ def bytes_in(text: str) -> int:
     found = _BYTES.fullmatch(text.strip())
     if found is None:
         raise ValueError(
-            f"keep={text!r}: must be a number of layers, as 4, or of bytes with a unit ({', '.join(_UNITS)}), as '500 MB'"
+            f"{name}={text!r}: must be a number of {or_of}bytes with a unit ({', '.join(_UNITS)}), as '500 MB'"
         )
     return int(float(found[1]) * _UNITS[found[2]])
 

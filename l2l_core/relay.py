@@ -873,6 +873,7 @@ class Relay:
             return ()
         if fleet.count > 1:
             self._company.refuse("a forecast of several workers", "")
+        self._check_wire(config, ())  # a step could not have it either
         figures = Disk.of(shelf.folder) if disk is None else disk
         return (partial(on_shelf, built_shelf(shelf, config, figures)),)
 

@@ -113,7 +113,8 @@ class Runner:
         """Return settings that say by number how many graphs are kept, where they say how many bytes these may take."""
         if not isinstance(config, RelayConfig) or not isinstance(config.keep, str):
             return config
-        nbytes, kind = bytes_in(config.keep), self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
+        nbytes = bytes_in(config.keep, "keep")
+        kind = self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
         known = self.learned.kept_of(kind)
         if None in (counts := self._company.every([known], "say how many graphs are kept")):
             with self._company.seen_whole():

@@ -44,7 +44,7 @@ class PlannedShelf:
     @property
     def nbytes(self) -> int | None:
         """`memory_bytes` as a number."""
-        return bytes_in(self.memory_bytes) if isinstance(self.memory_bytes, str) else self.memory_bytes
+        return bytes_in(self.memory_bytes, "memory_bytes") if isinstance(self.memory_bytes, str) else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,9 @@ class Saved:
         random_state = read_random(decode(manifest["random"], take))
         residuals = decode(manifest["residuals"], take) if "residuals" in manifest else {}  # saves of before have none
         for key, left_out in residuals.items():  # first: the device may have no room
-            state.store.residuals.put(
-                state.present[key], {int(index): residual for index, residual in left_out.items()}
-            )
+            if key in state.present:  # else it is of a parked layer that nobody can build
+                held = {int(index): residual for index, residual in left_out.items()}
+                state.store.residuals.put(state.present[key], held)
         only = bool(optimizer.state)  # it has trained before: what it has counted goes
         state.store.custody.receive(state.blocks, self._knows, self._fill_block)
         with torch.no_grad():

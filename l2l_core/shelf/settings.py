@@ -50,4 +50,4 @@ class FileShelf:
     @property
     def nbytes(self) -> int:
         """`memory_bytes` as a number."""
-        return bytes_in(self.memory_bytes) if isinstance(self.memory_bytes, str) else self.memory_bytes
+        return bytes_in(self.memory_bytes, "memory_bytes") if isinstance(self.memory_bytes, str) else self.memory_bytes

@@ -111,7 +111,14 @@ class Stage:
         if error is not None:
             self.clock.stop()  # the trace shows what was being computed
         refused = ledger.refused(error) if isinstance(error, torch.OutOfMemoryError) else None  # while all is booked
-        self._stack.close()
+        is_whole = False
+        try:
+            self._stack.close()
+            is_whole = error is None
+        finally:
+            if not is_whole:  # a second interrupt may have come just as parameters were pointed to a slot, or back
+                for unit in self.parts.units:
+                    unit.point([home for block in unit.blocks for home in block.homes])
         if refused is not None:
             raise refused from error
 

@@ -14,6 +14,7 @@ from l2l_core import (
     Compress,
     Device,
     DeviceOutOfMemory,
+    Disk,
     Drop,
     Duplicate,
     EmulatedDevice,
@@ -25,6 +26,7 @@ from l2l_core import (
     Profile,
     Relay,
     RelayConfig,
+    Replace,
     Trace,
     Unfreeze,
     forecast_config,
@@ -398,6 +400,29 @@ def test_a_loaded_relay_goes_on_to_the_bit(tmp_path: Any) -> None:
             assert all(same(held, residuals_of(loaded)[key]) for key, held in residuals_of(relay).items())
 
 
+class Wide(nn.Module):
+    """Takes a layer's place, and is like none in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(20, 9), nn.Linear(9, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+def test_a_parked_layer_that_nobody_can_build_keeps_no_save_from_loading(tmp_path: Any) -> None:
+    with relay_of(make_model(), RelayConfig(micro_batches=2, compress="int4")) as relay:
+        relay.apply(Replace(1, Wide()), trust=True)
+        relay.step(batch_of(0))
+        relay.apply(Drop(1), trust=True)
+        relay.save(tmp_path)
+        with Relay.load(tmp_path, make_model(), partial(torch.optim.AdamW, lr=1e-2), objective=loss_of) as loaded:
+            for each in (relay, loaded):
+                each.step(batch_of(1))
+            assert equal_weights(relay.model, loaded.model)
+
+
 def test_other_settings_let_residuals_go() -> None:
     device = EmulatedDevice()
     with relay_of(make_model(), RelayConfig(compress="int8"), device) as relay:
@@ -437,4 +462,11 @@ def test_weights_in_files_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="compress='int8' is not there for a relay whose weights are in files"):
         relay_of(
             make_model(), RelayConfig(compress="int8"), shelf=FileShelf(folder=tmp_path / "shelf", memory_bytes=10**6)
+        )
+    with (
+        relay_of(make_model(), RelayConfig(), shelf=FileShelf(folder=tmp_path / "other", memory_bytes=10**6)) as relay,
+        pytest.raises(ValueError, match="compress='int8' is not there for a relay whose weights are in files"),
+    ):
+        relay.forecast(
+            batch_of(0), RelayConfig(compress="int8"), disk=Disk(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
         )

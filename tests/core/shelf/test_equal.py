@@ -257,7 +257,7 @@ def test_an_emulated_link_in_bf16_is_the_same_as_from_memory(folder: Path) -> No
 
 def test_settings_that_there_cannot_be(folder: Path) -> None:
     for nbytes in (0, -1, True, 1.5, "much", None):
-        with pytest.raises(ValueError, match="much|memory_bytes"):
+        with pytest.raises(ValueError, match="memory_bytes="):
             FileShelf(folder=folder, memory_bytes=nbytes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="looks for settings"):
         shelf = FileShelf(folder=folder, memory_bytes=1)

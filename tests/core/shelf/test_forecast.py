@@ -267,6 +267,10 @@ def test_a_disk_is_measured_and_nothing_stays(folder: Path) -> None:
         (lambda: Disk(read_bytes_per_s=1e9, write_bytes_per_s=1e9, free_bytes=-1), "free_bytes=-1"),
         (lambda: Disk.of(".", nbytes=0), "nbytes=0"),
         (lambda: PlannedShelf(disk=DISK, memory_bytes=0), "memory_bytes=0"),
+        (
+            lambda: PlannedShelf(disk=DISK, memory_bytes="2 gigs"),
+            "memory_bytes='2 gigs': must be a number of bytes with",
+        ),
         (lambda: told(pool=1), "smallest that works"),
         (lambda: told(optimizer=None), "shelf= needs optimizer="),
         (lambda: told(ALL_IN_BF16), "masters in bfloat16"),

@@ -29,6 +29,14 @@ def test_graphs_are_kept_by_bytes(keep: str, folder: Path) -> None:
         assert relay.trace is not None and relay.trace.settings["keep"] == kept_in_memory(config) > 0
 
 
+def test_graphs_are_kept_by_bytes_beside_a_stash_on_the_disk(folder: Path) -> None:
+    config = RelayConfig(micro_batches=3, keep="128 kB", resident=1)
+    with compared(folder, stack(5), config=replace(config, stash="disk")) as (relay, plain):
+        train(relay, plain, 2)
+        assert relay.trace is not None and relay.trace.settings["stash"] == "disk"
+        assert relay.trace.settings["keep"] == kept_in_memory(replace(config, stash="host")) > 0
+
+
 def test_the_smallest_pool_suffices_for_a_rehearsal(folder: Path) -> None:
     kind, config = stack(5), RelayConfig(micro_batches=3, keep="64 kB")
     nbytes = smallest(folder, kind, config=config)

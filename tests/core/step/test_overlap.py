@@ -17,8 +17,9 @@ from patience import HANG_S, rarely, wait_until
 from torch import nn
 from zoo import BY_NAME, Kind
 
-from l2l_core import EmulatedDevice, Relay, RelayConfig
+from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
 from l2l_core.devices.device import Copy, Record, Ticket
+from l2l_core.eps.blocks import Unit
 from l2l_core.step.traffic.lanes import Lane, Link
 from l2l_core.step.traffic.meter import Meter
 from l2l_core.trace.events import Event
@@ -393,6 +394,32 @@ def test_tensors_that_outlive_a_failed_step_keep_their_values(make_device: Calla
             assert all(output.untyped_storage().nbytes() == value.nbytes for output, value in kept), nth
             assert all(torch.equal(output.detach(), value) for output, value in kept), nth
         assert nth > 30
+
+
+def test_an_interrupt_that_comes_as_parameters_are_pointed_leaves_them_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, point = 0, Unit.point
+
+    def interrupted(unit: Unit, views: Sequence[torch.Tensor]) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            point(unit, [*views[:1], *(param.data for param in unit.params[1:])])  # it came after the first
+            raise KeyboardInterrupt
+        point(unit, views)
+
+    monkeypatch.setattr(Unit, "point", interrupted)
+    kind = BY_NAME["chain"]
+    with both(kind, RelayConfig(micro_batches=2, update="deferred")) as pair:
+        for nth in range(1, 100):
+            left = nth
+            try:
+                pair.relay.step(kind.make_batch(6, 0))
+            except (KeyboardInterrupt, TornStep):  # the last of all comes after the updates
+                left = 0
+                pair.relay.forward(kind.make_batch(6, 0))
+            else:
+                break
+        assert nth > 8
 
 
 # -- lanes -----------------------------------------------------------------------------------------------------------
