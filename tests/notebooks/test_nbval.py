@@ -17,6 +17,7 @@ from workbench.commands.notebooks import ROOT, find_notebooks
 
 LONG = {"04_finetune", "05_dynamic_depth"}  # train for a minute
 SANITIZE = Path(__file__).with_name("sanitize.cfg")
+PATHS = str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).parent)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 OFFLINE["WORKBENCH_SOURCES"] = "built-in"  # 04 trains for minutes where the real model is installed
 
@@ -24,8 +25,14 @@ OFFLINE["WORKBENCH_SOURCES"] = "built-in"  # 04 trains for minutes where the rea
 def nbval(*paths: Path) -> subprocess.CompletedProcess[str]:
     """Run notebooks against what they store."""
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={ROOT}", "-p", "no:cacheprovider", "-q"]
-    command += ["--nbval", f"--nbval-cell-timeout={HANG_S:.0f}", f"--nbval-sanitize-with={SANITIZE}"]
-    env = {**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT)}  # kernels start in the notebook's folder
+    command += [
+        "-p",
+        "patient_nbval",
+        "--nbval",
+        f"--nbval-cell-timeout={HANG_S:.0f}",
+        f"--nbval-sanitize-with={SANITIZE}",
+    ]
+    env = {**os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join(PATHS)}  # kernels start in the notebook's folder
     env.pop("PYTEST_ADDOPTS", None)
     return subprocess.run(
         [*command, "--color=no", *map(str, paths)], env=env, capture_output=True, text=True, timeout=4 * HANG_S
