@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.linalg import vecdot, vector_norm
+from torch.nn.functional import cosine_similarity
 
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.micro_batch.trees import flatten
 
 _SAMPLED = 256  # tokens of a call, at most; calls of a layer are looked at until there are so many
-_LEAST = 1e-16  # product of two lengths: a token that is all zero has cosine 0
 
 
 class Influence:
@@ -44,9 +43,7 @@ class Influence:
         came, left = pair
         tokens, features = came.numel() // came.shape[-1], came.shape[-1]
         every = _spacing(tokens, came.shape)
-        came, left = (t.detach().reshape(-1, features)[::every].float() for t in (came, left))
-        lengths = vector_norm(came, dim=-1).mul_(vector_norm(left, dim=-1)).clamp_min_(_LEAST)
-        cosines = vecdot(came, left).div_(lengths)
+        cosines = cosine_similarity(*(t.detach().reshape(-1, features)[::every].float() for t in (came, left)), dim=-1)
         sum_ = cosines.mean(dtype=torch.float64) * tokens
         self._sums[unit] = self._sums[unit] + sum_ if unit in self._sums else sum_
         self._tokens[unit] = self._tokens.get(unit, 0) + tokens
