@@ -63,19 +63,13 @@ def wire_of(config: RelayConfig, step: int, residuals: Residuals) -> Wire:
     return Packed(config.wire, keeper, residuals)
 
 
-class AsItIs:
-    """Sends gradients in float32."""
+class _Forgetful:
+    """Keeps nothing of a gradient; what settings before these have kept goes with the step."""
 
     def __init__(self, residuals: Residuals) -> None:
         self._residuals = residuals
 
     def begin(self, blocks: Sequence[Block]) -> None:
-        pass
-
-    def pack(self, block: Block, piece: GradientPiece) -> torch.Tensor:
-        return piece.flat
-
-    def unpack(self, piece: GradientPiece) -> None:
         pass
 
     def keep(self, block: Block) -> None:
@@ -86,6 +80,16 @@ class AsItIs:
             self._residuals.of(block).clear()  # of other settings
 
     def undo(self, updated: Sequence[Block]) -> None:
+        pass
+
+
+class AsItIs(_Forgetful):
+    """Sends gradients in float32."""
+
+    def pack(self, block: Block, piece: GradientPiece) -> torch.Tensor:
+        return piece.flat
+
+    def unpack(self, piece: GradientPiece) -> None:
         pass
 
 
@@ -107,30 +111,18 @@ class Keeper(Protocol):
     def undo(self, updated: Sequence[Block]) -> None: ...
 
 
-class AtRandom:
+class AtRandom(_Forgetful):
     """Loses what is left out; rounding at random sees to it that its mean is 0."""
 
     def __init__(self, residuals: Residuals, seed: int, step: int) -> None:
-        self._residuals, self._stream = residuals, f"{seed}/{step}"
-
-    def begin(self, blocks: Sequence[Block]) -> None:
-        pass
+        super().__init__(residuals)
+        self._stream = f"{seed}/{step}"
 
     def residual(self, block: Block, index: int, numel: int) -> torch.Tensor | None:
         return None
 
     def seed(self, block: Block, index: int, chunk: int) -> int | None:
         return zlib.crc32(f"{self._stream}/{block.key}/{index}/{chunk}".encode())
-
-    def keep(self, block: Block) -> None:
-        pass
-
-    def finish(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            self._residuals.of(block).clear()  # of other settings
-
-    def undo(self, updated: Sequence[Block]) -> None:
-        pass
 
 
 class Feedback:
