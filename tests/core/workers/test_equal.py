@@ -100,13 +100,13 @@ def test_evaluation_is_of_the_whole_batch_and_outputs_of_each_ones_rows(name: st
 
 @pytest.mark.parametrize("name", ["chain", "gpt2"])
 def test_sums_differ_by_rounding_alone(name: str, two: Crew) -> None:
-    """Losses of three AdamW steps agree to 1e-6, weights to a tenth of a step of the learning rate, 1e-3.
+    """Losses of three AdamW steps agree to 1e-6, weights to a thirtieth of a step of the learning rate, 1e-3.
 
     A gradient near zero makes much of its rounding in AdamW's first steps: by instruction set, 1e-6 to 2e-5 of a weight.
     """
     for seen in two.run(train_beside_plain, Case(name, reduce="sum")):
         assert seen["losses"] == pytest.approx(seen["expected"], rel=1e-6)
-        assert max(seen["differences"].values(), default=0.0) < 1e-4
+        assert max(seen["differences"].values(), default=0.0) < 3e-5
         assert seen["differences"], "sums were added in the order of one worker: what does this test show?"
 
 
