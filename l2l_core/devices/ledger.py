@@ -66,12 +66,16 @@ class Ledger:
 
     Invariant: the total equals the sum over categories and never exceeds `limit_bytes`. Booking is thread-safe: storages
     may die, and so release their bytes, in any thread.
+
+    Attributes:
+        changes: how often something was booked or released: who has looked since need not look again.
     """
 
     def __init__(self, place: str, name: str, limit_bytes: int | None = None) -> None:
         self.place, self.name, self.limit_bytes = place, name, limit_bytes
         self.total = 0
         self.peak = 0
+        self.changes = 0
         self.advise: Callable[[int], str] = lambda missing_bytes: ""
         self.doing: Callable[[], str] = lambda: ""
         self._owned: Counter[tuple[str, str]] = Counter()
@@ -93,6 +97,7 @@ class Ledger:
             self._owned[category, owner] += nbytes
             self._sums[category] += nbytes
             self.total += nbytes
+            self.changes += 1
             if self.total > self._high_total:
                 self._high_total, self._high = self.total, {}
             self.peak = max(self.peak, self.total)
@@ -109,6 +114,7 @@ class Ledger:
                 del self._owned[category, owner]
             self._sums[category] -= nbytes
             self.total -= nbytes
+            self.changes += 1
 
     def move(self, category: str, owner: str, to_category: str, to_owner: str, nbytes: int) -> None:
         """Give bytes another category or owner; the total stays."""
@@ -119,6 +125,7 @@ class Ledger:
             self._owned[to_category, to_owner] += nbytes
             self._sums[category] -= nbytes
             self._sums[to_category] += nbytes
+            self.changes += 1
 
     def by_category(self) -> dict[str, int]:
         """Return the bytes now, by category; categories without bytes are left out."""

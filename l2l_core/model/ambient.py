@@ -8,8 +8,8 @@ hand at every switch. What is not here: context variables (each greenlet has its
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+from l2l_core.model.python_random import PYTHON
 
 _AUTOCAST_TYPES = ("cpu", "cuda")
 
@@ -36,7 +38,7 @@ class RandomState:
     def take() -> RandomState:
         """Read the generators as they stand now. CUDA's lives on the host too, so that nothing is waited for."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return RandomState(torch.get_rng_state(), cuda, random.getstate())
+        return RandomState(torch.get_rng_state(), cuda, PYTHON.take())
 
     @staticmethod
     def seeded(seed: int) -> RandomState:
@@ -52,7 +54,7 @@ class RandomState:
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda)
-        random.setstate(self.python)
+        PYTHON.put(self.python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +148,32 @@ class Ambient:
         return any(getattr(pack, "__module__", None) == "torch.utils.checkpoint" for pack, _ in hooks)
 
     @staticmethod
-    @contextmanager
-    def aside() -> Iterator[None]:
+    def aside() -> AbstractContextManager[None]:
         """Run a block with empty mode and hook stacks, then restore the whole state that was there before."""
-        outside = Ambient.take()
-        try:
-            yield
-        finally:
-            Ambient.clear()  # a block that failed may leave modes behind, and `put` wants empty stacks
-            outside.put()
+        return _Instead(lambda: None)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Run a block under this state, then restore what was there before."""
-        with Ambient.aside():
-            self.put()
-            yield
+        return _Instead(self.put)
+
+
+class _Instead(AbstractContextManager[None]):
+    """Another state in a block. There is one at every recompute, and a generator would take twice as long."""
+
+    def __init__(self, put: Callable[[], None]) -> None:
+        self._put = put
+
+    def __enter__(self) -> None:
+        self._outside = Ambient.take()
+        try:
+            self._put()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        Ambient.clear()  # a block that failed may leave modes behind, and `put` wants empty stacks
+        self._outside.put()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from l2l_core.step.graph.cut import Root as Root
 from l2l_core.step.graph.cut import Segment as Segment
 from l2l_core.step.graph.cut import Sink as Sink
 from l2l_core.step.graph.cut import Start as Start
+from l2l_core.step.graph.cut import edge_of as edge_of
 from l2l_core.step.graph.cut import enter as enter
 from l2l_core.step.graph.cut import enter_in_place as enter_in_place
 from l2l_core.step.graph.cut import is_entry as is_entry

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from l2l_core.step.graph.aside import back
 
@@ -52,22 +53,23 @@ class Sink:
 
 
 class _Enter(torch.autograd.Function):
-    apply = vars(torch.autograd.Function)["apply"]  # who watches the model's custom functions shall not see this one
+    """A node without a history, whose output is a new tensor, or one that is in place of what it was made of."""
 
     @staticmethod
-    def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor, sink: Sink, in_place: bool) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, phony: torch.Tensor, x: torch.Tensor | None, held: tuple[Any, ...]) -> torch.Tensor:  # type: ignore[override]
+        sink, tensor = held  # unseen by autograd, which would look for its history
         ctx.sink = sink
         ctx.set_materialize_grads(False)  # no zeros where nobody reads it: plain training has no gradient there
-        if in_place:
+        if x is not None:
             ctx.mark_dirty(x)
             return x
-        return x.detach()
+        return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
         if grad is not None:
             ctx.sink.add(grad)
-        return None, None, None, None
+        return None, None, None
 
 
 def enter(x: torch.Tensor, sink: Sink) -> torch.Tensor:
@@ -75,7 +77,11 @@ def enter(x: torch.Tensor, sink: Sink) -> torch.Tensor:
 
     Gradients must be enabled.
     """
-    return _Enter.apply(_PHONY, x.detach(), sink, False)
+    if not torch._C._are_functorch_transforms_active():
+        return _make_entry(_PHONY, None, (sink, x))
+    # A function under `vmap` or `jvp` reads it from outside: what is transformed is the function, not the tensor.
+    with torch._C._DisableFuncTorch(), enable_single_level_autograd_function():
+        return _make_entry(_PHONY, None, (sink, x))
 
 
 def enter_in_place(x: torch.Tensor, sink: Sink) -> None:
@@ -93,13 +99,23 @@ def enter_in_place(x: torch.Tensor, sink: Sink) -> None:
             torch.utils.swap_tensors(x, enter(x, sink))
         else:
             x.detach_()
-            _Enter.apply(_PHONY, x, sink, True)
+            _make_entry(_PHONY, x, (sink, None))
     except BaseException:
         x._backward_hooks = hooks
         raise
 
 
 _PHONY = torch.empty(0, requires_grad=True)  # makes autograd record the node; gets no gradient ever
+# What `Function.apply` ends in: past what it asks on the way, and past who watches the model's custom functions.
+_make_entry = super(torch.autograd.Function, _Enter).apply
+
+
+def edge_of(tensor: torch.Tensor, lives: bool = False) -> GradientEdge:
+    """Return where backward of a tensor starts, as `get_gradient_edge` does; `lives`: the tensor is there as long as the edge."""
+    node = tensor.grad_fn
+    if node is None or (isinstance(node, torch._C._FunctionBase) and not lives):
+        return get_gradient_edge(tensor)  # with a node besides, which keeps one alive that Python has made
+    return GradientEdge(node, tensor.output_nr)
 
 
 def sequence_number() -> int:
@@ -148,7 +164,8 @@ def run_backward(roots: Sequence[Root]) -> None:
     """Back-propagate from `roots` to the entries and parameters in reach."""
     if roots:
         edges, grads = zip(*roots, strict=True)
-        torch.autograd.backward(edges, grads)
+        # What `torch.autograd.backward` ends in: gradients that come from sinks need not be looked at before.
+        _engine_run_backward(edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def uses_of(starts: Iterable[GradientEdge], entered: Mapping[Any, torch.Tensor]) -> Counter[torch.Tensor]:
@@ -211,11 +228,14 @@ def reach(starts: Iterable[GradientEdge]) -> Reach:
             nodes.add(node)
             behind = [parent for parent, _ in node.next_functions if parent is not None]
             todo += behind
-            name = kind.__name__
-            if name == "ToCopyBackward0":
-                cast.update(parent.variable for parent in behind if type(parent) is _LEAF)
-            elif name == "CheckpointFunctionBackward":
-                is_nested = True
+            if kind not in _ORDINARY:
+                name = kind.__name__
+                if name == "ToCopyBackward0":
+                    cast.update(parent.variable for parent in behind if type(parent) is _LEAF)
+                elif name == "CheckpointFunctionBackward":
+                    is_nested = True
+                elif kind.__module__ == "builtins":  # a custom function's class may be one of many
+                    _ORDINARY.add(kind)
     numbers = [node._sequence_nr() for node in nodes]
     first, last = min(numbers, default=sequence_number()), max(numbers, default=0)
     return Reach(leaves, entries, nodes, again, first, last, cast, is_nested)
@@ -239,5 +259,6 @@ def is_entry(node: Any) -> bool:
     return type(node) is _ENTRY
 
 
+_ORDINARY: set[type] = set()  # kinds of nodes of which nothing is to be known; to ask one for its name takes long
 _LEAF = torch._C._functions.AccumulateGrad
 _ENTRY = _Enter._backward_cls

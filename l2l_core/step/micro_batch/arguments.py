@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from l2l_core.model import is_cache, refuse_hidden
-from l2l_core.step.graph import Sink, enter
+from l2l_core.step.graph import Sink, edge_of, enter
 from l2l_core.step.micro_batch.crossing import Crossing
 from l2l_core.step.micro_batch.empty_caches import EmptyCache, LentCache
 from l2l_core.step.micro_batch.hooks import Locator
@@ -24,7 +24,8 @@ from l2l_core.step.micro_batch.trees import flatten, unflatten
 class Graph:
     """Edges of a layer's graph from which backward can start."""
 
-    inputs: list[GradientEdge]  # aligned with Arguments.inputs; roots for gradients that inputs already have
+    entries: list[torch.Tensor]  # what the layer saw of Arguments.inputs; their nodes live as long as they do
+    inputs: list[GradientEdge]  # at these; roots for gradients that inputs already have
     outputs: list[GradientEdge]  # aligned with Call.outputs
     sides: dict[Locator, GradientEdge]
     given: list[torch.Tensor] = field(default_factory=list)  # what the layer gave out, if it may be parked
@@ -108,6 +109,9 @@ class Arguments:
         passed = {id(leaf) for leaf in self.leaves} | set(own)
         new = {id(t): t for t in flat if isinstance(t, torch.Tensor) and id(t) not in passed}
         flowing = [t for t in new.values() if t.requires_grad and torch.is_grad_enabled()]
-        graph = Graph([get_gradient_edge(entered[id(i.tensor)]) for i in self.inputs], [], {})
-        graph.outputs = [get_gradient_edge(t) for t in flowing]
+        entries = list(entered.values())
+        graph = Graph(entries, [edge_of(entry, lives=True) for entry in entries], [edge_of(t) for t in flowing], {})
         return Given(flat, spec, own, new, flowing, lent), graph
+
+
+NO_ARGUMENTS = Arguments([], None, [])  # of a call that is over

@@ -103,16 +103,9 @@ class Attributes:
         else:
             setattr(cls, name, own)
 
-    @contextmanager
-    def turn(self, k: int, own: dict[Place, Any]) -> Iterator[None]:
+    def turn(self, k: int, own: dict[Place, Any]) -> AbstractContextManager[None]:
         """Micro-batch `k` is at work in the block; `own` is what it has set so far, and gets what it sets."""
-        for (module, name), value in own.items():
-            vars(module)[name] = value  # another micro-batch has left its own there
-        self._k, self._own = k, own
-        try:
-            yield
-        finally:
-            self._k, self._own = -1, {}
+        return _Turn(self, k, own)
 
     def in_layer(self) -> AbstractContextManager[None]:
         """A layer is at work in the block: what it sets on itself is its own affair."""
@@ -228,6 +221,19 @@ class Attributes:
     def set_on(self, unit: Unit) -> dict[Place, Any]:
         """Return what the shell has set on a layer's modules in this pass, with the values as they stand."""
         return {(m, name): vars(m).get(name) for m, name in self._on_layers.get(unit, ())}
+
+
+class _Turn(AbstractContextManager[None]):
+    def __init__(self, attributes: Attributes, k: int, own: dict[Place, Any]) -> None:
+        self._attributes, self._k, self._own = attributes, k, own
+
+    def __enter__(self) -> None:
+        for (module, name), value in self._own.items():
+            vars(module)[name] = value  # another micro-batch has left its own there
+        self._attributes._k, self._attributes._own = self._k, self._own
+
+    def __exit__(self, *exc: object) -> None:
+        self._attributes._k, self._attributes._own = -1, {}
 
 
 class _InLayer(AbstractContextManager[None]):

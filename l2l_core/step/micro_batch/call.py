@@ -39,7 +39,7 @@ from l2l_core.step.graph import (
     unasked,
     uses_of,
 )
-from l2l_core.step.micro_batch.arguments import Arguments, Given, Graph, Input
+from l2l_core.step.micro_batch.arguments import NO_ARGUMENTS, Arguments, Given, Graph, Input
 from l2l_core.step.micro_batch.attributes import Place
 from l2l_core.step.micro_batch.crossing import Crossing
 from l2l_core.step.micro_batch.hooks import Locator, alive
@@ -107,11 +107,17 @@ class Call:
         return self.arguments.tensors
 
     @property
-    def awaited(self) -> list[torch.Tensor]:
-        """What the call needs on the device: its arguments and, in backward, the gradients that have come so far."""
-        sinks = [*self.outputs, *self.side_sinks.values(), *(item.sink for item in self.inputs)]
-        saved = self.kept.given if self.kept is not None else []  # a graph may have saved what the layer gave out
-        return [*self.tensors, *saved, *(sink.grad for sink in sinks if sink.grad is not None)]
+    def awaited(self) -> Iterator[torch.Tensor]:
+        """What the call needs on the device: its arguments and, in backward, the gradients that have come so far.
+
+        Gone through only by those who want it: where nothing moves, nobody does.
+        """
+        yield from self.tensors
+        if self.kept is not None:
+            yield from self.kept.given  # a graph may have saved what the layer gave out
+        for sink in (*self.outputs, *self.side_sinks.values(), *(item.sink for item in self.inputs)):
+            if sink.grad is not None:
+                yield sink.grad
 
     def has_changed_buffers(self, run: Pass) -> bool:
         """Whether the layer's buffers are others than before its run, which a kept graph may have saved."""
@@ -391,7 +397,7 @@ class Call:
 
     def release(self) -> None:
         """Let go of the stash."""
-        self.arguments, self.segment, self.buffers = Arguments([], None, []), None, None
+        self.arguments, self.segment, self.buffers = NO_ARGUMENTS, None, None
         self.context = self.ambient = self.kept = None
 
 

@@ -22,7 +22,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from l2l_core.step.graph import Asides, Segment, Sink, enter, enter_in_place, is_entry, is_leaf, reach, sequence_number
+from l2l_core.step.graph import (
+    Asides,
+    Segment,
+    Sink,
+    edge_of,
+    enter,
+    enter_in_place,
+    is_entry,
+    is_leaf,
+    reach,
+    sequence_number,
+)
 from l2l_core.step.micro_batch.operations import Extent, operation_of
 from l2l_core.step.traffic import NewHabit
 
@@ -60,7 +71,7 @@ class Crossing(TorchFunctionMode):
         if is_entry(node):
             self._check_unchanged(tensor, node)
             return node.sink  # type: ignore[union-attr]
-        edge = get_gradient_edge(tensor)
+        edge = edge_of(tensor)
         self._check_unchanged(tensor, edge.node)
         if is_leaf(edge.node):  # nothing is behind it that could run too early: every reader has a sink of its own
             sink = Sink()

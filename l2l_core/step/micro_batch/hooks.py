@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -66,12 +66,12 @@ class SideOutputs:
     def _is_watched(self, unit: Unit) -> bool:
         return self._learns or unit.key in self._metered.gives_aside
 
-    @contextmanager
-    def watching(self, unit: Unit, strong: bool = False) -> Iterator[dict[Locator, Any]]:
+    def watching(self, unit: Unit, strong: bool = False) -> AbstractContextManager[dict[Locator, Any]]:
         """Note what submodules of a layer give out in the block: weakly, or `strong` references while recomputing."""
-        if not self._is_watched(unit):
-            yield {}
-            return
+        return self._watching(unit, strong) if self._is_watched(unit) else nullcontext({})
+
+    @contextmanager
+    def _watching(self, unit: Unit, strong: bool) -> Iterator[dict[Locator, Any]]:
         layer = unit.module
         if layer not in self._known:
             self._known[layer] = {module: path for path, module in layer.named_modules() if path}
@@ -193,14 +193,9 @@ class UserHooks:
                         self._wrapped.append((hooks, key, hooks[key]))
                         hooks[key] = self._wrap(hooks[key])
 
-    @contextmanager
-    def silenced(self) -> Iterator[None]:
+    def silenced(self) -> AbstractContextManager[None]:
         """Keep observers quiet in the block."""
-        before, self._silent = self._silent, True
-        try:
-            yield
-        finally:
-            self._silent = before
+        return _Silence(self)
 
     def _wrap(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         acts = (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
@@ -214,3 +209,16 @@ class UserHooks:
             return result
 
         return wrapped
+
+
+class _Silence(AbstractContextManager[None]):
+    """A block of `UserHooks.silenced`: there is one at every turn, and a generator would take twice as long."""
+
+    def __init__(self, hooks: UserHooks) -> None:
+        self._hooks = hooks
+
+    def __enter__(self) -> None:
+        self._before, self._hooks._silent = self._hooks._silent, True
+
+    def __exit__(self, *exc: object) -> None:
+        self._hooks._silent = self._before

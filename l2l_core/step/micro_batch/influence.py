@@ -2,7 +2,7 @@
 
 The *influence* of a layer is 1 minus the mean cosine between the hidden state that a token enters with and the one that it
 leaves with: 0 for a layer that passes everything on. It is the Block Influence of ShortGPT (Men et al., arXiv 2403.03853),
-there of all tokens, here of an evenly spaced sample of each call, until a few hundred tokens have been looked at.
+there of all tokens, here of an evenly spaced sample of the first calls, until enough tokens have been looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.nn.functional import cosine_similarity
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.micro_batch.trees import flatten
 
-_SAMPLED = 256  # tokens of a call, at most; calls of a layer are looked at until there are so many
+_SAMPLED = 256  # tokens of a call, at most
+_ENOUGH = 128  # of a layer: after so many no further call is looked at
 
 
 class Influence:
@@ -32,10 +33,9 @@ class Influence:
 
     def note(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
         """Note that a layer made `outputs` of `inputs`: any tree, any shapes; the last dimension is the features'."""
-        if self._tokens.get(unit, 0) < _SAMPLED:
+        if self._tokens.get(unit, 0) < _ENOUGH:
             self._add(unit, inputs, outputs)
 
-    @torch.no_grad()
     def _add(self, unit: Unit, inputs: Sequence[torch.Tensor], outputs: Any) -> None:
         pair = hidden_states(inputs, flatten(outputs)[0])
         if pair is None:

@@ -20,7 +20,6 @@ class Recomputes:
     def __init__(self) -> None:
         self._open: list[tuple[str, torch.Tensor]] = []  # layer, whether it differed
 
-    @torch.no_grad()
     def sums_of(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
         """Return what to compare the recompute of these with."""
         return [_sum(tensor.detach()) for tensor in outputs]

@@ -63,6 +63,7 @@ class Meter:
         self._at = 0
         self._booked = 0
         self._beside = 0  # bytes of other kinds at the begin of the event
+        self._seen: dict[str, int] = {}  # by place, at which of its changes it was sampled last
         self.sample()
 
     @property
@@ -96,6 +97,7 @@ class Meter:
         """The compute event ends."""
         high = self._device.take_high()
         self._trace.sample("device", high)
+        self._seen.pop("device", None)  # what was noted last is the most there was, and not what there is
         if self._replay is None:
             during, after = high.get("activations", 0), self._activations()
             if self._keeps:
@@ -116,9 +118,11 @@ class Meter:
         return self._device.total - self._activations()
 
     def sample(self) -> None:
-        """Note what fills both memories now."""
-        self._trace.sample("device", self._device.by_category())
-        self._trace.sample("host", self._host.by_category())
+        """Note what fills both memories now, if that has changed."""
+        for ledger in (self._device, self._host):
+            if (changes := ledger.changes) != self._seen.get(ledger.place):
+                self._seen[ledger.place] = changes
+                self._trace.sample(ledger.place, ledger.by_category())
 
     def close(self) -> None:
         """Take back what was booked from what was learned."""

@@ -120,6 +120,8 @@ class Stash:
 
     def fetch(self, tensors: Iterable[torch.Tensor], k: int, layer: str = "", visit: int = -1) -> None:
         """Micro-batch `k` takes its turn in `visit`: have the storages of `tensors` on the device."""
+        if not self.moves:
+            return
         wanted = self.images.find(tensors)
         self._reserve(h for _, h in wanted)  # also if nothing has to move: the peak is the same for all micro-batches
         self._restore(wanted, k, layer, visit)

@@ -204,6 +204,18 @@ def hooks_see_whole_gradients() -> nn.Module:
     return model
 
 
+def older_tensors_in_transformed_functions() -> nn.Module:
+    """Functions under `vmap` and `jvp` read, from outside, what was made before the last call."""
+
+    def walk(model: Any, x: Tensor) -> Tensor:
+        h = model.lin(x)
+        a = model.layers[0](h)
+        b = torch.vmap(lambda row: row * 2 + h.mean())(a)
+        return b + torch.func.jvp(lambda z: z.sin() * h, (a,), (a,))[1]
+
+    return Model(walk, [Mlp()])
+
+
 RIGHT = [
     weights_as_arguments,
     tied_and_read_twice,
@@ -211,6 +223,7 @@ RIGHT = [
     accumulators,
     custom_function_on_an_old_tensor,
     hooks_see_whole_gradients,
+    older_tensors_in_transformed_functions,
 ]
 
 
