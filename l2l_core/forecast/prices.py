@@ -22,6 +22,8 @@ from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.smallest import Priced, device_bytes
 from l2l_core.rules import kept_of
 
+_PASSES = 2  # timed ones, of short steps: one may fall into a moment in which the machine does something else
+
 
 class _Keeping(NamedTuple):
     """A step that kept so many graphs."""
@@ -65,7 +67,7 @@ class Prices:
         """Price a step; None if it cannot be made."""
         kind = replace(config, ahead=min(config.ahead, 1), resident=0, keep=0)
         if kind not in self._recomputing:
-            self._recomputing[kind] = self.rehearse(kind, 1)
+            self._recomputing[kind] = self.rehearse(kind, _PASSES)
         costs = self._recomputing[kind]
         if costs is None:
             return None
@@ -99,7 +101,7 @@ class Prices:
         if kind not in self._keeping:
             most = self._most_kept(kind, costs)
             asked = replace(kind, keep=most, resident=max(0, most - kind.ahead - 1))
-            found = self.rehearse(asked, 1) if most > 1 else None
+            found = self.rehearse(asked, _PASSES) if most > 1 else None
             self._keeping[kind] = None if found is None else _Keeping(found, most)
         return self._keeping[kind]
 

@@ -37,7 +37,7 @@ class Rehearsed:
     """What a rehearsal found.
 
     Attributes:
-        profile: costs of the pass of median length.
+        profile: costs of the pass of median length; of two, the shorter one.
         around_s: seconds of a step before its first event and after its last one.
         holdings: what the EPS has after a step.
         passes: timed ones.
@@ -97,7 +97,7 @@ class Rehearsal:
             timed: list[_Pass] = []
             while not timed or (len(timed) < most and sum(one.seconds for one in timed) < ENOUGH_S):
                 timed.append(passing(replayed, metered.way))
-        usual = sorted(timed, key=lambda one: one.trace.span_s)[len(timed) // 2]
+        usual = sorted(timed, key=lambda one: one.trace.span_s)[(len(timed) - 1) // 2]
         return Rehearsed(
             profile=usual.profile,
             around_s=max(0.0, usual.seconds - usual.trace.span_s),
