@@ -37,7 +37,7 @@ class Recomputes:
                 known = torch.isfinite(old[0]) & torch.isfinite(new[0])
                 self._open.append((layer, known & ((old[0] - new[0]).abs() > 1e-5 * new[1])))
             elif not (old == new or (old != old and new != new)):  # NaN is found elsewhere
-                raise RuntimeError(differs(layer))
+                raise RuntimeError(differs(layer, f"; their sum was {old:.9g} and is {new:.9g}"))
 
     def settle(self) -> None:
         """The step is over: read what was compared on a GPU. Waits for it once.
@@ -61,10 +61,10 @@ def _sum_on_gpu(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.sum(tensor, dtype=torch.float64), torch.sum(tensor.abs(), dtype=torch.float64)])
 
 
-def differs(layer: str) -> str:
-    """Say what is wrong with a layer whose recompute gave something else."""
+def differs(layer: str, how: str = "") -> str:
+    """Say what is wrong with a layer whose recompute gave something else; `how` tells rounding from another value."""
     return (
-        f"layer {layer} gave other outputs when it was recomputed: it depends on something besides its arguments, weights and "
-        "buffers (an attribute that changes between calls, NumPy's random numbers, a counter). Pass it as an argument of the "
+        f"layer {layer} gave other outputs when it was recomputed{how}: it depends on something besides its arguments, weights "
+        "and buffers (an attribute that changes between calls, NumPy's random numbers, a counter). Pass it as an argument of the "
         "layer, or use torch's random numbers"
     )

@@ -21,6 +21,15 @@ def test_the_first_layer_that_differs_is_named_when_the_step_is_over(compared: R
         compared.settle()
 
 
+def test_the_message_tells_rounding_from_another_value() -> None:
+    compared = Recomputes()
+    x = torch.full((4,), 0.25)
+    with pytest.raises(
+        RuntimeError, match=r"layer layers.0 gave other outputs .*; their sum was 1 and is 1\.00000012: it depends"
+    ):
+        compared.compare("layers.0", compared.sums_of([x]), [torch.full((1,), 1.0) + torch.finfo(torch.float32).eps])
+
+
 def test_what_is_equal_or_not_finite_passes(compared: Recomputes) -> None:
     x = torch.randn(4, 8)
     compared.compare("layers.0", compared.sums_of([x]), [x.clone()])
