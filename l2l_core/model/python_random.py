@@ -8,41 +8,42 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 from typing import Any
 
 _WORDS = 624  # of a Mersenne Twister; before them lies a place among them
 State = tuple[Any, ...]  # as `random.getstate` gives it
+Seen = tuple[bytes, Any] | None
 
 
 class PythonGenerator:
-    """What lies in the generator, as far as is known.
-
-    Invariant: `known` is the state whose bytes are `seen`.
-    """
+    """What lies in the generator, as far as is known. Other threads may draw at any moment."""
 
     def __init__(self) -> None:
         self._memory: Any = _memory()
-        self._known: State | None = None
-        self._seen: tuple[bytes, Any] | None = None
+        self._known: tuple[State, Seen] | None = None  # a state, and what is seen where it lies; exchanged as one
 
-    def _look(self) -> tuple[bytes, Any] | None:
+    def _look(self) -> Seen:
         # The spare number of `random.gauss` lies elsewhere.
         return None if self._memory is None else (bytes(self._memory), random._inst.gauss_next)  # type: ignore[attr-defined]
 
     def take(self) -> State:
         """Read the state."""
-        now = self._look()
-        if self._known is None or now is None or now != self._seen:
-            self._known, self._seen = random.getstate(), now
-        return self._known
+        now, known = self._look(), self._known
+        if known is not None and now is not None and known[1] == now:
+            return known[0]
+        state = random.getstate()
+        self._know(state, now)
+        return state
 
     def put(self, state: State) -> None:
         """Set the state."""
         random.setstate(state)
-        now = self._look()
-        # Another thread may have drawn meanwhile.
-        is_there = now is not None and (self._memory[0], self._memory[1]) == (state[1][_WORDS], state[1][0])
-        self._known, self._seen = (state, now) if is_there else (None, None)
+        self._know(state, self._look())
+
+    def _know(self, state: State, seen: Seen) -> None:
+        is_there = seen is not None and seen[0][:8] == struct.pack("=2I", state[1][_WORDS], state[1][0])
+        self._known = (state, seen) if is_there else None
 
 
 def _memory() -> Any:
