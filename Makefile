@@ -16,6 +16,13 @@ demo test test-fast bench notebooks lab: export HF_HUB_DISABLE_TELEMETRY = 1
 # Tokenizers warn when a process that used their threads forks, as data loaders do.
 demo test test-fast bench notebooks lab: export TOKENIZERS_PARALLELISM = false
 
+# Images of containers say that no compiled modules are to be written. Then every process would compile anew what it imports:
+# four seconds for PyTorch, with its optimizers. So they go where they are in nobody's way.
+ifdef PYTHONDONTWRITEBYTECODE
+demo lab test test-fast bench notebooks doctor: export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/compiled
+demo lab test test-fast bench notebooks doctor: export PYTHONDONTWRITEBYTECODE =
+endif
+
 help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "  settings: PYTHON=$(PYTHON) (3.11 or 3.12, for setup), PORT=$(PORT) (for lab), ARGS= (for demo, test, test-fast, notebooks)"

@@ -1,9 +1,11 @@
-"""One JupyterLab for all tests, one chromium per file, and a fresh page for every test."""
+"""One JupyterLab and one chromium for all tests of this folder, and for every test a fresh page that knows of no other one."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,25 +18,65 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 1440, 2700  # px: a whole workbench is in sight
 
 
+HERE = Path(__file__).parent
+RUNNING = pytest.StashKey[tuple["Browser", ExitStack]]()
+
+
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    if find_chromium() is None:
-        pytest.skip("no chromium on this machine")
-    if importlib.util.find_spec("playwright") is None:
-        pytest.skip('playwright is not installed (pip install -e ".[browser]")')
+    skip_without_chromium()
     with serve_lab(tmp_path_factory.mktemp("lab")) as served:
         yield served
 
 
-# Not for the session: while playwright is there, an event loop runs in this thread, and other tests want their own.
-@pytest.fixture(scope="module")
-def browser(lab: Lab) -> Iterator[Browser]:
+@pytest.fixture
+def chromium(request: pytest.FixtureRequest) -> Browser:
+    """Started by the first test that wants it: a start and an end cost as much as many pages."""
+    skip_without_chromium()
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+    stash = request.session.stash
+    if RUNNING not in stash:
+        until_left = ExitStack()
+        playwright = until_left.enter_context(sync_playwright())
+        started = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        until_left.callback(started.close)
+        stash[RUNNING] = started, until_left
+    return stash[RUNNING][0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """Not for the session: while playwright is there, an event loop runs in this thread, and other tests want their own."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or HERE not in nextitem.path.parents:
+            end_chromium(item.session)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where a run was cut short."""
+    end_chromium(session)
+
+
+def end_chromium(session: pytest.Session) -> None:
+    if RUNNING in session.stash:
+        session.stash[RUNNING][1].close()
+        del session.stash[RUNNING]
+
+
+def skip_without_chromium() -> None:
+    if find_chromium() is None:
+        pytest.skip("no chromium on this machine")
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip('playwright is not installed (pip install -e ".[browser]")')
+
+
+@pytest.fixture
+def browser(chromium: Browser, lab: Lab) -> Browser:
+    """One that has a JupyterLab to go to."""
+    return chromium
 
 
 @pytest.fixture

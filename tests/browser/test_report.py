@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from lab import find_chromium, keep, until
+from lab import keep, until
 from patience import rarely
 from recordings import record
 
@@ -22,20 +21,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 Open = Callable[..., "Page"]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    if find_chromium() is None:
-        pytest.skip("no chromium on this machine")
-    if importlib.util.find_spec("playwright") is None:
-        pytest.skip('playwright is not installed (pip install -e ".[browser]")')
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

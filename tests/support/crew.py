@@ -7,18 +7,41 @@ in `crew_cases.py`; each is called with the worker's rank and their number first
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from patience import HANG_S
+
+FUNCTIONS = sorted(path.stem for path in Path(__file__).parent.glob("crew_*.py"))
+
+
+@cache
+def _context() -> ForkServerContext:
+    """Where workers are forked from a process that has imported everything: importing takes each of them seconds.
+
+    That process has no threads, as it has computed nothing; this one has.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", *FUNCTIONS])  # Dynamo, since every optimizer asks for it
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # all that it hears of where modules are
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 def _serve(rank: int, count: int, port: int | None, pipe: multiprocessing.connection.Connection) -> None:
@@ -52,7 +75,7 @@ class Crew:
         self._start()
 
     def _start(self) -> None:
-        context, count = multiprocessing.get_context("spawn"), self.count
+        context, count = _context(), self.count
         self._store = None if self._by_hand else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes, port = [context.Pipe() for _ in range(count)], None if self._store is None else self._store.port
         self.processes = [
