@@ -68,6 +68,8 @@ class Crossing(TorchFunctionMode):
     def sink_of(self, tensor: torch.Tensor) -> Sink:
         """Return where a differentiable tensor's gradient gathers, which a layer or later code is about to read."""
         node = tensor.grad_fn
+        if node is not None:
+            _check_data(tensor, node)
         if is_entry(node):
             self._check_unchanged(tensor, node)
             return node.sink  # type: ignore[union-attr]
@@ -143,6 +145,8 @@ class Crossing(TorchFunctionMode):
                 strays = {node for node in found.nodes if not begin <= node._sequence_nr() < end}
                 readers = [n for n in found.nodes - strays if any(behind in strays for behind, _ in n.next_functions)]
                 self._refuse_stray(next(iter(strays)), {reader.name() for reader in readers})
+            if strays := set(found.entries).difference([edge.node for edge, _ in segment.entries]):
+                self._refuse_stray(strays.pop(), set())
             if self.autocasts:
                 self.casts(found.cast)
 
@@ -350,6 +354,17 @@ class Crossing(TorchFunctionMode):
 def _is_changed(entry: torch.Tensor) -> bool:
     """Whether an entry was changed in place since, through a view of it: what it stands for does not know of that."""
     return not is_entry(entry.grad_fn)
+
+
+def _check_data(tensor: torch.Tensor, node: Any) -> None:
+    """Refuse a tensor that was given other data: gradients for it have another form than those that its graph takes."""
+    made = node._input_metadata[tensor.output_nr]
+    if not tensor.is_nested and (made.dtype != tensor.dtype or made.shape != list(tensor.shape)):
+        raise RuntimeError(
+            f"the model assigns to .data of a tensor (made as {made.dtype} of shape {tuple(made.shape)}, now {tensor.dtype} of "
+            f"shape {tuple(tensor.shape)}), and its gradient would be rounded otherwise than in plain training. Make another "
+            "tensor instead (x = x.expand(...), x = x.double())"
+        )
 
 
 def _changes_view(tensor: torch.Tensor) -> str:

@@ -106,6 +106,11 @@ class Forward:
 
     def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a shadowed layer does: cut, give way, and run when it is this layer's turn."""
+        if torch._C._are_functorch_transforms_active():  # what is transformed would see others at work meanwhile
+            raise RuntimeError(
+                f"layer {unit.name} is called in a function under torch.vmap, or under jvp or grad of torch.func, where it "
+                "cannot give way to other layers. Call it outside, and hand the function what it gives out"
+            )
         for last in self.calls[-1:]:
             last.gives_way(self._run)  # it was not the last one after all
         self._run.check_call()

@@ -87,11 +87,12 @@ class Images:
     def hold(self, tensor: torch.Tensor, k: int, category: str, owner: str, is_new: bool) -> None:
         """Make `tensor`'s storage part of image `k` and book it exactly; one that is not held yet if it `is_new`.
 
-        Storages of the model itself (a slice of a weight or of a position table) are part of no image.
+        Storages of the model itself (a slice of a weight or of a position table) are part of no image, nor are those without
+        memory: zeros that forward-mode differentiation makes.
         """
         storage = tensor.untyped_storage()
         held = self.held.get(storage._cdata)
-        if storage._cdata in self._exempt or (held is None and not is_new):
+        if storage._cdata in self._exempt or (held is None and not is_new) or tensor._is_zerotensor():
             return
         if held is None:
             held = self.add(storage, k, category, exact=False, owner=owner)

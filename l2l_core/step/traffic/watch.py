@@ -87,7 +87,8 @@ class Watch(TorchDispatchMode):
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key not in reads and key not in images.held and self.stash.is_on_device(tensor):
+            is_new = key not in reads and key not in images.held
+            if is_new and self.stash.is_on_device(tensor) and not tensor._is_zerotensor():
                 images.add(storage, k, "activations", exact=self.stash.metering)
 
     # -- whose it is ---------------------------------------------------------------------------------------------------

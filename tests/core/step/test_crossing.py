@@ -65,11 +65,13 @@ def check(make: Callable[[], nn.Module], micro_batches: int, **settings: Any) ->
                 assert torch.equal(ours, theirs), f"{name}: {float((ours - theirs).abs().max())}"
 
 
-def check_refused(make: Callable[[], nn.Module], message: str, batches: list[Tensor] | None = None) -> None:
+def check_refused(
+    make: Callable[[], nn.Module], message: str, batches: list[Tensor] | None = None, micro_batches: int = 2
+) -> None:
     """The last batch's step is refused in words, and nothing has changed."""
     torch.manual_seed(0)
     model = make()
-    config = RelayConfig(micro_batches=2)
+    config = RelayConfig(micro_batches=micro_batches)
     with Relay(
         model, lambda p: torch.optim.SGD(p, lr=0.05), layers=list(model.layers), objective=objective, config=config
     ) as relay:
@@ -205,15 +207,16 @@ def hooks_see_whole_gradients() -> nn.Module:
 
 
 def older_tensors_in_transformed_functions() -> nn.Module:
-    """Functions under `vmap` and `jvp` read, from outside, what was made before the last call."""
+    """They read, from outside, what was made before the last call."""
 
     def walk(model: Any, x: Tensor) -> Tensor:
         h = model.lin(x)
         a = model.layers[0](h)
         b = torch.vmap(lambda row: row * 2 + h.mean())(a)
-        return b + torch.func.jvp(lambda z: z.sin() * h, (a,), (a,))[1]
+        zeros = torch._efficientzerotensor(b.shape)  # as `jvp` makes them, without memory
+        return model.layers[1](b) + h + zeros
 
-    return Model(walk, [Mlp()])
+    return Model(walk, [Mlp() for _ in range(2)])
 
 
 RIGHT = [
@@ -279,6 +282,45 @@ def test_code_across_a_layer_call_that_no_function_mode_sees() -> None:
         return torch.vmap(lambda row: row * 2 + torch.tanh(row))(h) + a
 
     check_refused(lambda: Model(walk, [Mlp()]), r"x\.clone\(\)")
+
+
+def test_code_that_no_function_mode_sees_reads_what_an_older_layer_gave_out() -> None:
+    def walk(model: Any, x: Tensor) -> Tensor:
+        h = model.layers[0](model.lin(x))
+        a = model.layers[1](h * 1.5) * h
+        return a + torch.vmap(lambda row: (row * 3).sin() * row)(h) + h * h
+
+    check_refused(lambda: Model(walk, [Mlp() for _ in range(2)]), r"x\.clone\(\)")
+
+
+# PyTorch's own code for jvp is scripted when it is first wanted, and scripting is deprecated in 2.13.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_a_layer_in_a_transformed_function(transform: str) -> None:
+    """With one micro-batch, too: `jvp` ended the process there."""
+
+    def walk(model: Any, x: Tensor) -> Tensor:
+        h = model.layers[0](model.lin(x))
+        if transform == "vmap":
+            return torch.vmap(lambda row: row + model.layers[1](h).mean())(x)
+        return torch.func.jvp(lambda z: model.layers[1](h) * z, (h,), (h,))[1]
+
+    for micro_batches in (1, 2):
+        check_refused(lambda: Model(walk, [Mlp() for _ in range(2)]), "Call it outside", micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize(
+    "exchange", [lambda h: h.expand(-1, 3, -1).clone(), lambda h: h.double()], ids=["another shape", "another type"]
+)
+@pytest.mark.parametrize("of", ["the shell", "a layer"])
+def test_data_exchanged_under_a_tensor(exchange: Callable[[Tensor], Tensor], of: str) -> None:
+    def walk(model: Any, x: Tensor) -> Tensor:
+        h = model.layers[0](model.lin(x)[:, :1])
+        h = h if of == "a layer" else h.mean((0, 1), keepdim=True)
+        h.data = exchange(h)
+        return model.layers[1](h.to(x.dtype)) + h if h.dtype != x.dtype else model.layers[1](h) + h
+
+    check_refused(lambda: Model(walk, [Mlp() for _ in range(2)]), "assigns to .data")
 
 
 def test_reentrant_checkpoint_of_a_weight_of_several_places() -> None:
