@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
@@ -142,8 +143,12 @@ def test_a_write_that_fails_half_way_leaves_nothing(session: Session, name: str,
     whole = export(name, session, tmp_path).path
     before = sorted(tmp_path.rglob("*"))
     half = (before[-1] if whole.is_dir() else whole).stat().st_size // 2
+    running = set(threading.enumerate())
     with files_of_at_most(half), pytest.raises(OSError, match="File too large"):
         export(name, session, tmp_path)
+    for thread in set(threading.enumerate()) - running:  # it would end in the next test, and be that one's failure
+        thread.join(HANG_S)
+        assert not thread.is_alive()
     assert sorted(tmp_path.rglob("*")) == before
 
 
