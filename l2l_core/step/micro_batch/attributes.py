@@ -22,6 +22,7 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.model import modules_of
 from l2l_core.step.graph import Asides
 from l2l_core.step.micro_batch.hooks import SideOutputs
+from l2l_core.step.micro_batch.meanwhile import Meanwhile
 
 Place = tuple[nn.Module, str]
 
@@ -109,7 +110,7 @@ class Attributes:
 
     def in_layer(self) -> AbstractContextManager[None]:
         """A layer is at work in the block: what it sets on itself is its own affair."""
-        return _InLayer(self)  # not a generator: there is one at every turn, and they take twice as long
+        return Meanwhile(self, "_in_layer", True)
 
     @contextmanager
     def told_of_all(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -234,17 +235,6 @@ class _Turn(AbstractContextManager[None]):
 
     def __exit__(self, *exc: object) -> None:
         self._attributes._k, self._attributes._own = -1, {}
-
-
-class _InLayer(AbstractContextManager[None]):
-    def __init__(self, attributes: Attributes) -> None:
-        self._attributes = attributes
-
-    def __enter__(self) -> None:
-        self._before, self._attributes._in_layer = self._attributes._in_layer, True
-
-    def __exit__(self, *exc: object) -> None:
-        self._attributes._in_layer = self._before
 
 
 class _Spy:

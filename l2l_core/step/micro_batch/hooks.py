@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import compiled_below, modules_of, parts_of
 from l2l_core.step.graph import is_entry
+from l2l_core.step.micro_batch.meanwhile import Meanwhile
 from l2l_core.step.traffic import Metered, NewHabit
 
 Locator = tuple[str, ...]  # ("output", path, call, index) or ("attribute", path, name)
@@ -195,7 +196,7 @@ class UserHooks:
 
     def silenced(self) -> AbstractContextManager[None]:
         """Keep observers quiet in the block."""
-        return _Silence(self)
+        return Meanwhile(self, "_silent", True)
 
     def _wrap(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         acts = (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
@@ -209,16 +210,3 @@ class UserHooks:
             return result
 
         return wrapped
-
-
-class _Silence(AbstractContextManager[None]):
-    """A block of `UserHooks.silenced`: there is one at every turn, and a generator would take twice as long."""
-
-    def __init__(self, hooks: UserHooks) -> None:
-        self._hooks = hooks
-
-    def __enter__(self) -> None:
-        self._before, self._hooks._silent = self._hooks._silent, True
-
-    def __exit__(self, *exc: object) -> None:
-        self._hooks._silent = self._before
