@@ -14,6 +14,7 @@ UpdateMode = Literal["eager", "deferred"]
 Precision = Literal["fp32", "bf16"]
 MeterMode = Literal["on_change", "always"]
 WireFormat = Literal["bf16", "int8", "int4"]
+Schedule = Literal["breadth_first", "depth_first"]
 
 _UNITS = {
     "B": 1,
@@ -85,6 +86,11 @@ class RelayConfig:
         stash: where boundary activations wait for their recompute. On the ``"host"``, device memory does not grow
             with depth or with the number of micro-batches. On the ``"disk"``, host memory does not either: they pass through a
             few buffers to a scratch file in the folder of a `FileShelf`, which the relay must have.
+        schedule: what comes first. ``"breadth_first"``, the relay: a layer runs all micro-batches before it gives way.
+            ``"depth_first"``, as plain accumulation does: a micro-batch runs through all layers, and back, before the next one
+            begins. That is possible where nothing has to give way: all layers stay (``ahead + 1 + resident``) and are kept
+            (``keep``), and the stash is on the device. It costs least time, has the graph of one micro-batch at a time, and the
+            gradients of all layers at once, 4 bytes per trained parameter. A worker that trains alone, with weights in memory.
         update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them.
         precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights on the device and compute under autocast. Masters,
             gradient sums and the optimizer stay float32.
@@ -106,6 +112,7 @@ class RelayConfig:
     resident: int = 0
     keep: int | str = 0
     stash: StashPlace = "device"
+    schedule: Schedule = "breadth_first"
     update: UpdateMode = "eager"
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
@@ -124,6 +131,7 @@ class RelayConfig:
             _check_int("keep", self.keep, least=0)
         _check_int("seed", self.seed, least=0)
         _check_choice("stash", self.stash, StashPlace)
+        _check_choice("schedule", self.schedule, Schedule)
         _check_choice("update", self.update, UpdateMode)
         _check_choice("precision", self.precision, Precision)
         _check_choice("meter", self.meter, MeterMode)
@@ -132,6 +140,11 @@ class RelayConfig:
         self.wire  # noqa: B018 - for what it refuses
         if not isinstance(self.rollback, bool):
             raise ValueError(f"rollback={self.rollback!r}: must be True or False")
+        if self.schedule == "depth_first" and (isinstance(self.keep, str) or self.stash != "device"):
+            raise ValueError(
+                f"schedule='depth_first' with keep={self.keep!r}, stash={self.stash!r}: micro-batches that run one after "
+                "another have all their graphs on the device. Give keep as the number of layers, and stash='device'"
+            )
         if self.max_grad_norm is None:
             return
         if not self.max_grad_norm > 0:

@@ -136,7 +136,7 @@ class Relay:
         self._call = ModelCall(model, loss, objective)
         self._caches = Caches(model)
         self._company = company(workers, model) if shelf is None else on_files(shelf, workers, model, asked)
-        self._check_wire(config, {})
+        self._check_config(config, {})
         if any(param.dtype == torch.bfloat16 for param in model.parameters()):
             self._company.refuse("a model in bfloat16", "call model.float()")
         self.device = resolve_device(device)
@@ -211,7 +211,7 @@ class Relay:
     @config.setter
     def config(self, config: RelayConfig) -> None:
         config = checked_config(config, has_disk=self.shelf is not None)
-        self._check_wire(config, self._branches.others)
+        self._check_config(config, self._branches.others)
         self._runner.config, self._fits_itself = config, False
 
     @property
@@ -699,7 +699,7 @@ class Relay:
             ValueError: no name, or one that there is; or `compress` has feedback.
         """
         with interrupts_wait(), self._exclusive(), self._with_branch("make a branch", name):
-            self._check_wire(self.config, [name])
+            self._check_config(self.config, [name])
             self._branches.fork(name, self._branch_state())
             self._history = self._history.copy()
             return self._present_branch()
@@ -818,7 +818,7 @@ class Relay:
                         who.room,
                     )
                     fill = past.restore(parts)
-                    relay._check_wire(relay.config, relay._branches.others)
+                    relay._check_config(relay.config, relay._branches.others)
                 present = relay._saved_state()
                 saved.restore_into(present)  # from here on the caller's model changes; in memory nothing can fail
                 fill()
@@ -873,14 +873,17 @@ class Relay:
             return ()
         if fleet.count > 1:
             self._company.refuse("a forecast of several workers", "")
-        self._check_wire(config, ())  # a step could not have it either
+        self._check_config(config, ())  # a step could not have it either
         figures = Disk.of(shelf.folder) if disk is None else disk
         return (partial(on_shelf, built_shelf(shelf, config, figures)),)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _check_wire(self, config: RelayConfig, others: Collection[str]) -> None:
-        """Refuse gradients in fewer bits where they would not stay whole; `others` are the branches besides the present one."""
+    def _check_config(self, config: RelayConfig, others: Collection[str]) -> None:
+        """Refuse what gradients would not stay whole in; `others` are the branches besides the present one."""
+        if config.schedule == "depth_first":
+            instead = "weights that are not all in this process's memory come and go: leave schedule out of RelayConfig"
+            self._company.refuse("schedule='depth_first'", instead)
         if config.wire is None:
             return
         instead = "leave compress out of RelayConfig; workers send fewer bits to one another by Workers(wire='bf16')"

@@ -62,8 +62,13 @@ def loads(layers: int, ahead: int, resident: int) -> int:
     return layers + max(0, layers - weight_slots(ahead, resident))
 
 
-def gradient_slots(ahead: int) -> int:
-    """Count the gradients of layers that the device has room for: one fills while another is being pushed."""
+def gradient_slots(ahead: int, schedule: str = "breadth_first", layers: int = 0) -> int:
+    """Count the gradients of layers that the device has room for: one fills while another is being pushed.
+
+    Depth first, those of all layers gather through all micro-batches.
+    """
+    if schedule == "depth_first":
+        return layers
     return 2 if ahead else 1  # without overlap, every push is waited for
 
 

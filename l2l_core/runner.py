@@ -225,7 +225,8 @@ class Runner:
         # One by one: parts of a model may be in evaluation mode for good.
         modes = {module: module.training for module in self._model.modules()}
         # Nothing is kept for a backward that does not come
-        config = replace(self.config if config is None else config, meter="on_change", keep=0)
+        asked = self.config if config is None else config
+        config = replace(asked, meter="on_change", keep=0, schedule="breadth_first")
         kind = self.kind_of(micro_batches, config)
         work = self._work(config, task, micro_batches)
         trace = self._company.signed(self.parts.new_trace(config, self.steps))

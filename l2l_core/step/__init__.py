@@ -5,6 +5,7 @@ Begin reading at `loop.py`, the algorithm; then `run.py`, which puts a pass toge
 """
 
 from l2l_core.step.failure import note_failure as note_failure
+from l2l_core.step.ground import Task as Task
 from l2l_core.step.interrupt import interrupts_wait as interrupts_wait
 from l2l_core.step.learned import Kind as Kind
 from l2l_core.step.learned import Layers as Layers
@@ -16,7 +17,6 @@ from l2l_core.step.run import Work as Work
 from l2l_core.step.run import run_forward as run_forward
 from l2l_core.step.run import run_step as run_step
 from l2l_core.step.stage import Stage as Stage
-from l2l_core.step.stage import Task as Task
 from l2l_core.step.traffic import Metered as Metered
 from l2l_core.step.traffic import NewHabit as NewHabit
 from l2l_core.step.verify import InCore as InCore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -91,9 +92,21 @@ class Checks:
             producer = f"layer {call.unit.name} ({call.unit.key})"
         else:
             producer = f"{producer}, or the loss after it"
-        return (
-            f"the loss of micro-batch {forward.k} is {loss.item()}; first produced by {producer}. Nothing was updated"
-        )
+        return not_finite(forward.k, loss, producer)
+
+
+def not_finite(k: int, loss: torch.Tensor, producer: str) -> str:
+    """The message about a loss that is not finite."""
+    return f"the loss of micro-batch {k} is {loss.item()}; first produced by {producer}. Nothing was updated"
+
+
+def refuse_idle() -> NoReturn:
+    """Refuse a step that would train nothing.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("no loss depends on a parameter that requires a gradient: is the whole model frozen?")
 
 
 def refuse_hooks(unit: Unit, params: Sequence[torch.Tensor]) -> None:

@@ -38,7 +38,7 @@ import torch
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.apart import Apart
-from l2l_core.step.checks import Checks
+from l2l_core.step.checks import Checks, refuse_idle
 from l2l_core.step.graph import run_backward
 from l2l_core.step.micro_batch import Call, Forward, Pass, all_give_way
 from l2l_core.step.order import Order, Visit
@@ -175,7 +175,7 @@ class TrainLoop:
 
     def _turn(self) -> list[Visit]:
         if not self._learns:
-            raise RuntimeError("no loss depends on a parameter that requires a gradient: is the whole model frozen?")
+            refuse_idle()
         rest = self._order.turn()
         self._prefetch.replan([visit.unit for visit in rest])
         return rest

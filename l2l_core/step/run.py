@@ -14,10 +14,13 @@ from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.apart import Apart
 from l2l_core.step.checks import Checks
+from l2l_core.step.depth_first import DepthFirst, check_all_stay
+from l2l_core.step.ground import Ground, Task
 from l2l_core.step.loop import ForwardLoop, TrainLoop
 from l2l_core.step.order import Order
+from l2l_core.step.parts import Parts
 from l2l_core.step.plan import Plan
-from l2l_core.step.stage import Parts, Stage, Task
+from l2l_core.step.stage import Stage
 from l2l_core.step.traffic import Metered
 from l2l_core.trace import Trace
 
@@ -79,6 +82,12 @@ def run_step(
         Whatever goes wrong; `store.updated` says what has been updated by then, if it cannot be rolled back.
     """
     store.begin(work.config, trace)
+    return _SCHEDULES[work.config.schedule](parts, store, work, divisors, trace, replay)
+
+
+def _breadth_first(
+    parts: Parts, store: LayerStore, work: Work, divisors: Sequence[float], trace: Trace, replay: Metered | None
+) -> tuple[list[torch.Tensor], Ran]:
     with Stage(parts, work.config, work.plan, trace, replay) as stage:
         order = Order(stage.forwards(work.micro_batches, work.task, work.seeds), parts.layers, work.plan.order)
         apart = Apart(parts.shell, order.visits_of, store.reducer.keeps_apart)
@@ -92,7 +101,23 @@ def run_step(
         stage.stash.drain()
         stage.meter.sample()
         stage.run.influence.tell()
-    return losses, _ran(stage, order)
+    return losses, _ran(stage, order.way)
+
+
+def _depth_first(
+    parts: Parts, store: LayerStore, work: Work, divisors: Sequence[float], trace: Trace, replay: Metered | None
+) -> tuple[list[torch.Tensor], Ran]:
+    check_all_stay(work.config, len(parts.layers))
+    with DepthFirst(parts, work.config, work.plan, trace, replay) as stage:
+        losses = stage.train(store, work.task, work.micro_batches, work.seeds, divisors, work.check)
+        store.finish()
+        stage.stash.drain()
+        stage.meter.sample()
+        stage.influence.tell()
+    return losses, _ran(stage, stage.way)
+
+
+_SCHEDULES = {"breadth_first": _breadth_first, "depth_first": _depth_first}
 
 
 def run_forward(
@@ -121,11 +146,11 @@ def run_forward(
             stage.stash.fetch([t for t in leaves_in(result) if isinstance(t, torch.Tensor)], forward.k)
             results.append(map_tensors(result, _to_host))
             del result
-        return results, _ran(stage, order)
+        return results, _ran(stage, order.way)
 
 
-def _ran(stage: Stage, order: Order) -> Ran:
-    return Ran(order.way, stage.meter.latest, stage.loads.nbytes, stage.pushes.nbytes)
+def _ran(stage: Ground, way: list[Unit]) -> Ran:
+    return Ran(way, stage.meter.latest, stage.loads.nbytes, stage.pushes.nbytes)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

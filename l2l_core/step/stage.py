@@ -1,32 +1,20 @@
-"""What is set up around one pass over the model and taken down after it, whatever happens.
+"""What is set up around one pass of forwards that pause: watches, hooks, shadowed layers, on the ground of every pass.
 
-Slots and shell on the device, the stash, hooks, shadowed forwards, random streams. The loop finds everything ready, and
-an exception anywhere leaves no shadow, no hook, no booked byte and no moved parameter behind.
+The loop finds everything ready, and an exception anywhere leaves no shadow and no hook behind.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from l2l_core.batches import map_tensors
-from l2l_core.config import RelayConfig
-from l2l_core.devices import Copy
-from l2l_core.eps import LayerStore
-from l2l_core.eps.blocks import Unit, refuse_cached
-from l2l_core.model import Ambient, RandomState, modules_of
-from l2l_core.rules import gradient_slots, pieces_of_copy
-from l2l_core.step.advice import advise
-from l2l_core.step.apart import Apart
-from l2l_core.step.cycles import only_young
+from l2l_core.eps.blocks import refuse_cached
 from l2l_core.step.graph import Asides, BufferOrder
+from l2l_core.step.ground import Ground, Task
 from l2l_core.step.micro_batch import (
     Attributes,
     Crossing,
@@ -39,161 +27,31 @@ from l2l_core.step.micro_batch import (
     UserHooks,
     functions_seen,
 )
-from l2l_core.step.parts import Parts
-from l2l_core.step.plan import Plan
-from l2l_core.step.traffic import (
-    AtWork,
-    Clock,
-    Gradient,
-    GradientSlots,
-    Images,
-    Lane,
-    Link,
-    Meter,
-    Metered,
-    Prefetch,
-    Stash,
-    Takers,
-    Watch,
-    Ways,
-    before_reads,
-)
-from l2l_core.trace import Trace
+from l2l_core.step.traffic import Watch, before_reads
 
 _SHAKEN = 0.02  # of a weight, in `Stage.shake`: as much as models begin with
-# What most attributes of modules are: sorted out first, since to be asked whether they are tensors takes them long.
-_PLAIN = frozenset((type(None), bool, int, float, str, tuple, list, dict, set, OrderedDict))
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-Task = Callable[[nn.Module, Any], Any]
 
 
-class Stage:
-    """One pass, set up. Use as a context manager.
-
-    Args:
-        parts: of the relay.
-        config: how to run.
-        plan: which weights stay on the device.
-        trace: gets events and memory.
-        replay: activation bytes of an earlier step; None counts them operation by operation.
-    """
-
-    def __init__(self, parts: Parts, config: RelayConfig, plan: Plan, trace: Trace, replay: Metered | None) -> None:
-        self.parts, self.config, self._plan, self.trace, self._replay = parts, config, plan, trace, replay
-        turns = pieces_of_copy(config.micro_batches, config.ahead, config.stash)
-        self.h2d, self.d2h = (Lane(parts.device, trace, name, turns) for name in ("h2d", "d2h"))
-        self.loads, self.pushes = Link(self.h2d, "load"), Link(self.d2h, "push")
-        self.clock = Clock(parts.device, trace)
-        self._dtype = _DTYPES[config.precision]  # of weights on the device
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Stage:
-        with self._stack:
-            try:
-                self._set_up()
-            except torch.OutOfMemoryError as error:
-                raise self.parts.device.ledger.refused(error) from error
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        """Take the pass down.
-
-        Raises:
-            DeviceOutOfMemory: in place of the error of the device's own allocator; says what was booked.
-        """
-        ledger = self.parts.device.ledger
-        if isinstance(error, Exception) and not isinstance(error, MemoryError) and (doing := ledger.doing()):
-            note = f"The relay was at: {doing}."
-            if note not in getattr(error, "__notes__", ()):  # the same error object may come again
-                error.add_note(note)
-        if error is not None:
-            self.clock.stop()  # the trace shows what was being computed
-        refused = ledger.refused(error) if isinstance(error, torch.OutOfMemoryError) else None  # while all is booked
-        is_whole = False
-        try:
-            self._stack.close()
-            is_whole = error is None
-        finally:
-            if not is_whole:  # a second interrupt may have come just as parameters were pointed to a slot, or back
-                for unit in self.parts.units:
-                    unit.point([home for block in unit.blocks for home in block.homes])
-        if refused is not None:
-            raise refused from error
+class Stage(Ground):
+    """One pass of forwards that pause, set up. Use as a context manager."""
 
     def _set_up(self) -> None:
-        parts, enter, later = self.parts, self._stack.enter_context, self._stack.callback
-        ledger = parts.device.ledger
-        slot_bytes = self._dtype.itemsize * parts.slot_numel
-        ledger.advise = partial(advise, ledger, self.config, slot_bytes, slot_bytes + self._least_beside_a_slot())
-        self._collect = enter(only_young())
-        enter(parts.device.current())
-        later(parts.device.settle)  # last of all: then nothing is under way, and the trace has every event
-        parts.place.begin(parts.units, self._dtype, self.trace)
-        later(parts.place.end)
-        later(RandomState.take().put)  # forwards draw from streams of their own; the caller's stands where it stood
-        enter(parts.shell.buffers.on(parts.device, "shell buffers"))
-        # After the shell's buffers came: modules hold their copies now.
-        buffers, attributes = tensors_on(modules_of(parts.model))
-        exempt = [*buffers, *attributes, *(master for unit in parts.units for master in unit.masters)]
-        at_work = AtWork()
-        room, moves = parts.waiting_room(self.config.stash), self.config.stash != "device"
-        room.begin(self.trace, self.clock.stalled)
-        later(room.clear)
-        self._images = Images(parts.device, room, at_work, exempt)
-        self.stash = Stash(
-            parts.device,
-            self._images,
-            at_work,
-            room=room,
-            moves=moves,
-            overlap=self.config.ahead > 0,
-            metering=self._replay is None,
-            h2d=self.h2d,
-            d2h=self.d2h,
-            clock=self.clock,
-        )
-        order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], attributes)
-        later(order.close)
-        self._watch = Watch(self.stash, order)
-        self._asides = Asides(self._watch.asked, self.stash.touch, active=torch.is_grad_enabled())
-        later(self.stash.clear)
-        later(self._asides.close)
-        if moves:
-            enter(before_reads(self.stash.touch))
-        self.meter = Meter(ledger, parts.host, self.trace, self._replay, self.config.keep > 0)
-        later(self.meter.close)
-        shell = self._load_shell()
-        self.prefetch = Prefetch(
-            parts.device,
-            parts.slot_numel,
-            self.config.ahead,
-            self.loads.trickle,
-            self.clock,
-            shell,
-            parts.place,
-            self._dtype,
-            self._visiting,
-            self._plan.resident,
-        )
-        later(self.prefetch.close)
-        self._images.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
+        super()._set_up()
+        parts, enter = self.parts, self._stack.enter_context
         enter(functions_seen())
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
         sides = SideOutputs(self.meter.latest, self.meter.learns)
         attributes = Attributes(parts.shell_modules(), parts.layers, self._asides, sides, self.meter.learns)
         layers = {unit.module: unit for unit in parts.layers}
-        enter(OutOfSight(parts.model, layers, self._watch, self._asides, sides, attributes, order))
+        enter(OutOfSight(parts.model, layers, self._watch, self._asides, sides, attributes, self._order))
         self.shadows = enter(Shadows(layers))
         enter(attributes)
-        check = partial(refuse_cached, parts.model)
         self.run = Pass(
             parts.device,
-            at_work,
+            self.stash.at_work,
             self.stash,
             self._watch,
-            self.stash.metering or (moves and not torch.is_grad_enabled()),
+            self.stash.metering or (self.stash.moves and not torch.is_grad_enabled()),
             self._asides,
             self.trace,
             sides,
@@ -201,46 +59,22 @@ class Stage:
             self.meter,
             self.clock,
             attributes,
-            order,
-            check,
+            self._order,
+            partial(refuse_cached, parts.model),
         )
         # Undone before all that is above: forwards unwind while the hooks, spies and slots around them are there.
-        later(self.shadows.cancel)
+        self._stack.callback(self.shadows.cancel)
 
-    def _least_beside_a_slot(self) -> int:
-        """Device bytes that a pass takes besides a layer's weights, whatever the settings."""
-        layers = [sum(block.trained.numel for block in unit.blocks) for unit in self.parts.layers]
-        shell = sum(block.trained.numel for block in self.parts.shell.blocks)
-        gradients = 4 * (shell + max(layers, default=0)) if torch.is_grad_enabled() else 0
-        return self._dtype.itemsize * self.parts.shell.numel + gradients
-
-    def _load_shell(self) -> Mapping[nn.Parameter, torch.Tensor]:
-        """Put the shell on the device; return where its parameters are for the length of the pass."""
-        shell, device = self.parts.shell, self.parts.device
-        flat = device.empty(shell.numel, self._dtype)
-        self._stack.callback(device.recycle, flat)
-        # Booking may raise: then the buffer is recycled, and nothing is released.
-        device.ledger.book("weights", "shell", flat.nbytes)
-        self._stack.callback(device.ledger.release, "weights", "shell", flat.nbytes)
-        self._images.exempt([flat], weights=True)
-        self._images.exempt([master for unit in self.parts.units for master in unit.masters], weights=True)
-        pairs = zip(shell.ranges(flat), shell.blocks, strict=True)
-        with self.clock.stalled():
-            load = self.loads(shell.key, [(part, self.parts.place.lend(block)) for part, block in pairs])
-            load.wait()
-        for block in shell.blocks:
-            self.parts.place.take_back(block, load)
-        views = shell.views(flat)
-        self._stack.callback(shell.point, [home for block in shell.blocks for home in block.homes])
-        shell.point(views)
-        return dict(zip(shell.params, views, strict=True))
-
-    @contextmanager
-    def _visiting(self, unit: Unit) -> Iterator[None]:
-        """Bring what a visit needs besides weights: the layer's buffers, which are part of no image."""
-        with unit.buffers.on(self.parts.device, "buffers") as copies, self._images.exempting(copies):
-            yield
-        self._collect()
+    def _watch_out(self) -> None:
+        parts, later = self.parts, self._stack.callback
+        self._order = BufferOrder(parts.shell.buffers, [u.buffers for u in parts.layers], self._attributes)
+        later(self._order.close)
+        self._watch = Watch(self.stash, self._order)
+        self._asides = Asides(self._watch.asked, self.stash.touch, active=torch.is_grad_enabled())
+        later(self.stash.clear)
+        later(self._asides.close)
+        if self.stash.moves:
+            self._stack.enter_context(before_reads(self.stash.touch))
 
     def show(self, observer: Observer) -> None:
         """Show every call of this pass to somebody; see `Pass.observers`."""
@@ -257,59 +91,20 @@ class Stage:
                 noise = torch.randn(param.shape, generator=generator) * _SHAKEN
                 param.data.add_(noise.to(param.device, param.dtype))
 
-    def gradients(self, store: LayerStore, apart: Apart) -> tuple[GradientSlots, Gradient]:
-        """Make device buffers for the gradients of layers, and the gradient of the shell."""
-        parts = self.parts
-        takers = Takers(parts.units)
-        self._stack.callback(takers.close)
-        count = gradient_slots(self.config.ahead)
-        ways = Ways(parts.device, self.clock, takers, store, self.pushes, apart)
-        slots = GradientSlots(ways, parts.layers, count, "slots")
-        self._stack.callback(slots.close)
-        shell = GradientSlots(ways, [parts.shell], 1, "shell")
-        self._stack.callback(shell.close)
-        self._images.exempt([*slots.flats, *shell.flats])
-        return slots, shell.take(parts.shell)
-
     def forwards(self, micro_batches: Sequence[Any], task: Task, seeds: Sequence[int]) -> list[Forward]:
         """Make one paused forward per micro-batch, each with a random stream of its own."""
-        base = outside = Ambient.take()
-        base.put()  # `take` has emptied the thread's stacks of modes and hooks
-        if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
-            base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
-        if self._watch.guards_shell:
-            base = replace(base, dispatch_modes=(*base.dispatch_modes, self._watch))
-        for k, (micro_batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
-            bring, run, crossing = (
-                partial(self._bring, k, micro_batch),
-                partial(task, self.parts.model),
-                Crossing(k, self._asides, relies=not self.meter.learns),
-            )
-            ambient = base.reseeded(RandomState.seeded(seed))
+        outside, ambients = self.ambients(seeds)
+        run: Callable[[Any], Any] = partial(task, self.parts.model)
+        for k, (micro_batch, ambient) in enumerate(zip(micro_batches, ambients, strict=True)):
+            if self._watch.guards_shell:
+                ambient = replace(ambient, dispatch_modes=(*ambient.dispatch_modes, self._watch))
+            crossing = Crossing(k, self._asides, relies=not self.meter.learns)
             if torch.is_grad_enabled():
                 ambient = ambient.within(crossing)
+            bring = partial(self.bring, k, micro_batch)
             self.shadows.forwards.append(Forward(k, bring, run, ambient, outside, self.run, crossing))
         return self.shadows.forwards
 
-    def _bring(self, k: int, micro_batch: Any) -> Any:
-        """Copy a micro-batch to the device."""
-        copies: list[Copy] = []
-
-        def brought(tensor: torch.Tensor) -> torch.Tensor:
-            target = torch.empty_like(tensor, device=self.parts.device.torch_device)
-            self.stash.hold(self._asides.note(target, k), k, "other", "", fresh=True)
-            copies.append((target, tensor.detach()))
-            return target
-
-        rows = map_tensors(micro_batch, brought)
-        if copies:
-            with self.clock.stalled():
-                self.h2d.send("batch", "", copies, k).wait()
-        return rows
-
-
-def tensors_on(modules: Sequence[nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """List the tensors that modules keep between passes: buffers, and those on plain attributes."""
-    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-    held = (value for module in modules for value in vars(module).values() if type(value) not in _PLAIN)
-    return buffers, [value for value in held if isinstance(value, torch.Tensor)]
+    def _noted(self, tensor: torch.Tensor, k: int) -> torch.Tensor:
+        self._asides.note(tensor, k)
+        return tensor

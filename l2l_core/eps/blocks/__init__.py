@@ -26,6 +26,7 @@ from l2l_core.eps.blocks.layout import aligned as aligned
 from l2l_core.eps.blocks.ranges import assemble as assemble
 from l2l_core.eps.blocks.ranges import is_absent as is_absent
 from l2l_core.eps.blocks.ranges import new_piece as new_piece
+from l2l_core.eps.blocks.stamps import Stamp as Stamp
 from l2l_core.eps.blocks.stamps import check_stamps as check_stamps
 from l2l_core.eps.blocks.stamps import stamps_of as stamps_of
 from l2l_core.eps.blocks.stamps import weights_changed as weights_changed

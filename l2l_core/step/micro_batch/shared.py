@@ -18,7 +18,7 @@ from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
 from l2l_core.step.micro_batch.influence import Influence
 from l2l_core.step.micro_batch.recomputes import Recomputes
 from l2l_core.step.micro_batch.traces import Glances
-from l2l_core.step.traffic import AtWork, Clock, Meter, Stash, Watch
+from l2l_core.step.traffic import AtWork, Clock, Meter, Stash, Watch, timed
 from l2l_core.trace import Trace
 
 Observer = Callable[
@@ -86,14 +86,7 @@ class Pass:
 
     def timed(self, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:
         """Start a compute event; calling the result ends it."""
-        self.meter.enter(kind, layer, k)
-        self.clock.start(kind, layer, k, visit)
-
-        def end() -> None:
-            self.clock.stop()
-            self.meter.leave()
-
-        return end
+        return timed(self.meter, self.clock, kind, layer, k, visit)
 
 
 def _of_layer(unit: Unit) -> dict[Place, Any]:

@@ -4,6 +4,7 @@ May import `step.graph`, `eps`, `devices`, `trace`.
 Begin reading at `lanes.py`, `slots.py`, `stash.py`.
 """
 
+from l2l_core.step.traffic.at_work import NOBODY as NOBODY
 from l2l_core.step.traffic.at_work import AtWork as AtWork
 from l2l_core.step.traffic.clock import Clock as Clock
 from l2l_core.step.traffic.gradient import Gradient as Gradient
@@ -15,6 +16,7 @@ from l2l_core.step.traffic.lanes import Link as Link
 from l2l_core.step.traffic.meter import Meter as Meter
 from l2l_core.step.traffic.meter import Metered as Metered
 from l2l_core.step.traffic.meter import NewHabit as NewHabit
+from l2l_core.step.traffic.meter import timed as timed
 from l2l_core.step.traffic.readers import before_reads as before_reads
 from l2l_core.step.traffic.slots import Prefetch as Prefetch
 from l2l_core.step.traffic.slots import Stay as Stay

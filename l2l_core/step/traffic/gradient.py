@@ -231,6 +231,14 @@ class GradientSlots:
         self._live = [gradient for gradient in self._live if gradient.is_open] + [Gradient(unit, buffer, self._ways)]
         return self._live[-1]
 
+    def check(self) -> None:
+        """Refuse parameters that were frozen, or let go, since the step began.
+
+        Raises:
+            RuntimeError: names one of them.
+        """
+        self._ways.takers.check(self._ways.takers.trained)
+
     def _next_buffer(self) -> _Buffer:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)

@@ -7,9 +7,11 @@ what it says: each event's highest activation bytes while it runs, and what was 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from l2l_core.devices import Ledger
+from l2l_core.step.traffic.clock import Clock
 from l2l_core.trace import Trace
 
 _OWNER = "the micro-batch at work"
@@ -140,3 +142,15 @@ class Meter:
         elif nbytes < self._booked:
             self._device.release("activations", _OWNER, self._booked - nbytes)
         self._booked = nbytes
+
+
+def timed(meter: Meter, clock: Clock, kind: str, layer: str, k: int, visit: int = -1) -> Callable[[], None]:
+    """Start a compute event, for the trace and for the meter; calling the result ends it."""
+    meter.enter(kind, layer, k)
+    clock.start(kind, layer, k, visit)
+
+    def end() -> None:
+        clock.stop()
+        meter.leave()
+
+    return end

@@ -1,0 +1,315 @@
+"""A step in which nothing gives way: one micro-batch after another through all layers and back, as in plain training.
+
+    k = 0     shell, forward 0 .. L-1, loss, backward L-1 .. 0, shell
+    k = 1     ...                      gradients gather where those of k = 0 are
+    k = K-1   ...                      as backward leaves a layer, its gradient is pushed and the EPS updates it
+
+All weights are in slots of their own, and autograd has the whole graph of a micro-batch, so that no call is cut, paused or run
+again. What is left of the relay is what surrounds the arithmetic: the EPS has masters and optimizer, loads and pushes overlap
+with compute, every event is traced and every byte is booked. In core is the limit case of a relay.
+
+Backward is one run of autograd over all layers. Where it stands is told by hooks on the nodes that made what a layer gave out
+and was given. Of the nodes that are ready autograd runs the youngest, so one that was made before a layer runs when all of that
+layer's are done: then the layer's gradient is whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from l2l_core.config import RelayConfig
+from l2l_core.eps import LayerStore, NonFiniteError
+from l2l_core.eps.blocks import SHELL, Buffers, Stamp, Unit, check_stamps, refuse_cached, stamps_of
+from l2l_core.model import Ambient, call_of
+from l2l_core.rules import weight_slots
+from l2l_core.step.checks import not_finite, refuse_idle
+from l2l_core.step.graph import BufferOrder, run_backward
+from l2l_core.step.ground import Ground, Task
+from l2l_core.step.micro_batch import Influence, flatten
+from l2l_core.step.traffic import NOBODY, Gradient, Watch, timed
+
+
+def check_all_stay(config: RelayConfig, layers: int) -> None:
+    """Refuse a step in which something would have to give way.
+
+    Raises:
+        ValueError: says which settings would do.
+    """
+    if min(config.keep, weight_slots(config.ahead, config.resident)) < layers:  # type: ignore[type-var]
+        raise ValueError(
+            f"schedule='depth_first' with keep={config.keep!r}, resident={config.resident}, ahead={config.ahead}: {layers} "
+            f"layers must all stay on the device, graphs too. Give keep={layers}, resident={max(0, layers - config.ahead - 1)}, "
+            "or schedule='breadth_first', in which layers give way"
+        )
+
+
+class _Call:
+    """A layer's part in one micro-batch; `index` is its place among those of that micro-batch."""
+
+    __slots__ = ("index", "unit")
+
+    def __init__(self, unit: Unit, index: int) -> None:
+        self.unit, self.index = unit, index
+
+
+class DepthFirst(Ground):
+    """The step, set up. Use as a context manager.
+
+    Attributes:
+        way: the layers in the order in which the first micro-batch has called them.
+        influence: of the layers, as far as they have run.
+    """
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.way: list[Unit] = []
+        self.influence = Influence()
+        self._at_work = self.stash.at_work
+        self._stay = self._stack.enter_context(ExitStack())  # of layers in their slots: until the end
+        self._stamps: dict[Unit, Sequence[Stamp]] = {self.parts.shell: stamps_of(self.parts.shell.params)}
+        self._calls: list[_Call] = []  # of the micro-batch at work
+        self._in_shell = False  # whether its forward runs, and no layer in it
+        self._at: _Call | None = None  # the layer in which backward is
+        self._leave: Callable[[int], None] = _nobody_waits
+        self._k = NOBODY
+        self._stop: Callable[[], None] = lambda: None  # ends the compute event that is open
+        self._stack.enter_context(self._shadows())
+
+    def _watch_out(self) -> None:
+        # What forwards do to buffers, or leave to one another, they do in the order of plain training.
+        self._watch = Watch(self.stash, BufferOrder(Buffers([]), [], []))
+        self._stack.callback(self.stash.clear)
+
+    @contextmanager
+    def _shadows(self) -> Iterator[None]:
+        """Stand before the layers' own forwards."""
+        before: list[tuple[nn.Module, str, Any]] = []
+        try:
+            for unit in self.parts.layers:
+                called = call_of(unit.module)
+                before.append((unit.module, called, vars(unit.module).get(called)))
+                setattr(unit.module, called, partial(self._call, unit, getattr(unit.module, called)))
+            yield
+        finally:
+            for module, called, own in before:
+                vars(module).pop(called, None)
+                if own is not None:
+                    setattr(module, called, own)
+
+    def train(
+        self,
+        store: LayerStore,
+        task: Task,
+        micro_batches: Sequence[Any],
+        seeds: Sequence[int],
+        divisors: Sequence[float],
+        check: Callable[[], None],
+    ) -> list[torch.Tensor]:
+        """Run the step; return the scaled losses of the micro-batches, which add up to the step's loss.
+
+        Args:
+            store: the EPS.
+            task: gives the loss of a micro-batch.
+            micro_batches: as the model takes them.
+            seeds: of their random streams.
+            divisors: of their losses.
+            check: looks, after each forward, at what nobody here knows of; it may refuse the step.
+        """
+        refuse_cached(self.parts.model)
+        slots, shell = self.gradients(store, lambda block: False)  # autograd itself adds in the order of plain training
+        gradients = {unit: slots.take(unit) for unit in self.parts.layers}
+        self.prefetch.begin(self._plan.there_and_back)  # what comes back once more is not given way to
+        outside, ambients = self.ambients(seeds)
+        waiting = deque(partial(task, self.parts.model, self.bring(k, each)) for k, each in enumerate(micro_batches))
+        losses: list[torch.Tensor] = []
+        learns = False
+        for k, (ambient, divisor) in enumerate(zip(ambients, divisors, strict=True)):
+            self._k, run = k, waiting.popleft()
+            loss = self._forward(run, ambient, outside) / divisor
+            check()
+            if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
+                raise NonFiniteError(self._explained(loss, run, ambient, outside))
+            del run  # and the rows
+            if not waiting:
+                slots.check()
+                self._leave = partial(self._push_behind, store, gradients, self._whole_in_backward())
+            learns |= loss.requires_grad
+            self._backward(loss)
+            losses.append(loss.detach().clone())
+            del loss
+        if not learns:
+            refuse_idle()
+        for gradient in gradients.values():  # of layers that were not called, or share parameters
+            gradient.push()
+        shell.push(at_once=True)
+        return losses
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _forward(self, run: Callable[[], torch.Tensor], ambient: Ambient, outside: Ambient) -> torch.Tensor:
+        """Run the model's own forward on the micro-batch at work."""
+        self._calls = []
+        with self._in(ambient, outside), self._at_work.turn(NOBODY, SHELL):
+            self._open("shell", SHELL)
+            self._in_shell = True
+            try:
+                result = run()
+            finally:
+                self._in_shell = False
+            self._stop()
+        self.way = self.way or [call.unit for call in self._calls]
+        for unit in dict.fromkeys([self.parts.shell, *(call.unit for call in self._calls)]):
+            who = "the model's own code" if unit is self.parts.shell else f"layer {unit.name}"
+            check_stamps(unit.params, self._stamps[unit], who)
+        return result
+
+    @contextmanager
+    def _in(self, ambient: Ambient, outside: Ambient) -> Iterator[None]:
+        """Run a forward in its own state. What runs backward next goes on in its random stream, as in core."""
+        if self.stash.metering:
+            ambient = replace(ambient, dispatch_modes=(*ambient.dispatch_modes, self._watch))
+        Ambient.clear()
+        ambient.put()
+        try:
+            yield
+        finally:
+            Ambient.clear()
+            outside.put_all_but_random()
+
+    def _call(self, unit: Unit, real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Do what a layer's forward does, once its weights are there."""
+        if not self._in_shell:  # a checkpoint of the model's own runs it again
+            return real(*args, **kwargs)
+        call = _Call(unit, len(self._calls))
+        self._calls.append(call)
+        self._stop()
+        self._have(unit)
+        self._in_shell = False
+        self._open("forward", unit.key, call.index)
+        try:
+            with self._at_work.turn(NOBODY, unit.key, ()):
+                outputs = real(*args, **kwargs)
+        finally:  # the model may catch what a layer raises
+            self._in_shell = True
+            self._stop()
+            self._open("shell", SHELL)
+        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        self.influence.note(unit, given, outputs)
+        self._mark(call, given, outputs)
+        return outputs
+
+    def _have(self, unit: Unit) -> None:
+        """Have a layer's weights in their slot, from now on until the end of the step."""
+        if unit in self._stamps:
+            self.clock.stay += 1
+        else:
+            self._stay.enter_context(self.prefetch.visit(unit))
+            self._stamps[unit] = stamps_of(unit.params)
+
+    def _mark(self, call: _Call, given: Sequence[torch.Tensor], outputs: Any) -> None:
+        """Have it told when backward comes to a layer, and when it leaves it."""
+        before = {tensor.grad_fn: None for tensor in given if tensor.requires_grad}
+        made = {leaf.grad_fn: None for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)}
+        for node in made:
+            if node is not None and node not in before:
+                node.register_prehook(partial(self._enters, call))
+        for node in before:
+            if node is not None:
+                node.register_prehook(partial(self._leaves, call))
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate the micro-batch at work."""
+        self._open("loss", SHELL)
+        if loss.requires_grad:
+            with self._watched():
+                run_backward([(get_gradient_edge(loss), torch.ones_like(loss))])
+        self._stop()
+        self._at = None
+
+    def _enters(self, call: _Call, _: object) -> None:
+        """Backward comes to what a layer has given out."""
+        if call is self._at:
+            return
+        self._stop()
+        self._leave(call.index)
+        self.clock.stay += call.index < len(self._calls) - 1  # at the turn it is still there
+        self._at = call
+        self._open("backward", call.unit.key, self._visit_back(call))
+
+    def _leaves(self, call: _Call, _: object) -> None:
+        """Backward comes to what a layer was given."""
+        if call is not self._at:
+            return
+        self._stop()
+        self._leave(call.index - 1)
+        self._at = None
+        self._open("shell", SHELL, self._visit_back(call))
+
+    def _visit_back(self, call: _Call) -> int:
+        return 2 * len(self._calls) - 1 - call.index
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return _both(self._at_work.backward(), self._watch) if self.stash.metering else nullcontext()
+
+    def _whole_in_backward(self) -> list[_Call]:
+        """List the first call of every layer whose gradient is whole when backward has left that."""
+        first = {call.unit: call for call in reversed(self._calls)}
+        alone = [call for unit, call in first.items() if not any(block.shared for block in unit.blocks)]
+        return sorted(alone, key=lambda call: call.index)
+
+    def _push_behind(self, store: LayerStore, gradients: dict[Unit, Gradient], whole: list[_Call], index: int) -> None:
+        """Push the gradients of layers that were called after the call with this index: they are whole."""
+        while whole and whole[-1].index > index:
+            store.raise_failure()  # of the EPS thread: the rest of backward would be in vain
+            gradients.pop(whole.pop().unit).push()
+
+    # -- what is told --------------------------------------------------------------------------------------------------
+
+    def _open(self, kind: str, layer: str, visit: int = -1) -> None:
+        """Begin a compute event; `_stop` ends it."""
+        self._stop = timed(self.meter, self.clock, kind, layer, self._k, visit)
+
+    def _explained(self, loss: torch.Tensor, run: Callable[[], Any], ambient: Ambient, outside: Ambient) -> str:
+        """Say where a loss comes from that is not finite: the forward runs once more, as it did."""
+        producers: list[str] = []
+
+        def look(unit: Unit, _: nn.Module, given: Any, outputs: Any) -> None:
+            if not producers and not all(map(_is_finite, flatten(outputs)[0])):
+                is_whole = all(map(_is_finite, flatten(given)[0]))
+                producers.append(
+                    f"layer {unit.name} ({unit.key})" if is_whole else "the batch or the code before the first layer"
+                )
+
+        hooks = [unit.module.register_forward_hook(partial(look, unit)) for unit in self.parts.layers]
+        try:
+            with self._in(ambient, outside), torch.no_grad():
+                run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return not_finite(self._k, loss, producers[0] if producers else "the loss, or the code after the last layer")
+
+
+def _nobody_waits(index: int) -> None:
+    """Push nothing: further micro-batches add to the gradients."""
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _is_finite(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or bool(torch.isfinite(leaf).all())
