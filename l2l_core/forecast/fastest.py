@@ -108,6 +108,8 @@ class Search:
     def smaller_than(self, step: Priced) -> Priced | None:
         """Return the same step with one graph less that is kept, or one weight; None if there is none."""
         config, free = step.config, self._wanted.free
+        if config.schedule == "depth_first":
+            return self.price(replace(config, schedule="breadth_first")) if "schedule" in free else None
         if config.keep and "keep" in free:
             return self.price(replace(config, keep=config.keep - 1))
         if config.resident and "resident" in free:
@@ -142,7 +144,27 @@ class Search:
 
         Where with everything on the device, room or not, they would not be faster than `best_s`, they are not looked for.
         """
-        yield from self._fitting_as(replace(self._wanted.asked, micro_batches=count), best_s)
+        asked = replace(self._wanted.asked, micro_batches=count)
+        in_core = self._in_core(asked)
+        if in_core is not None and self.room.holds(in_core):
+            yield in_core  # nothing that comes and goes can gain on it
+        elif asked.schedule == "breadth_first" or "schedule" in self._wanted.free:
+            yield from self._fitting_as(replace(asked, schedule="breadth_first"), best_s)
+
+    def _in_core(self, asked: RelayConfig) -> Priced | None:
+        """The step in which everything stays and micro-batches come one after another; None if what is held forbids it."""
+        layers, free = self._wanted.layers, self._wanted.free
+        ahead = max(1, asked.ahead) if "ahead" in free else asked.ahead
+        changed = {
+            "schedule": "depth_first",
+            "stash": "device",
+            "ahead": ahead,
+            "keep": layers,
+            "resident": max(0, layers - ahead - 1),
+        }
+        if any(getattr(asked, name) != value and name not in free for name, value in changed.items()):
+            return None
+        return self.price(replace(asked, **changed))  # type: ignore[arg-type]
 
     def _fitting_as(self, asked: RelayConfig, best_s: float) -> Iterator[Priced]:
         fits = False

@@ -17,7 +17,7 @@ from l2l_core.forecast.smallest import Priced, changes, settings_in_words
 from l2l_core.rules import weight_slots
 from l2l_core.trace import format_bytes
 
-FREE = ("micro_batches", "ahead", "stash", "resident", "keep", "update")
+FREE = ("micro_batches", "ahead", "stash", "resident", "keep", "update", "schedule")
 
 
 class NothingFits(ValueError):
@@ -150,6 +150,11 @@ class Fit:
     def _why(self) -> str:
         stay = min(self.layers, weight_slots(self.config.ahead, self.config.resident))
         kept = min(self.layers, max(1, self.config.keep), stay)
+        if self.config.schedule == "depth_first":
+            return (
+                "All weights stay on the device during a step, and micro-batches go through all layers and back one after "
+                "another: a step in core."
+            )
         if kept == self.layers:
             return "All weights stay on the device during a step, and nothing is recomputed: a step in core, layer by layer."
         weights = "all weights stay" if stay == self.layers else f"the weights of {stay} stay or are on their way"

@@ -75,10 +75,10 @@ def forecast_config(
         raise ValueError(f"batch={batch} rows in micro_batches={micro_batches}: every micro-batch needs a row")
     assert length is not None
     settings = replace(relay_config or RelayConfig(), micro_batches=micro_batches)
-    if settings.keep:
+    if settings.keep or settings.schedule != "breadth_first":
         raise ValueError(
-            f"relay_config has keep={settings.keep}: what kept graphs hold is measured and has no formula. Leave it out, or "
-            "build the model and ask relay.forecast"
+            f"relay_config has keep={settings.keep}, schedule={settings.schedule!r}: what kept graphs hold is measured and "
+            "has no formula. Leave that out, or build the model and ask relay.forecast"
         )
     if settings.stash == "disk" and shelf is None:
         raise ValueError(

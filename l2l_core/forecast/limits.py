@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.costs import COPY_LANES
+from l2l_core.forecast.costs import COPY_LANES, SHELL
 from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.planned_shelf import ShelfCosts
@@ -57,12 +57,14 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
     )  # deeper stacks repeat the first of them; forward turns at the last layer
     # A step keeps the graphs of as many layers however deep it is, so that further ones are like those that it recomputes.
     recomputed = keys[: len(keys) - kept_of(profile.settings, len(keys))]
+    slots_bytes = _slots_bytes(profile)
     spare.sort(key=lambda key: key not in recomputed)
 
     def fits(depth: int) -> bool:
         more = depth - len(keys)
         copies = {spare[0]: 1 + more} if more >= 0 else dict.fromkeys(spare[:-more], 0)
-        if budgets.device_bytes is not None and walk.rise("device", stands, copies).high > budgets.device_bytes:
+        need = walk.rise("device", stands, copies).high + more * slots_bytes
+        if budgets.device_bytes is not None and need > budgets.device_bytes:
             return False
         if budgets.host_bytes is None:
             return True
@@ -76,6 +78,14 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _slots_bytes(profile: Profile) -> int:
+    """Bytes of the device that a further layer takes all through the step: none in a relay, since it waits for its turn."""
+    if profile.settings.get("schedule", "breadth_first") == "breadth_first":
+        return 0
+    layers = [cost for key, cost in profile.layers.items() if key != SHELL]
+    return max(cost.load_bytes for cost in layers) + max(cost.push_bytes for cost in layers)
 
 
 def hiding_micro_batches(
@@ -98,6 +108,8 @@ def hiding_micro_batches(
     def is_hidden(trace: Trace) -> bool:
         return not any(b.phase in OVERLAPPING and b.lane in _HIDDEN for b in trace.bound_by())
 
+    if config.schedule == "depth_first":  # what repeats there is no turn of a stay: of other numbers nothing is known
+        return config.micro_batches if is_hidden(simulate(bare, config, figures)) else None
     low, high = 0, 1  # low does not hide, or is none at all
     while not is_hidden(trace := trace_of(high)):
         if high == most:

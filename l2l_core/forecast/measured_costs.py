@@ -15,7 +15,7 @@ from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.mixture import with_slots
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.rehearsal import Rehearsal
-from l2l_core.forecast.stands import representatives
+from l2l_core.forecast.stands import Representatives, each_for_itself, representatives
 from l2l_core.forecast.stretch import with_memory
 from l2l_core.rules import kept_of, weight_itemsize
 from l2l_core.trace import Trace
@@ -25,7 +25,7 @@ def costs_of_rehearsal(
     rehearsal: Rehearsal, micro_batches: Sequence[Any], config: RelayConfig, most_passes: int | None = None
 ) -> Costs:
     """Take the costs from a rehearsal of a few of these micro-batches, which is timed at most `most_passes` times."""
-    chosen, stands = representatives([form_of(micro_batch) for micro_batch in micro_batches])
+    chosen, stands = _known_by([form_of(micro_batch) for micro_batch in micro_batches], config)
     found = rehearsal.run([micro_batches[k] for k in chosen], config, most_passes)
     # All weights that the pass itself has booked: bfloat16 casts for a device that cannot cast on the way.
     wire_bytes = max((held.get("weights", 0) for place, held in _samples(found.profile) if place == "host"), default=0)
@@ -47,9 +47,9 @@ def costs_of_step(
         recorded, asked: forms of its micro-batches, and of those to forecast.
         config: to forecast.
     """
-    known, others = representatives(recorded), representatives(asked)
+    known, others = _known_by(recorded, config), _known_by(asked, config)
     was, depth = trace.settings, len(rehearsal.parts.layers)
-    same = ("stash", "precision", "update", "max_grad_norm", "rollback", "meter")
+    same = ("schedule", "stash", "precision", "update", "max_grad_norm", "rollback", "meter")
     if (
         [recorded[k] for k in known.chosen] != [asked[k] for k in others.chosen]
         or any(was.get(name) != getattr(config, name) for name in same)
@@ -73,6 +73,11 @@ def costs_of_step(
     holdings = Holdings.of(rehearsal.parts.units, store.update, store.masters.findings.elementwise)
     basis = f"step {trace.step}, measured"
     return _costs(rehearsal, profile, stands, around_s, _standing(rehearsal), basis, 0, holdings)
+
+
+def _known_by(forms: Sequence[Any], config: RelayConfig) -> Representatives:
+    """Say by which of its micro-batches a step is known. Where one comes after another, what repeats are no turns of a stay."""
+    return representatives(forms) if config.schedule == "breadth_first" else each_for_itself(len(forms))
 
 
 def slot_bytes(rehearsal: Rehearsal, config: RelayConfig) -> int:

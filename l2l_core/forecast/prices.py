@@ -65,13 +65,15 @@ class Prices:
 
     def __call__(self, config: RelayConfig) -> Priced | None:
         """Price a step; None if it cannot be made."""
-        kind = replace(config, ahead=min(config.ahead, 1), resident=0, keep=0)
+        kind = replace(config, ahead=min(config.ahead, 1), resident=0, keep=0, schedule="breadth_first")
         if kind not in self._recomputing:
             self._recomputing[kind] = self.rehearse(kind, _PASSES)
         costs = self._recomputing[kind]
         if costs is None:
             return None
         self.visits = (len(costs.profile.stays) + 1) // 2
+        if config.schedule == "depth_first":
+            return self._depth_first(config, costs)
         kept = kept_of(asdict(config), self.visits)
         if kept > 1:
             keeping = self._keeping_of(kind, costs)
@@ -95,6 +97,17 @@ class Prices:
         except Exception as error:
             self.errors.append(error)
             return None
+
+    def _depth_first(self, config: RelayConfig, costs: Costs) -> Priced | None:
+        """Price a step that is told by no other one: where micro-batches come one after another, the very step is rehearsed."""
+        layer = 4 * max((unit.gradient_numel for unit in self._rehearsal.parts.layers), default=0)
+        in_core = device_bytes(costs) + self.visits * (
+            _graph_bytes(costs) + slot_bytes(self._rehearsal, config) + layer
+        )
+        if self._most_bytes is not None and in_core > self._most_bytes:
+            return None
+        found = self.rehearse(config, _PASSES)
+        return None if found is None else self.priced(found, config)
 
     def _keeping_of(self, kind: RelayConfig, costs: Costs) -> _Keeping | None:
         """The same step, keeping all graphs, or as many as there is memory for."""

@@ -105,9 +105,10 @@ class Recording:
         return Op(event.kind, event.layer, event.visit, seconds, overhead_s, self._demand[index], (), memory)
 
     def _turns(self, visit: int, group: Sequence[tuple[Event, Op]]) -> tuple[TurnCost, ...]:
-        by_k: dict[int, list[Op]] = defaultdict(list)
+        # All rows are brought before the first layer runs, whenever they are used.
+        by_k: dict[int, list[Op]] = {k: [] for at, k in self._moved["batch"] if at == visit}
         for event, op in group:
-            by_k[event.k].append(op)
+            by_k.setdefault(event.k, []).append(op)
         moved = [self._moved[kind] for kind in ("batch", "fetch", "stash")]
         return tuple(
             TurnCost(k, tuple(self._with_parts(visit, k, ops)), *(bytes_of.get((visit, k), 0) for bytes_of in moved))
@@ -117,7 +118,8 @@ class Recording:
     def _with_parts(self, visit: int, k: int, ops: list[Op]) -> list[Op]:
         """Let gradients that leave apart follow the loss, or the end of a backward and of the shell's before it."""
         losses = [index for index, op in enumerate(ops) if op.kind == "loss"]
-        for number in {visit, *(op.visit for op in ops if op.kind == "backward")}:
+        numbers = {visit, *(op.visit for op in ops if op.kind == "backward")}
+        for number in numbers if ops else ():
             at = losses[-1] if losses and number == visit else -1
             ops[at] = ops[at]._replace(parts=ops[at].parts + tuple(self._parts.get((number, k), ())))
         return ops

@@ -23,7 +23,7 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.virtual_crew import Alone, Company
 from l2l_core.forecast.virtual_lane import VirtualLane
 from l2l_core.forecast.virtual_stash import InMemory
-from l2l_core.rules import MAX_UNDER_WAY, pieces_of_copy, weight_itemsize, weight_slots
+from l2l_core.rules import MAX_UNDER_WAY, gradient_slots, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.shelf import READ_AHEAD
 from l2l_core.trace import Event, MemorySample, Trace
 
@@ -80,7 +80,9 @@ class Replay:
         self._visits: dict[str, list[int]] = defaultdict(list)  # positions in the stays, by layer
         for index, stay in enumerate(profile.stays):
             self._visits[stay.layer].append(index)
+        self._last = {stay.layer: index for index, stay in enumerate(profile.stays) if stay.is_backward}
         self._trained = trained(profile)
+        self._buffers = gradient_slots(config.ahead, config.schedule, len(self._layers) - 1)
         self._due, self._closing = when_due(profile, config)
         self._pushed_s: deque[float] = deque()  # when the gradients that still fill a buffer have left
         self._updated_s: list[float] = []  # when pushed gradients have been used
@@ -109,8 +111,9 @@ class Replay:
                 self._relay(index, at, next(following, None))
                 self._work(turn, index)  # [2]
                 self._park(turn, stay.visit)
-            if is_backward:
+            if self._last.get(stay.layer) == index:
                 self._push(stay.layer)  # [3]
+            if is_backward:
                 self._complete(index)
         self._push(SHELL)
         self._finish()
@@ -215,9 +218,8 @@ class Replay:
         self._d2h.turn(self._t)  # behind the stash, as in `Stash.park`
 
     def _take_buffer(self, layer: str) -> None:
-        """Wait until a gradient buffer is free: there are two of them, or one if nothing overlaps. Frozen layers need none."""
-        # With overlap one gradient may still be leaving, without it none: a bool is 1 or 0.
-        while layer in self._trained and len(self._pushed_s) > self._overlap:
+        """Wait until a gradient buffer is free; frozen layers need none."""
+        while layer in self._trained and len(self._pushed_s) >= self._buffers:
             self._wait(self._pushed_s.popleft())
 
     def _push(self, layer: str) -> None:

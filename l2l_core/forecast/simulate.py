@@ -134,6 +134,13 @@ def _check(profile: Profile, config: RelayConfig, fleet: Fleet) -> None:
             f"their sum: record a step with Workers(reduce={asked!r}), or rehearse one with relay.forecast(batch, "
             f"workers={fleet.count}, reduce={asked!r})"
         )
+    known = profile.settings.get("schedule", "breadth_first")
+    if known != config.schedule or (known == "depth_first" and profile.micro_batches != config.micro_batches):
+        raise ValueError(
+            f"the profile is of {profile.micro_batches} micro-batches with schedule={known!r}, and {config.micro_batches} with "
+            f"schedule={config.schedule!r} take turns otherwise: record a step with these settings, or rehearse one with "
+            "relay.forecast(batch, config)"
+        )
     for name in ("precision", "stash"):
         known, asked = profile.settings.get(name), getattr(config, name)
         if known is not None and known != asked:

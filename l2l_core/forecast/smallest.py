@@ -23,7 +23,7 @@ from l2l_core.trace import format_bytes
 
 # Of the bytes: with overlap, what copies still hold is a matter of timing, and forecasts are exact to so much.
 TIMED = 0.02
-SEARCHED = ("micro_batches", "ahead", "stash", "resident", "keep")  # the last two are 0 where the least is needed
+SEARCHED = ("micro_batches", "ahead", "stash", "resident", "keep", "schedule")  # the least needs none of the last three
 
 
 class Run(NamedTuple):
@@ -158,14 +158,16 @@ def what_fits(price: Price, asked: RelayConfig, rows: int, budget_bytes: int, mo
             known[config] = price(config)
         return known[config]
 
-    counts = counts_from(asked.micro_batches, rows)
+    counts, relayed = counts_from(asked.micro_batches, rows), replace(asked, schedule="breadth_first")
     # Without layers ahead: fewer slots and no room for what moves, so nothing needs less.
-    serial = [_descend(priced, replace(asked, ahead=0, resident=0, keep=0, stash=stash), counts) for stash in IN_MEMORY]
+    serial = [
+        _descend(priced, replace(relayed, ahead=0, resident=0, keep=0, stash=stash), counts) for stash in IN_MEMORY
+    ]
     least = min((found for each in serial for found in _falling(each)), key=_size, default=None)
     if least is None:
         raise ValueError(f"no step could be made with {len(known)} settings from {asked} on")
     fitting = [least] if least.budget_bytes <= budget_bytes else []
-    for config in _ways(asked) if fitting else ():
+    for config in _ways(relayed) if fitting else ():
         largest: Priced | None = None  # micro-batches: fewer of them are never slower
         for found in _descend(priced, config, counts):
             if found.budget_bytes > budget_bytes or time.monotonic() > until_s:

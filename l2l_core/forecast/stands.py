@@ -38,6 +38,11 @@ def representatives(forms: Sequence[Any]) -> Representatives:
     return Representatives(chosen, stands)
 
 
+def each_for_itself(count: int) -> Representatives:
+    """Let every micro-batch of a step stand for itself."""
+    return Representatives(list(range(count)), list(range(count)))
+
+
 def pattern(known: int, count: int) -> list[int]:
     """Say which of `known` micro-batches stands for each of `count` of their size."""
     usual = max(0, min(2, known - 2)) if known > 1 else 0

@@ -30,9 +30,10 @@ def advise(ledger: Ledger, config: RelayConfig, slot_bytes: int, least_bytes: in
         )
     now = ledger.by_category()
     stays_bytes = slot_bytes * config.resident + (now.get("activations", 0) if config.keep else 0)
+    relayed = "" if config.schedule == "breadth_first" else ", schedule='breadth_first'"
     if stays_bytes and stays_bytes >= missing_bytes:
         return (
-            f"Remedy: RelayConfig(resident=0, keep=0) lets no further weights and no graphs stay on the device "
+            f"Remedy: RelayConfig(resident=0, keep=0{relayed}) lets no further weights and no graphs stay on the device "
             f"({format_bytes(stays_bytes)} so far, with the activations at work)."
         )
     stash_bytes = now.get("stash", 0)
