@@ -144,12 +144,14 @@ class Search:
 
         Where with everything on the device, room or not, they would not be faster than `best_s`, they are not looked for.
         """
-        asked = replace(self._wanted.asked, micro_batches=count)
+        yield from self._fitting_as(replace(self._wanted.asked, micro_batches=count), best_s)
+
+    def _fitting_as(self, asked: RelayConfig, best_s: float) -> Iterator[Priced]:
         in_core = self._in_core(asked)
         if in_core is not None and self.room.holds(in_core):
             yield in_core  # nothing that comes and goes can gain on it
         elif asked.schedule == "breadth_first" or "schedule" in self._wanted.free:
-            yield from self._fitting_as(replace(asked, schedule="breadth_first"), best_s)
+            yield from self._fitting_in_relays(replace(asked, schedule="breadth_first"), best_s)
 
     def _in_core(self, asked: RelayConfig) -> Priced | None:
         """The step in which everything stays and micro-batches come one after another; None if what is held forbids it."""
@@ -166,7 +168,7 @@ class Search:
             return None
         return self.price(replace(asked, **changed))  # type: ignore[arg-type]
 
-    def _fitting_as(self, asked: RelayConfig, best_s: float) -> Iterator[Priced]:
+    def _fitting_in_relays(self, asked: RelayConfig, best_s: float) -> Iterator[Priced]:
         fits = False
         for config in self._ways(asked):
             fitting = list(self._staying(config))

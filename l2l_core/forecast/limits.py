@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.simulate import MOST_EVENTS, replayed, simulate
 from l2l_core.forecast.stands import from_the_middle, pattern
 from l2l_core.forecast.stretch import stretch, with_memory
-from l2l_core.rules import kept_of
+from l2l_core.rules import kept_of, weight_slots
 from l2l_core.trace import DISK, OVERLAPPING, Trace, Work, micro_batches_to_hide
 
 _DEEPEST = 1 << 20  # layers; what fits so many has no limit worth a number
@@ -57,13 +57,13 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
     )  # deeper stacks repeat the first of them; forward turns at the last layer
     # A step keeps the graphs of as many layers however deep it is, so that further ones are like those that it recomputes.
     recomputed = keys[: len(keys) - kept_of(profile.settings, len(keys))]
-    slots_bytes = _slots_bytes(profile)
+    slots_bytes = _slots_bytes(profile, len(keys))
     spare.sort(key=lambda key: key not in recomputed)
 
     def fits(depth: int) -> bool:
         more = depth - len(keys)
         copies = {spare[0]: 1 + more} if more >= 0 else dict.fromkeys(spare[:-more], 0)
-        need = walk.rise("device", stands, copies).high + more * slots_bytes
+        need = walk.rise("device", stands, copies).high + slots_bytes(depth)
         if budgets.device_bytes is not None and need > budgets.device_bytes:
             return False
         if budgets.host_bytes is None:
@@ -80,12 +80,15 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
     return low
 
 
-def _slots_bytes(profile: Profile) -> int:
-    """Bytes of the device that a further layer takes all through the step: none in a relay, since it waits for its turn."""
-    if profile.settings.get("schedule", "breadth_first") == "breadth_first":
-        return 0
-    layers = [cost for key, cost in profile.layers.items() if key != SHELL]
-    return max(cost.load_bytes for cost in layers) + max(cost.push_bytes for cost in layers)
+def _slots_bytes(profile: Profile, layers: int) -> Callable[[int], int]:
+    """Say what slots of another depth take more of the device: nothing in a relay, where layers wait for their turn."""
+    settings = profile.settings
+    if settings.get("schedule", "breadth_first") == "breadth_first":
+        return lambda depth: 0
+    costs = [cost for key, cost in profile.layers.items() if key != SHELL]
+    weights, gradient = (max(nbytes) for nbytes in zip(*((c.load_bytes, c.push_bytes) for c in costs), strict=True))
+    slots = weight_slots(settings["ahead"], settings["resident"])
+    return lambda depth: weights * max(0, depth - slots) + gradient * (depth - layers)
 
 
 def hiding_micro_batches(

@@ -17,7 +17,7 @@ from patience import rarely, sampled
 from small import assert_same, whole
 from zoo import BY_NAME, KINDS, Kind
 
-from l2l_core import EmulatedDevice, NothingFits, Relay, RelayConfig
+from l2l_core import DeviceOutOfMemory, EmulatedDevice, NothingFits, Relay, RelayConfig
 from l2l_core.batches import split
 from l2l_core.forecast import Priced, Room, Run
 from l2l_core.forecast.fastest import Search, Wanted
@@ -102,6 +102,10 @@ def test_a_rehearsal_keeps_no_more_than_there_is_memory_for() -> None:
 def made_up(link: float, config: RelayConfig) -> Priced:
     """A step of 16 rows and 8 layers: slots of 50 bytes, graphs of 8 bytes a row, a stash of 2; `link` is seconds per load."""
     rows = -(-16 // config.micro_batches)
+    host = 1000 + 500 * (config.update == "deferred")
+    if config.schedule == "depth_first":
+        nbytes = 50 * (config.ahead + 1 + config.resident) + 30 * 8 + 8 * 8 * rows
+        return Priced(config, nbytes, lambda: Run(16 * (1 + 0.4 / rows) * 24 / 33 + link, host))
     kept = kept_of(asdict(config), 8)
     slots = min(8, weight_slots(config.ahead, config.resident))
     nbytes = 50 * (config.ahead + 1 + config.resident) + 8 * rows + 8 * 16 * (kept - 1)
@@ -109,7 +113,10 @@ def made_up(link: float, config: RelayConfig) -> Priced:
     compute = 16 * (1 + 0.4 / rows) * (3 * kept + 4 * (8 - kept)) / 32
     copies = link * (loads(8, config.ahead, config.resident) + 0.5 * (8 - kept) * (config.stash == "host"))
     seconds = compute + copies if config.ahead == 0 else max(compute, copies) + 0.1 * (slots == 8)
-    return Priced(config, nbytes, lambda: Run(seconds, 1000 + 500 * (config.update == "deferred")))
+    return Priced(config, nbytes, lambda: Run(seconds, host))
+
+
+IN_CORE: dict[str, Any] = {"schedule": "depth_first", "keep": 8, "resident": 6}
 
 
 @pytest.mark.parametrize("budget", [200, 250, 300, 400, 500, 700, 900, 1200, 1500, 2000, 5000])
@@ -124,6 +131,7 @@ def test_the_choice_is_near_the_best_of_all_settings(asked: RelayConfig, link: f
         for count, ahead, stash, keep in product((1, 2, 4, 8, 16), (0, 1, 2), ("device", "host"), range(9))
         for resident in range(8)
     ]
+    every += [made_up(link, RelayConfig(micro_batches=count, **IN_CORE)) for count in (1, 2, 4, 8, 16)]
     fitting = [step for step in every if room.holds(step)]
     assert bool(found) == bool(fitting)
     if found:
@@ -206,9 +214,34 @@ def test_where_everything_fits_a_step_is_one_in_core() -> None:
         relay.step(kind.make_batch(8, 0))
         trace = relay.step(kind.make_batch(8, 0)).trace
         assert sum(e.kind == "load" and e.layer != "shell" for e in trace.events) == depth
-        assert not any(e.kind == "recompute" for e in trace.events)
-    assert "All weights stay on the device during a step, and nothing is recomputed" in str(found)
+        order = [e.k for e in trace.lanes["compute"] if e.kind in ("forward", "loss", "backward")]
+        assert order == sorted(order) and {*order} == {0, 1}
+    assert found.config.schedule == "depth_first" and "through all layers and back one after another" in str(found)
     assert found.better is None and "Next better" not in str(found)
+
+
+def test_a_schedule_that_is_held_stays_and_everything_is_kept_in_it() -> None:
+    kind = BY_NAME["gpt2"]
+    with relay_of(kind, RelayConfig(micro_batches=2)) as relay:
+        found = relay.fit(kind.make_batch(8, 0), fixed=["micro_batches", "schedule"])
+        depth = len(relay.stack)
+        assert (found.config.keep, weight_slots(found.config.ahead, found.config.resident)) == (depth, depth)
+        assert "All weights stay on the device during a step, and nothing is recomputed" in str(found)
+
+
+def test_who_went_depth_first_finds_settings_that_fit_less_room() -> None:
+    kind, batch = MODELS["gpt2"], MODELS["gpt2"].make_batch(8, 0)
+    least, most = budgets_of("gpt2")
+    with relay_of(kind, RelayConfig(micro_batches=2), budget=most, **LINK) as relay:
+        assert relay.fit(batch).config.schedule == "depth_first"
+        found = relay.fit(batch, device_bytes=(least + most) // 2)
+        assert found.config.schedule == "breadth_first" and "schedule='breadth_first'" in str(found)
+        assert relay.step(batch).peak_device_bytes <= (least + most) // 2
+    with relay_of(kind, replace(RelayConfig(**IN_CORE), resident=8), budget=(least + most) // 2, **LINK) as relay:
+        with pytest.raises(DeviceOutOfMemory, match=r"schedule='breadth_first'") as caught:
+            relay.step(batch)
+        relay.config = replace(relay.config, **caught.value.settings)
+        assert relay.step(batch).peak_device_bytes <= (least + most) // 2
 
 
 def test_the_choice_says_why_and_what_the_next_better_one_needs() -> None:

@@ -115,6 +115,18 @@ def test_bytes_before_any_step(name: str, stash: str, ahead: int, precision: str
         assert_bytes(relay, BY_NAME[name].make_batch(6))
 
 
+@pytest.mark.parametrize("micro_batches, ahead", [(1, 1), (3, 1), rarely(3, 0), rarely(4, 2)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "albert", "tied_layers", rarely("t5"), rarely("resnet"), rarely("frozen_prefix")]
+)
+def test_bytes_depth_first(name: str, micro_batches: int, ahead: int) -> None:
+    config = RelayConfig(micro_batches=micro_batches, ahead=ahead, schedule="depth_first", keep=12, resident=12)
+    with relay_of(BY_NAME[name], config) as relay:
+        assert_bytes(relay, BY_NAME[name].make_batch(2 * micro_batches))
+        assert "measured" in relay.forecast(BY_NAME[name].make_batch(2 * micro_batches)).basis
+        assert "rehearsal" in relay.forecast(BY_NAME[name].make_batch(6), replace(config, micro_batches=6)).basis
+
+
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("name", ["albert", "tied_layers"])
@@ -317,6 +329,18 @@ def test_the_largest_depth_fits_and_one_more_does_not(asked_at: int, micro_batch
 @pytest.mark.parametrize("asked_at, keep", [(5, 4), rarely(5, 3), rarely(12, 4), rarely(12, 9)])
 def test_deeper_stacks_keep_no_more_graphs(asked_at: int, keep: int) -> None:
     check_largest_depth(asked_at, RelayConfig(micro_batches=2, resident=2, ahead=1, keep=keep))
+
+
+@pytest.mark.parametrize("asked_at", [4, rarely(2), rarely(12)])
+@pytest.mark.parametrize("resident", [20, 7])
+def test_the_largest_depth_in_core(asked_at: int, resident: int) -> None:
+    """Every further layer takes its gradient and its graph all through the step; and a slot, once there is none to spare."""
+    config = RelayConfig(micro_batches=2, schedule="depth_first", keep=20, resident=20)
+    with chain(9, replace(config, resident=resident)) as nine:
+        budget = nine.forecast(chain_batch(2)).peak_device_bytes + 7
+    with chain(asked_at, replace(config, resident=max(resident, asked_at - 2))) as relay:
+        forecast = relay.forecast(chain_batch(2), device={"memory_bytes": budget})
+    assert forecast.largest_depth == 9
 
 
 def check_largest_depth(asked_at: int, config: RelayConfig) -> None:

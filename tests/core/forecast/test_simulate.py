@@ -24,6 +24,7 @@ KINDS = (
     "spectral_norm_old", "tied_layers", "frozen_prefix", "lora", "lora_tied", "lora_llama", "lora_albert",
 )  # fmt: skip
 kinds = pytest.mark.parametrize("kind", [BY_NAME[name] for name in KINDS], ids=str)
+DEPTH_FIRST: dict[str, Any] = {"schedule": "depth_first", "keep": 12, "resident": 12}
 LANES = ("compute", "h2d", "d2h", "eps")
 
 
@@ -48,7 +49,16 @@ def shape_of(trace: Trace, lane: str) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("ahead, update", [rarely(0, "eager"), (1, "eager"), rarely(1, "deferred"), (2, "eager")])
 def test_a_replay_has_the_same_events_and_bytes(kind: Kind, stash: str, ahead: int, update: str) -> None:
     """Invariant 4, on every lane in order, and every memory sample."""
-    config = RelayConfig(micro_batches=3, stash=stash, ahead=ahead, update=update)
+    check_replay(kind, RelayConfig(micro_batches=3, stash=stash, ahead=ahead, update=update))
+
+
+@kinds
+@pytest.mark.parametrize("ahead, update", [(1, "eager"), rarely(0, "eager"), rarely(1, "deferred")])
+def test_a_replay_depth_first(kind: Kind, ahead: int, update: str) -> None:
+    check_replay(kind, RelayConfig(micro_batches=3, ahead=ahead, update=update, **DEPTH_FIRST))
+
+
+def check_replay(kind: Kind, config: RelayConfig) -> None:
     with both(kind, config) as pair:
         trace = [pair.relay.step(kind.make_batch(7, seed)) for seed in range(3)][-1].trace
         replay = simulate(Profile.of(trace), config, pair.relay.device)
@@ -179,6 +189,19 @@ MACHINE = Machine(flops_per_s=1e9, update_params_per_s=1e6, h2d_bytes_per_s=1e6,
 def formula(depth: int = 4, params: int = 1000, **options: Any) -> Profile:
     sizes = {"tokens": 500, "boundary_bytes": 100, "micro_batches": 2} | options
     return Profile.of_shapes(Shapes(layer_params=[params] * depth, shell_params=10, **sizes), MACHINE)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [RelayConfig(micro_batches=2, keep=12, resident=12), RelayConfig(micro_batches=3, **DEPTH_FIRST)],
+    ids=["breadth first", "other micro-batches"],
+)
+def test_a_step_depth_first_tells_of_no_other_one(config: RelayConfig) -> None:
+    trace = recorded(RelayConfig(micro_batches=2, **DEPTH_FIRST))
+    with pytest.raises(ValueError, match=r"schedule='depth_first'.*record a step with these settings, or rehearse one"):
+        simulate(Profile.of(trace), config)
+    with pytest.raises(ValueError, match="schedule='breadth_first', and 2 with schedule='depth_first'"):
+        simulate(Profile.of(recorded(RelayConfig(micro_batches=2))), RelayConfig(micro_batches=2, **DEPTH_FIRST))
 
 
 def test_compute_by_formula_is_eight_operations_per_token_and_parameter() -> None:
