@@ -14,6 +14,7 @@ last a + b L + c K + d L K; the four are fitted to the least time of every (L, K
     relay device    this relay, stash on the device
     relay host      this relay, stash on the host
     relay kept      this relay with all weights and all graphs on the device: nothing is loaded twice, nothing recomputed
+    relay in core   the same depth first, one micro-batch after another: what config="auto" chooses where everything fits
 
 On a machine with other work, --clock thread counts what the thread that computes spends of the processor (one thread only).
 """
@@ -148,7 +149,8 @@ def make_sides(layers: int, width: int, micro_batches: int, stack: ExitStack) ->
         "floor": Floor(layers, width, batch),
     }
     kept = {"keep": layers, "resident": max(0, layers - 2)}
-    for name, options in {"device": {}, "host": {"stash": "host"}, "kept": kept}.items():
+    ways = {"device": {}, "host": {"stash": "host"}, "kept": kept, "in core": {**kept, "schedule": "depth_first"}}
+    for name, options in ways.items():
         config = RelayConfig(micro_batches=micro_batches, **{"stash": "device", **options})  # type: ignore[arg-type]
         relay = stack.enter_context(Relay(make_model(layers, width), make_optimizer, EmulatedDevice(), config=config))
         relay.step(batch)
