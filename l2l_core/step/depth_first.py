@@ -141,6 +141,7 @@ class DepthFirst(Ground):
             del run  # and the rows
             if not waiting:
                 slots.check()
+                slots.begin_run()
                 self._leave = partial(self._push_behind, store, gradients, self._whole_in_backward())
             learns |= loss.requires_grad
             self._backward(loss)
@@ -230,6 +231,7 @@ class DepthFirst(Ground):
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Back-propagate the micro-batch at work."""
+        self._at = None  # its forward may have run some backward, too
         self._open("loss", SHELL)
         if loss.requires_grad:
             with self._watched():
@@ -263,16 +265,18 @@ class DepthFirst(Ground):
         return _both(self._at_work.backward(), self._watch) if self.stash.metering else nullcontext()
 
     def _whole_in_backward(self) -> list[_Call]:
-        """List the first call of every layer whose gradient is whole when backward has left that."""
+        """List the first call of every layer whose gradient may be whole when backward has left that."""
         first = {call.unit: call for call in reversed(self._calls)}
         alone = [call for unit, call in first.items() if not any(block.shared for block in unit.blocks)]
         return sorted(alone, key=lambda call: call.index)
 
     def _push_behind(self, store: LayerStore, gradients: dict[Unit, Gradient], whole: list[_Call], index: int) -> None:
-        """Push the gradients of layers that were called after the call with this index: they are whole."""
+        """Push the gradients of layers that were called after the call with this index, as far as they are whole."""
         while whole and whole[-1].index > index:
             store.raise_failure()  # of the EPS thread: the rest of backward would be in vain
-            gradients.pop(whole.pop().unit).push()
+            unit = whole.pop().unit
+            if gradients[unit].is_whole:  # older code than the layer's may use its parameters too
+                gradients.pop(unit).push()
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
