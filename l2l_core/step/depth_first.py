@@ -75,7 +75,9 @@ class DepthFirst(Ground):
         self.influence = Influence()
         self._at_work = self.stash.at_work
         self._stay = self._stack.enter_context(ExitStack())  # of layers in their slots: until the end
-        self._stamps: dict[Unit, Sequence[Stamp]] = {self.parts.shell: stamps_of(self.parts.shell.params)}
+        self._stamps: dict[torch.Tensor, Stamp] = {}  # of parameters on the device
+        self._came(self.parts.shell)
+        self._here: set[Unit] = set()  # layers in their slots
         self._calls: list[_Call] = []  # of the micro-batch at work
         self._in_shell = False  # whether its forward runs, and no layer in it
         self._at: _Call | None = None  # the layer in which backward is
@@ -170,7 +172,7 @@ class DepthFirst(Ground):
         self.way = self.way or [call.unit for call in self._calls]
         for unit in dict.fromkeys([self.parts.shell, *(call.unit for call in self._calls)]):
             who = "the model's own code" if unit is self.parts.shell else f"layer {unit.name}"
-            check_stamps(unit.params, self._stamps[unit], who)
+            check_stamps(unit.params, [self._stamps[param] for param in unit.params], who)
         return result
 
     @contextmanager
@@ -210,11 +212,20 @@ class DepthFirst(Ground):
 
     def _have(self, unit: Unit) -> None:
         """Have a layer's weights in their slot, from now on until the end of the step."""
-        if unit in self._stamps:
+        if unit in self._here:
             self.clock.stay += 1
-        else:
-            self._stay.enter_context(self.prefetch.visit(unit))
-            self._stamps[unit] = stamps_of(unit.params)
+            return
+        shared = [(param, param.data) for param in unit.params if param in self._stamps]
+        self._stay.enter_context(self.prefetch.visit(unit))
+        for param, data in shared:  # whoever had it first may have it in a graph
+            param.data = data
+        self._here.add(unit)
+        self._came(unit)
+
+    def _came(self, unit: Unit) -> None:
+        """Remember how a unit's parameters are as they come to the device."""
+        new = [param for param in unit.params if param not in self._stamps]
+        self._stamps.update(zip(new, stamps_of(new), strict=True))
 
     def _mark(self, call: _Call, given: Sequence[torch.Tensor], outputs: Any) -> None:
         """Have it told when backward comes to a layer, and when it leaves it."""
