@@ -16,7 +16,7 @@ layer's are done: then the layer's gradient is whole.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import Node, get_gradient_edge
 
 from l2l_core.config import RelayConfig
 from l2l_core.eps import LayerStore, NonFiniteError
@@ -80,7 +81,8 @@ class DepthFirst(Ground):
         self._here: set[Unit] = set()  # layers in their slots
         self._calls: list[_Call] = []  # of the micro-batch at work
         self._in_shell = False  # whether its forward runs, and no layer in it
-        self._at: _Call | None = None  # the layer in which backward is
+        self._goes_back = False  # whether its backward runs
+        self._at: _Call | None = None  # the layer in which that is
         self._leave: Callable[[int], None] = _nobody_waits
         self._k = NOBODY
         self._stop: Callable[[], None] = lambda: None  # ends the compute event that is open
@@ -139,6 +141,7 @@ class DepthFirst(Ground):
             loss = self._forward(run, ambient, outside) / divisor
             check()
             if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
+                loss = loss.detach()  # its graph makes room for another one
                 raise NonFiniteError(self._explained(loss, run, ambient, outside))
             del run  # and the rows
             if not waiting:
@@ -197,6 +200,8 @@ class DepthFirst(Ground):
         self._stop()
         self._have(unit)
         self._in_shell = False
+        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        before = dict.fromkeys(tensor.grad_fn for tensor in given)  # asked now: the layer may change it in place
         self._open("forward", unit.key, call.index)
         try:
             with self._at_work.turn(NOBODY, unit.key, ()):
@@ -205,9 +210,8 @@ class DepthFirst(Ground):
             self._in_shell = True
             self._stop()
             self._open("shell", SHELL)
-        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         self.influence.note(unit, given, outputs)
-        self._mark(call, given, outputs)
+        self._mark(call, before, outputs)
         return outputs
 
     def _have(self, unit: Unit) -> None:
@@ -215,10 +219,11 @@ class DepthFirst(Ground):
         if unit in self._here:
             self.clock.stay += 1
             return
-        shared = [(param, param.data) for param in unit.params if param in self._stamps]
-        self._stay.enter_context(self.prefetch.visit(unit))
-        for param, data in shared:  # whoever had it first may have it in a graph
-            param.data = data
+        with temporarily_clear_interpreter_stack():  # the call may be in a function under torch.vmap, and this is not
+            shared = [(param, param.data) for param in unit.params if param in self._stamps]
+            self._stay.enter_context(self.prefetch.visit(unit))
+            for param, data in shared:  # whoever had it first may have it in a graph
+                param.data = data
         self._here.add(unit)
         self._came(unit)
 
@@ -227,10 +232,9 @@ class DepthFirst(Ground):
         new = [param for param in unit.params if param not in self._stamps]
         self._stamps.update(zip(new, stamps_of(new), strict=True))
 
-    def _mark(self, call: _Call, given: Sequence[torch.Tensor], outputs: Any) -> None:
-        """Have it told when backward comes to a layer, and when it leaves it."""
-        before = {tensor.grad_fn: None for tensor in given if tensor.requires_grad}
-        made = {leaf.grad_fn: None for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)}
+    def _mark(self, call: _Call, before: Collection[Node | None], outputs: Any) -> None:
+        """Have it told when backward comes to a layer, and when it leaves it for the nodes that were there before."""
+        made = dict.fromkeys(leaf.grad_fn for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor))
         for node in made:
             if node is not None and node not in before:
                 node.register_prehook(partial(self._enters, call))
@@ -242,17 +246,19 @@ class DepthFirst(Ground):
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Back-propagate the micro-batch at work."""
-        self._at = None  # its forward may have run some backward, too
         self._open("loss", SHELL)
-        if loss.requires_grad:
-            with self._watched():
-                run_backward([(get_gradient_edge(loss), torch.ones_like(loss))])
+        self._goes_back = True
+        try:
+            if loss.requires_grad:
+                with self._watched():
+                    run_backward([(get_gradient_edge(loss), torch.ones_like(loss))])
+        finally:
+            self._goes_back, self._at = False, None
         self._stop()
-        self._at = None
 
     def _enters(self, call: _Call, _: object) -> None:
         """Backward comes to what a layer has given out."""
-        if call is self._at:
+        if call is self._at or not self._goes_back:  # a forward differentiates, or somebody does who has kept the graph
             return
         self._stop()
         self._leave(call.index)
@@ -299,16 +305,15 @@ class DepthFirst(Ground):
         """Say where a loss comes from that is not finite: the forward runs once more, as it did."""
         producers: list[str] = []
 
-        def look(unit: Unit, _: nn.Module, given: Any, outputs: Any) -> None:
+        def look(unit: Unit, _: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             if not producers and not all(map(_is_finite, flatten(outputs)[0])):
-                is_whole = all(map(_is_finite, flatten(given)[0]))
-                producers.append(
-                    f"layer {unit.name} ({unit.key})" if is_whole else "the batch or the code before the first layer"
-                )
+                is_whole = all(map(_is_finite, flatten((args, kwargs))[0]))
+                layer = f"layer {unit.name} ({unit.key})"
+                producers.append(layer if is_whole else f"the batch, or the model's own code before {layer}")
 
-        hooks = [unit.module.register_forward_hook(partial(look, unit)) for unit in self.parts.layers]
+        hooks = [unit.module.register_forward_hook(partial(look, unit), with_kwargs=True) for unit in self.parts.layers]
         try:
-            with self._in(ambient, outside), torch.no_grad():
+            with self._in(ambient, outside):
                 run()
         finally:
             for hook in hooks:
