@@ -16,7 +16,7 @@ layer's are done: then the layer's gradient is whole.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import Node, get_gradient_edge
 
 from l2l_core.config import RelayConfig
 from l2l_core.eps import LayerStore, NonFiniteError
@@ -75,10 +76,13 @@ class DepthFirst(Ground):
         self.influence = Influence()
         self._at_work = self.stash.at_work
         self._stay = self._stack.enter_context(ExitStack())  # of layers in their slots: until the end
-        self._stamps: dict[Unit, Sequence[Stamp]] = {self.parts.shell: stamps_of(self.parts.shell.params)}
+        self._stamps: dict[torch.Tensor, Stamp] = {}  # of parameters on the device
+        self._came(self.parts.shell)
+        self._here: set[Unit] = set()  # layers in their slots
         self._calls: list[_Call] = []  # of the micro-batch at work
         self._in_shell = False  # whether its forward runs, and no layer in it
-        self._at: _Call | None = None  # the layer in which backward is
+        self._goes_back = False  # whether its backward runs
+        self._at: _Call | None = None  # the layer in which that is
         self._leave: Callable[[int], None] = _nobody_waits
         self._k = NOBODY
         self._stop: Callable[[], None] = lambda: None  # ends the compute event that is open
@@ -137,10 +141,12 @@ class DepthFirst(Ground):
             loss = self._forward(run, ambient, outside) / divisor
             check()
             if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
+                loss = loss.detach()  # its graph makes room for another one
                 raise NonFiniteError(self._explained(loss, run, ambient, outside))
             del run  # and the rows
             if not waiting:
                 slots.check()
+                slots.begin_run()
                 self._leave = partial(self._push_behind, store, gradients, self._whole_in_backward())
             learns |= loss.requires_grad
             self._backward(loss)
@@ -169,7 +175,7 @@ class DepthFirst(Ground):
         self.way = self.way or [call.unit for call in self._calls]
         for unit in dict.fromkeys([self.parts.shell, *(call.unit for call in self._calls)]):
             who = "the model's own code" if unit is self.parts.shell else f"layer {unit.name}"
-            check_stamps(unit.params, self._stamps[unit], who)
+            check_stamps(unit.params, [self._stamps[param] for param in unit.params], who)
         return result
 
     @contextmanager
@@ -194,6 +200,8 @@ class DepthFirst(Ground):
         self._stop()
         self._have(unit)
         self._in_shell = False
+        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        before = dict.fromkeys(tensor.grad_fn for tensor in given)  # asked now: the layer may change it in place
         self._open("forward", unit.key, call.index)
         try:
             with self._at_work.turn(NOBODY, unit.key, ()):
@@ -202,23 +210,31 @@ class DepthFirst(Ground):
             self._in_shell = True
             self._stop()
             self._open("shell", SHELL)
-        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         self.influence.note(unit, given, outputs)
-        self._mark(call, given, outputs)
+        self._mark(call, before, outputs)
         return outputs
 
     def _have(self, unit: Unit) -> None:
         """Have a layer's weights in their slot, from now on until the end of the step."""
-        if unit in self._stamps:
+        if unit in self._here:
             self.clock.stay += 1
-        else:
+            return
+        with temporarily_clear_interpreter_stack():  # the call may be in a function under torch.vmap, and this is not
+            shared = [(param, param.data) for param in unit.params if param in self._stamps]
             self._stay.enter_context(self.prefetch.visit(unit))
-            self._stamps[unit] = stamps_of(unit.params)
+            for param, data in shared:  # whoever had it first may have it in a graph
+                param.data = data
+        self._here.add(unit)
+        self._came(unit)
 
-    def _mark(self, call: _Call, given: Sequence[torch.Tensor], outputs: Any) -> None:
-        """Have it told when backward comes to a layer, and when it leaves it."""
-        before = {tensor.grad_fn: None for tensor in given if tensor.requires_grad}
-        made = {leaf.grad_fn: None for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)}
+    def _came(self, unit: Unit) -> None:
+        """Remember how a unit's parameters are as they come to the device."""
+        new = [param for param in unit.params if param not in self._stamps]
+        self._stamps.update(zip(new, stamps_of(new), strict=True))
+
+    def _mark(self, call: _Call, before: Collection[Node | None], outputs: Any) -> None:
+        """Have it told when backward comes to a layer, and when it leaves it for the nodes that were there before."""
+        made = dict.fromkeys(leaf.grad_fn for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor))
         for node in made:
             if node is not None and node not in before:
                 node.register_prehook(partial(self._enters, call))
@@ -231,15 +247,18 @@ class DepthFirst(Ground):
     def _backward(self, loss: torch.Tensor) -> None:
         """Back-propagate the micro-batch at work."""
         self._open("loss", SHELL)
-        if loss.requires_grad:
-            with self._watched():
-                run_backward([(get_gradient_edge(loss), torch.ones_like(loss))])
+        self._goes_back = True
+        try:
+            if loss.requires_grad:
+                with self._watched():
+                    run_backward([(get_gradient_edge(loss), torch.ones_like(loss))])
+        finally:
+            self._goes_back, self._at = False, None
         self._stop()
-        self._at = None
 
     def _enters(self, call: _Call, _: object) -> None:
         """Backward comes to what a layer has given out."""
-        if call is self._at:
+        if call is self._at or not self._goes_back:  # a forward differentiates, or somebody does who has kept the graph
             return
         self._stop()
         self._leave(call.index)
@@ -263,16 +282,18 @@ class DepthFirst(Ground):
         return _both(self._at_work.backward(), self._watch) if self.stash.metering else nullcontext()
 
     def _whole_in_backward(self) -> list[_Call]:
-        """List the first call of every layer whose gradient is whole when backward has left that."""
+        """List the first call of every layer whose gradient may be whole when backward has left that."""
         first = {call.unit: call for call in reversed(self._calls)}
         alone = [call for unit, call in first.items() if not any(block.shared for block in unit.blocks)]
         return sorted(alone, key=lambda call: call.index)
 
     def _push_behind(self, store: LayerStore, gradients: dict[Unit, Gradient], whole: list[_Call], index: int) -> None:
-        """Push the gradients of layers that were called after the call with this index: they are whole."""
+        """Push the gradients of layers that were called after the call with this index, as far as they are whole."""
         while whole and whole[-1].index > index:
             store.raise_failure()  # of the EPS thread: the rest of backward would be in vain
-            gradients.pop(whole.pop().unit).push()
+            unit = whole.pop().unit
+            if gradients[unit].is_whole:  # older code than the layer's may use its parameters too
+                gradients.pop(unit).push()
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
@@ -284,16 +305,15 @@ class DepthFirst(Ground):
         """Say where a loss comes from that is not finite: the forward runs once more, as it did."""
         producers: list[str] = []
 
-        def look(unit: Unit, _: nn.Module, given: Any, outputs: Any) -> None:
+        def look(unit: Unit, _: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             if not producers and not all(map(_is_finite, flatten(outputs)[0])):
-                is_whole = all(map(_is_finite, flatten(given)[0]))
-                producers.append(
-                    f"layer {unit.name} ({unit.key})" if is_whole else "the batch or the code before the first layer"
-                )
+                is_whole = all(map(_is_finite, flatten((args, kwargs))[0]))
+                layer = f"layer {unit.name} ({unit.key})"
+                producers.append(layer if is_whole else f"the batch, or the model's own code before {layer}")
 
-        hooks = [unit.module.register_forward_hook(partial(look, unit)) for unit in self.parts.layers]
+        hooks = [unit.module.register_forward_hook(partial(look, unit), with_kwargs=True) for unit in self.parts.layers]
         try:
-            with self._in(ambient, outside), torch.no_grad():
+            with self._in(ambient, outside):
                 run()
         finally:
             for hook in hooks:

@@ -36,6 +36,7 @@ class Settings:
     micro_batches: int = 1
     ahead: int = 1
     stash: str = "device"
+    schedule: str = "breadth_first"
     update: str = "eager"
     meter: str = "on_change"
     optimizer: str = "sgd"

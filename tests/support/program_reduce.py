@@ -92,7 +92,7 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
     changes += [{"rows": now.rows[1:]}] if len(now.rows) > 1 else []
     changes += [{"rows": [4] * len(now.rows)}] if now.rows != [4] * len(now.rows) else []
     changes += [{"micro_batches": k} for k in range(1, now.micro_batches)]
-    for name in ("ahead", "stash", "update", "meter", "optimizer", "seed"):
+    for name in ("ahead", "stash", "schedule", "update", "meter", "optimizer", "seed"):
         if getattr(now, name) != getattr(plain, name):
             changes.append({name: getattr(plain, name)})
     for change in changes:

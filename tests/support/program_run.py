@@ -157,9 +157,13 @@ def differing(one: State, other: State) -> list[str]:
 
 def _config(program: Program) -> RelayConfig:
     chosen = program.settings
+    stay = len(program.layers) if chosen.schedule == "depth_first" else 0
     return RelayConfig(
         micro_batches=chosen.micro_batches,
         ahead=chosen.ahead,
+        keep=stay,
+        resident=max(0, stay - chosen.ahead - 1),
+        schedule=chosen.schedule,  # type: ignore[arg-type]
         stash=chosen.stash,  # type: ignore[arg-type]
         update=chosen.update,  # type: ignore[arg-type]
         meter=chosen.meter,  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
@@ -60,7 +61,7 @@ def draw(seed: int) -> Program:
 
 def _draw_settings(rng: random.Random) -> Settings:
     rows = rng.choice([4, ROWS, 7, 8])
-    return Settings(
+    settings = Settings(
         micro_batches=rng.choice([1, 2, 2, 3, 4]),
         ahead=rng.choice([0, 1, 1, 2]),
         stash=rng.choice(["device", "host"]),
@@ -71,12 +72,23 @@ def _draw_settings(rng: random.Random) -> Settings:
         seed=rng.choice([0, 0, 1]),
         piece_bytes=rng.choice([1 << 14, 64]),
     )
+    # Drawn last, so that a seed that was drawn before there was a choice is still the same program.
+    return replace(settings, schedule="depth_first", stash="device") if rng.random() < 0.25 else settings
+
+
+def drawn(options: argparse.Namespace, seed: int) -> Program:
+    """The program of a seed, in the schedule that was asked for."""
+    program = draw(seed)
+    if options.schedule is None:
+        return program
+    return replace(program, settings=replace(program.settings, schedule=options.schedule, stash="device"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--schedule", help="of all of them, in place of the drawn one")
     parser.add_argument("--seeds", type=int, nargs="+", help="these, in place of --first and --count")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--all", action="store_true", help="a line for every program")
@@ -87,12 +99,12 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="append what was reduced to this file, a line of JSON each")
     options = parser.parse_args()
     if options.show is not None:
-        print(draw(options.show).show())
+        print(drawn(options, options.show).show())
         return 0
     if options.run is not None:
         from program_run import judge
 
-        outcome = judge(draw(options.run))
+        outcome = judge(drawn(options, options.run))
         print(outcome, outcome.trace, sep="\n")
         return int(outcome.is_bad)
     if options.reduce is not None:
@@ -101,7 +113,7 @@ def main() -> int:
 
         with Worker() as worker:
             for seed in options.reduce:
-                program, outcome = reduce(draw(seed), worker.judge)
+                program, outcome = reduce(drawn(options, seed), worker.judge)
                 print(program.show(), outcome, "\n", sep="\n", flush=True)
                 if options.keep:
                     with options.keep.open("a") as file:
@@ -118,7 +130,7 @@ def _run_many(options: argparse.Namespace) -> int:
 
     found: list[Outcome] = []
     seeds = options.seeds or range(options.first, options.first + options.count)
-    for outcome in run_all(map(draw, seeds), options.jobs):
+    for outcome in run_all((drawn(options, seed) for seed in seeds), options.jobs):
         found.append(outcome)
         if outcome.is_bad or options.all:
             print(outcome, flush=True)

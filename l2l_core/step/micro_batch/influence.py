@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.functional import cosine_similarity
 
 from l2l_core.eps.blocks import Unit
@@ -63,8 +64,8 @@ def hidden_states(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.
 
 
 def _is_floating(leaf: Any) -> bool:
-    if not isinstance(leaf, torch.Tensor) or leaf.is_nested:
-        return False
+    if not isinstance(leaf, torch.Tensor) or leaf.is_nested or is_functorch_wrapped_tensor(leaf):
+        return False  # what vmap has made is no tensor any more when that is over
     return leaf.is_floating_point() and leaf.layout is torch.strided
 
 

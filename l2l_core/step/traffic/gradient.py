@@ -125,6 +125,11 @@ class Gradient:
         """Whether gradients are still being taken."""
         return bool(self._ends)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run of backward that asks will add nothing more."""
+        return not any(self._ways.takers.awaits(share.block) for share in self._shares)
+
     def stop(self) -> None:
         """Take no more gradients."""
         for end in self._ends:
@@ -238,6 +243,10 @@ class GradientSlots:
             RuntimeError: names one of them.
         """
         self._ways.takers.check(self._ways.takers.trained)
+
+    def begin_run(self) -> None:
+        """A run of backward begins, in which gradients will be asked whether they are whole."""
+        self._ways.takers.begin_run()
 
     def _next_buffer(self) -> _Buffer:
         buffer = self._buffers[self._next]

@@ -184,4 +184,6 @@ class Prefetch:
 
     def _next_use(self, slot: Slot) -> int:
         rest = self._plan[self._position :]
+        if slot.unit is None:
+            return len(rest) + 1  # before one whose layer the plan does not have: it may compute until the step ends
         return rest.index(slot.unit) if slot.unit in rest else len(rest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from l2l_core.eps.blocks import Block, Unit
 
@@ -32,6 +33,7 @@ class Takers:
         self.trained = {block: block.trained for unit in units for block in unit.blocks}
         self._routes: dict[torch.Tensor, Callable[[torch.Tensor], None]] = {}
         self._standing: dict[torch.Tensor, torch.Tensor] = {}  # places that autograd adds to
+        self._done: set[torch.Tensor] = set()  # in this run of backward, which accumulates into each at most once
         self._handles = [
             block.params[i].register_post_accumulate_grad_hook(self._collect)
             for block, trained in self.trained.items()
@@ -57,7 +59,17 @@ class Takers:
                         "is settled when it begins. Change it between steps, or use Freeze and Unfreeze"
                     )
 
+    def begin_run(self) -> None:
+        """A run of backward begins, of which `awaits` will be asked."""
+        self._done.clear()
+
+    def awaits(self, block: Block) -> bool:
+        """Whether the run of backward that asks has yet to add to a parameter of a block: what uses it may be anywhere."""
+        params = (block.params[i] for i in self.trained[block].indices)
+        return any(_will_come(param) for param in params if param not in self._done)
+
     def _collect(self, param: torch.Tensor) -> None:
+        self._done.add(param)
         grad, stands = param.grad, self._standing.get(param)
         if grad is None or grad is stands:
             return
@@ -102,3 +114,8 @@ class Takers:
         for param in list(self._standing):
             self.lift(param)
         self._routes.clear()
+
+
+def _will_come(param: torch.Tensor) -> bool:
+    """Whether the run of backward that asks leads to a parameter."""
+    return torch._C._will_engine_execute_node(get_gradient_edge(param).node)

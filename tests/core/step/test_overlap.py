@@ -211,11 +211,11 @@ def test_events_of_a_lane_follow_one_another(stash: str, ahead: int) -> None:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """At every event, over the storages themselves: activations, stash and batch, as they are and as they are booked."""
-    from l2l_core.step import stage
+    from l2l_core.step import ground
 
     stashes_made: list[Any] = []
     pairs: list[tuple[int, int]] = []
-    original, make = Meter.sample, stage.Stash
+    original, make = Meter.sample, ground.Stash
 
     def sample(meter: Meter) -> None:
         physical = sum(
@@ -225,7 +225,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         pairs.append((physical, sum(n for name, n in booked.items() if name not in ("weights", "gradients"))))
         original(meter)
 
-    monkeypatch.setattr(stage, "Stash", lambda *a, **o: stashes_made.append(make(*a, **o)) or stashes_made[-1])
+    monkeypatch.setattr(ground, "Stash", lambda *a, **o: stashes_made.append(make(*a, **o)) or stashes_made[-1])
     monkeypatch.setattr(Meter, "sample", sample)
     return pairs
 
