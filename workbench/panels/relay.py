@@ -181,6 +181,7 @@ class RelayPanel(Panel):
             resident=settings["resident"],
             keep=settings["keep"],
             stash=settings["stash"],
+            schedule=settings.get("schedule", "breadth_first"),
             before=self._before(keys),
             live=True,
         )
