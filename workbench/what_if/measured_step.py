@@ -17,8 +17,8 @@ class DepthFirstStep(ValueError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"{name} runs depth first: every layer stays on the device, and micro-batches pass one after another, so its costs say "
-            "nothing of slots or of micro-batches that share a visit. Questions about these need a step with "
+            f"{name} runs depth first: every layer stays on the device, and micro-batches pass one after another, so its costs "
+            "say nothing of slots or of micro-batches that share a visit. Questions about these need a step with "
             "schedule='breadth_first', as after session.reconfigure(schedule='breadth_first')"
         )
 
