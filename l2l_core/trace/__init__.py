@@ -17,6 +17,8 @@ from l2l_core.trace.events import Failed as Failed
 from l2l_core.trace.events import MemorySample as MemorySample
 from l2l_core.trace.events import Worker as Worker
 from l2l_core.trace.result import StepResult as StepResult
+from l2l_core.trace.roofline import ALL_PHASES as ALL_PHASES
+from l2l_core.trace.roofline import MIDDLE as MIDDLE
 from l2l_core.trace.roofline import OVERLAPPING as OVERLAPPING
 from l2l_core.trace.roofline import PHASES as PHASES
 from l2l_core.trace.roofline import Roofline as Roofline

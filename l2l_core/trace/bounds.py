@@ -12,7 +12,7 @@ from typing import Any
 
 from l2l_core.trace.events import DISK, NETWORK, Event, Recorded
 from l2l_core.trace.phases import IDLE, OTHERS, Phase, cuts_of
-from l2l_core.trace.roofline import OVERLAPPING, Seconds, Work
+from l2l_core.trace.roofline import ALL_PHASES, Seconds, Work
 from l2l_core.trace.words import format_bytes, time_words
 
 SMALL = 0.05  # a share of a phase that is not worth a sentence
@@ -35,14 +35,14 @@ class Bound:
     """What one phase of a step was waiting for; `str` makes a sentence of it.
 
     Attributes:
-        phase: one of `PHASES`.
+        phase: one of `ALL_PHASES`.
         span_s: length of the phase in seconds.
         busy_s: by lane, seconds of the phase in which it worked.
         lane: what binds the phase: the lane that exposes most, "others" if compute waited mostly for other workers to come,
             "idle" if it did while no lane worked; "compute" if none comes to 5 % of the phase.
         exposed_s: seconds in which that lane worked and compute did not; for "idle" and "others", in which no lane worked.
         idle_s: seconds in which compute did not work, for whatever reason.
-        floor_s: the roofline of the phase: the busiest lane in forward and backward; in fill and tail, which are chains,
+        floor_s: the roofline of the phase: the busiest lane in forward, middle and backward; in fill and tail, which are chains,
             the time in which any lane worked.
         advice: what would help, with a number, or why nothing would.
         settings: the same as values for `RelayConfig`, empty if no setting helps. "micro_batches" counts micro-batches of
@@ -149,7 +149,7 @@ class _Adviser:
             return _advise_others(phase.waited_s), {}
         if lane == "reduce" and self.settings.get("reduce") == "ordered" and self.micro_batches > 1:
             return f"Workers(reduce='sum') would send 1/{self.micro_batches} of it, and not give one worker's bits", {}
-        if lane == IDLE and phase.name in OVERLAPPING:
+        if lane == IDLE and phase.name in ALL_PHASES[1:-1]:
             return "overhead between operations, not the link; larger micro-batches make it count for less", {}
         if lane == IDLE:
             return "work that no lane records, such as waking a thread", {}
@@ -187,6 +187,9 @@ class _Adviser:
         if needed is None:
             return self._advise_growing(lane, load)
         faster = f", or {self._faster(lane, load)}," if needed > _FAR * self.micro_batches else ""
+        if self.settings.get("schedule") == "depth_first":  # further ones have the weights already, and push nothing
+            times = f"{needed / self.micro_batches:.3g} times the rows"
+            return f"micro-batches of {times}{faster} would hide it: one alone computes meanwhile", {}
         more = f"{_count(needed)} of this size instead of {self.micro_batches}"
         times = f"{needed / self.micro_batches:.3g} times the batch"
         return f"{more}{faster} would hide it ({times})", {"micro_batches": needed}

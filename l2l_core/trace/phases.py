@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from l2l_core.trace.events import NETWORK, Event
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
-from l2l_core.trace.roofline import OVERLAPPING, PHASES, turn_of, visits_of
+from l2l_core.trace.roofline import ALL_PHASES, last_turn_of, turn_of, visits_of
 from l2l_core.trace.waits import wait_before
 
 IDLE = "idle"  # what binds a phase when compute waits and no lane works
@@ -21,13 +21,13 @@ def cuts_of(lanes: Mapping[str, Sequence[Event]]) -> Iterator[tuple[str, float, 
     if not events:
         return
     groups = visits_of(lanes["compute"])
-    turn = turn_of(groups)
+    turn, last_turn = turn_of(groups), last_turn_of(groups)
     times = [min(e.start_s for e in events)]
-    times += [groups[i][0].start_s for i in (1, turn) if i < len(groups)]
+    times += [groups[i][0].start_s for i in (1, turn, last_turn) if i < len(groups)]
     if turn < len(groups):  # otherwise nothing says that compute is over: a forward pass, or a step under way
         times.append(max(e.stop_s for e in lanes["compute"] if e.kind != "update"))  # a plan updates on the device
     times.append(max(e.stop_s for e in events))
-    for name, start_s, stop_s in zip(PHASES, times, times[1:], strict=False):
+    for name, start_s, stop_s in zip(ALL_PHASES, times, times[1:], strict=False):
         if start_s < stop_s:
             yield name, start_s, stop_s
 
@@ -59,7 +59,7 @@ class Phase:
         self.exposed_s[IDLE] = max(0.0, self.span_s - worked_s - self.exposed_s[OTHERS])
         self.waited_s = self._waits_by_last(lanes, window)
         # a chain has nothing to overlap with, so at best some lane works all the time
-        self.floor_s = max(self.busy_s.values()) if name in OVERLAPPING else worked_s
+        self.floor_s = max(self.busy_s.values()) if name in ALL_PHASES[1:-1] else worked_s
 
     def _exposed_s(self, union: list[Interval]) -> float:
         return max(0.0, measure(union) - measure(intersect(union, self._union["compute"])))

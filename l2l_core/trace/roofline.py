@@ -6,6 +6,7 @@ The phases of a step follow one another without gaps::
 
     fill      until the first layer computes: the shell and the first layer load, the batch is copied
     forward   until the turn
+    middle    depth first, until the last micro-batch turns; otherwise there is none
     backward  until compute ends
     tail      the last gradients are pushed, the last layers updated
 
@@ -13,7 +14,11 @@ The turn is where the visit of the layer begins that back-propagates first. In t
 micro-batches take turns; counted to backward, both phases consist of whole visits, and so grow in proportion to the
 number of micro-batches.
 
-The formula: forward and backward take as long as their busiest lane, backward also counts the EPS; fill and tail are
+Depth first every micro-batch has a turn. Loads can hide under the forward of the first one alone, pushes and updates under the
+backward of the last: these are the phases forward and backward, and what is between them is the middle, which grows with the
+number of micro-batches.
+
+The formula: forward, middle and backward take as long as their busiest lane, backward also counts the EPS; fill and tail are
 chains, in which every piece waits for the one before it. The overlap assumed is that of L2L-p, Pudipeddi et al.,
 https://arxiv.org/abs/2002.05645.
 """
@@ -29,8 +34,10 @@ from typing import Any
 
 from l2l_core.trace.events import Event, Recorded
 
-PHASES = ("fill", "forward", "backward", "tail")
-OVERLAPPING = ("forward", "backward")  # the others are chains
+MIDDLE = "middle"
+PHASES = ("fill", "forward", "backward", "tail")  # of any step
+ALL_PHASES = ("fill", "forward", MIDDLE, "backward", "tail")
+OVERLAPPING = ("forward", "backward")  # fill and tail are chains
 SHELL = "shell"
 
 Seconds = Mapping[str, float]  # by lane
@@ -54,6 +61,13 @@ def turn_of(groups: Sequence[Sequence[Event]]) -> int:
     return next(turns, len(groups))
 
 
+def last_turn_of(groups: Sequence[Sequence[Event]]) -> int:
+    """Find the index in `visits_of` of the group in which the last micro-batch turns; depth first each has a turn of its own."""
+    kinds = [[event.kind for event in group] for group in groups]
+    turns = (i for i, of in enumerate(kinds) if i and of[0] == "forward" and {"loss", "backward"} & {*of})
+    return max(turns, default=turn_of(groups))
+
+
 class Work:
     """The work of a step by the visit where it belongs, whenever it was done.
 
@@ -63,13 +77,14 @@ class Work:
 
     Attributes:
         groups: events by lane.
-        turn: index of the visit that back-propagates first; that of the tail if none does.
+        turn, last_turn: index of the visit that back-propagates first, and of the one in which the last micro-batch turns; that
+            of the tail if none does.
         early: layers whose gradients come before the last.
     """
 
     def __init__(self, lanes: Mapping[str, Sequence[Event]], settings: Mapping[str, Any]) -> None:
         visits = visits_of(lanes["compute"])
-        self.turn = turn_of(visits)
+        self.turn, self.last_turn = turn_of(visits), last_turn_of(visits)
         self.deferred = settings.get("update") == "deferred"
         self._starts = [visit[0].start_s for visit in visits[1:]]
         self._starts_of = defaultdict(list)  # the same by layer
@@ -85,8 +100,9 @@ class Work:
             self.groups[self._group_of(event)][event.lane].append(event)
 
     def in_phase(self, name: str) -> list[dict[str, list[Event]]]:
-        """Return the visits of "forward" or "backward"."""
-        return self.groups[1 : self.turn] if name == "forward" else self.groups[self.turn : -1]
+        """Return the visits of "forward", the middle or "backward"."""
+        spans = {"forward": (1, self.turn), MIDDLE: (self.turn, self.last_turn), "backward": (self.last_turn, -1)}
+        return self.groups[slice(*spans[name])]
 
     def _group_of(self, event: Event) -> int:
         last = len(self._starts)  # visit, from 1; the next group is the tail
@@ -118,7 +134,7 @@ class Roofline:
         busy_s: by phase and lane, the seconds of work.
         fill_s: before the first layer can compute; nothing hides it.
         tail_s: from the end of compute until the last update; nothing hides it.
-        visits_s: of forward and backward, the sum over visits of the busiest lane. One layer ahead, copies can hide only
+        visits_s: of forward, middle and backward, the sum over visits of the busiest lane. One layer ahead, copies can hide only
             under the visit before (loads) or after (pushes) the one they are for, so this is at least the phase's own.
     """
 
@@ -133,6 +149,11 @@ class Roofline:
         return max(self.busy_s["forward"].values())
 
     @property
+    def middle_s(self) -> float:
+        """The busiest lane of the middle."""
+        return max(self.busy_s[MIDDLE].values())
+
+    @property
     def backward_s(self) -> float:
         """The busiest lane of backward, the EPS among them."""
         return max(self.busy_s["backward"].values())
@@ -140,13 +161,13 @@ class Roofline:
     @property
     def step_s(self) -> float:
         """The roofline of the step, per phase."""
-        return self.fill_s + self.forward_s + self.backward_s + self.tail_s
+        return self.fill_s + self.forward_s + self.middle_s + self.backward_s + self.tail_s
 
     @property
     def by_visit_s(self) -> float:
         """The roofline of the step, per visit."""
         backward_s = max(self.visits_s["backward"], self.busy_s["backward"]["eps"])
-        return self.fill_s + self.visits_s["forward"] + backward_s + self.tail_s
+        return self.fill_s + self.visits_s["forward"] + self.visits_s[MIDDLE] + backward_s + self.tail_s
 
     @property
     def serial_s(self) -> float:
@@ -174,10 +195,11 @@ def roofline(trace: Recorded, figures: Mapping[str, Any] | None = None) -> Roofl
     if not work.in_phase("backward"):
         raise ValueError(f"{trace!r} is not a whole training step: it has no layer's visit with a loss or backward")
     fill, *_, tail = work.groups
-    visits = {phase: [_priced(group, price) for group in work.in_phase(phase)] for phase in OVERLAPPING}
+    whole = ALL_PHASES[1:-1]
+    visits = {phase: [_priced(group, price) for group in work.in_phase(phase)] for phase in whole}
     busy_s = {
         "fill": _priced(fill, price),
-        **{phase: {lane: math.fsum(v[lane] for v in visits[phase]) for lane in fill} for phase in OVERLAPPING},
+        **{phase: {lane: math.fsum(v[lane] for v in visits[phase]) for lane in fill} for phase in whole},
         "tail": _priced(tail, price),
     }
     visits_s = {p: math.fsum(max(v["compute"], v["h2d"], v["d2h"]) for v in each) for p, each in visits.items()}

@@ -152,7 +152,7 @@ class RelayPanel(Panel):
             budget_bytes=now.budget_bytes,
             idle=moment is None,
         )
-        self._picture.value = relay_html(moment or Moment(), scene)
+        self._picture.value = relay_html(moment or Moment(schedule=now.config.schedule), scene)
         if moment is not None:
             self._fold.show(lambda: relay_table(moment, keys))
 
@@ -181,6 +181,7 @@ class RelayPanel(Panel):
             resident=settings["resident"],
             keep=settings["keep"],
             stash=settings["stash"],
+            schedule=settings.get("schedule", "breadth_first"),
             before=self._before(keys),
             live=True,
         )

@@ -26,6 +26,7 @@ from workbench.session import Snapshot
 from workbench.what_if import (
     CONFIG,
     Answer,
+    DepthFirstStep,
     Guess,
     KnownSteps,
     MeasuredStep,
@@ -131,13 +132,14 @@ class WhatIfPanel(Panel):
         self._now, self._line.value = now, self._said
         self._rehearse.layout.display = "none" if now.last is not None else ""
         following = Question.next_of(now)
-        if (now.branch, now.shown, following) == self._told:
+        told = now.branch, now.shown, following, now.config.schedule
+        if told == self._told:
             return
         if now.state == "running" and now.branch == self._branch and time.monotonic() < self._next_s:
             return  # the newest step is looked at when it is due, or when the run is over
         if now.branch != self._branch:
             self._branch, self._error, self._foreseen = now.branch, "", None
-        self._told = now.branch, now.shown, following
+        self._told = told
         self._next_s = time.monotonic() + max(PACE_S, self._cost_s / SHARE)
         self._forecasts.ask(self._foresee)
         if self._view is not None:
@@ -194,6 +196,8 @@ class WhatIfPanel(Panel):
         began_s = time.thread_time()
         try:
             now = self._now  # once: `draw` replaces it while this thread works
+            if now.config.schedule == "depth_first":
+                raise DepthFirstStep("The next step")
             last, foreseen = self._ask(Question.next_of(now))
             # of the same branch, since `draw` forgets what was foreseen on another one; and at least one step later
             if last is not None and self._foreseen is not None and self._foreseen[1:] < (now.branch, now.step):
@@ -203,6 +207,10 @@ class WhatIfPanel(Panel):
             said = f"<br>{escape(self._error or foreseen.basis)}"
             self._said = f'<div class="l2l-forecast">{words}<span class="l2l-caption">{said}</span></div>'
             self._fit.show(self._what_fits(now, foreseen))
+        except DepthFirstStep as why_not:
+            self._foreseen, self._error = None, ""
+            self._said = f'<div class="l2l-forecast"><span class="l2l-caption">{escape(str(why_not))}.</span></div>'
+            self._fit.show(None)
         except Exception as error:
             self._said = failure_html(f"The next step cannot be forecast: {error}", traceback.format_exc())
         self._line.value, self._cost_s = self._said, time.thread_time() - began_s

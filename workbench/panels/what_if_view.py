@@ -12,8 +12,17 @@ from workbench.panels.fold import Fold
 from workbench.panels.latest import Latest
 from workbench.panels.panel import failure_html
 from workbench.panels.what_if_controls import Controls
-from workbench.pictures import Picture, round_up
-from workbench.what_if import Answer, Question, changed_settings, differences, draw_what_if, row_of, what_if_table
+from workbench.pictures import Picture, Table, round_up
+from workbench.what_if import (
+    Answer,
+    DepthFirstStep,
+    Question,
+    changed_settings,
+    differences,
+    draw_what_if,
+    row_of,
+    what_if_table,
+)
 
 Ask = Callable[[Question], tuple[Answer | None, Answer]]
 
@@ -72,9 +81,12 @@ class View:
         self._moved()
         self.refresh()
 
-    def still(self) -> Picture:
-        """Return picture and table of the present question."""
-        was, now = self._ask(self.controls.question())
+    def still(self) -> Picture | Table:
+        """Return picture and table of the present question, or the words why it has no answer."""
+        try:
+            was, now = self._ask(self.controls.question())
+        except DepthFirstStep as why_not:
+            return _said(why_not)
         return Picture(draw_what_if(row_of(was) if was else None, row_of(now)), what_if_table(was, now))
 
     def _show(self) -> None:
@@ -86,8 +98,16 @@ class View:
             self._picture.value = draw_what_if(row_of(was) if was else None, row_of(now), self._span_s)
             self._words.value = words_html(was, now)
             self._fold.show(lambda: what_if_table(was, now))
+        except DepthFirstStep as why_not:
+            said = _said(why_not)
+            self._picture.value, self._words.value = "", f'<p class="l2l-caption">{escape(said.note)}</p>'
+            self._fold.show(lambda: said)
         except Exception as error:
             self._words.value = failure_html(f"This cannot be answered: {error}", traceback.format_exc())
+
+
+def _said(why_not: DepthFirstStep) -> Table:
+    return Table("What if, in figures", ("figure", ""), [], f"{why_not}.")
 
 
 def words_html(was: Answer | None, now: Answer) -> str:

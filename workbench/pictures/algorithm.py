@@ -8,7 +8,7 @@ from l2l_core.trace import LANES
 from workbench.pictures import svg
 from workbench.pictures.theme import GREY, LANE_NAMES, kind_colour
 from workbench.pictures.words import say, shorten, turn_of
-from workbench.readings import LINES, Moment, Numbers, line_words, short_name
+from workbench.readings import Moment, Numbers, line_words, lines_of, short_name
 
 _LINE, _SIZE = 16.6, 11.0  # px from line to line, and of the words
 _WIDE = 0.6  # of its size is a character of fixed width
@@ -18,7 +18,7 @@ def draw_algorithm(x: float, top: float, width: float, moment: Moment, numbers: 
     """Draw the lines, the one that runs on a bar, and the lanes below them."""
     parts = [say(x, 20, "algorithm", size=15, strong=True)]
     beside = dict(moment.beside)
-    for number, line in enumerate(LINES):
+    for number, line in enumerate(lines_of(moment.schedule)):
         y = top + 4 + number * _LINE
         here = number == moment.line
         if here:
@@ -26,7 +26,7 @@ def draw_algorithm(x: float, top: float, width: float, moment: Moment, numbers: 
         elif number in beside:
             parts.append(svg.rect(x, y + 3, 4, 10.6, fill=_lane_colour(moment, beside[number])))
         style = "code strong" if here else "code" if number in beside else "code dim"
-        words, begins = line_words(number, moment.graph_kept), x + 9 + line.depth * 13
+        words, begins = line_words(number, moment.graph_kept, moment.schedule), x + 9 + line.depth * 13
         size = min(_SIZE, (x + width - begins) / (_WIDE * len(words)))
         parts.append(say(begins, y + 12, words, size=round(size, 1), style=style))
     return [*parts, *_lanes(x, moment, numbers)]

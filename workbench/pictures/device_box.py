@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from l2l_core.trace import CATEGORIES, format_bytes
 from workbench.pictures import svg
 from workbench.pictures.theme import BLUE, CATEGORY_COLOURS, GREY, VERMILION, ink_on, kind_colour
@@ -28,12 +30,12 @@ def draw_device(
         svg.rect(x, y, width, height, style="card", r=6),
     ]
     slots = moment.slots or (Slot(None, 0.0),) * 2  # before the first step: as many as the default settings have
-    shown = slots[:_MOST_SLOTS]
+    shown = _shown(slots, moment)
     columns = 1 if len(shown) <= 5 else 2
     rows = -(-len(shown) // columns)
     pitch, wide = 128.0 / rows, (width - 16) / columns
-    for j, slot in enumerate(shown):
-        column, row = divmod(j, rows)
+    for place, (j, slot) in enumerate(shown):
+        column, row = divmod(place, rows)
         parts += _draw_slot(
             x + 8 + column * wide, y + 8 + row * pitch, wide - 4 * (columns - 1), pitch - 5, j, slot, moment, numbers
         )
@@ -42,7 +44,10 @@ def draw_device(
             say(x + width - 10, y + 136, f"and {len(slots) - len(shown)} more", size=9, anchor="end", style="dim")
         )
     parts += _draw_gradients(x + 10, y + 138, width - 20, moment, numbers)
-    parts += draw_stash(x + 10, y + 176, width - 20, moment, "device")
+    if moment.schedule == "depth_first":
+        parts += _draw_graphs(x + 10, y + 176, width - 20, moment, len(numbers))
+    else:
+        parts += draw_stash(x + 10, y + 176, width - 20, moment, "device")
     parts += _draw_memory(x + 10, y + 217, width - 20, moment, budget_bytes)
     work = moment.lanes.get("compute")
     runs = work is not None and work.layer == "shell"
@@ -52,13 +57,21 @@ def draw_device(
     return parts
 
 
+def _shown(slots: Sequence[Slot], moment: Moment) -> Sequence[tuple[int, Slot]]:
+    """The slots that there is room for, with their numbers: the first ones; the one at work comes last if it is none of them."""
+    shown = list(enumerate(slots[:_MOST_SLOTS]))
+    rest = [(j, slot) for j, slot in enumerate(slots) if j >= _MOST_SLOTS]
+    at_work = [one for one in rest if one[1].layer is not None and one[1].layer in (moment.layer, moment.waits_for)]
+    return [*shown[: _MOST_SLOTS - 1], *at_work[:1]] if at_work else shown
+
+
 def _draw_slot(
     x: float, y: float, width: float, height: float, number: int, slot: Slot, moment: Moment, numbers: Numbers
 ) -> list[str]:
     """One weight slot: its letter, the layer in it, and what that layer does."""
     narrow, low = width < 160, height < 50
     middle = y + height / 2
-    letter = chr(ord("A") + number)
+    letter = chr(ord("A") + number) if number < 26 else str(number)
     parts = [svg.rect(x, y, width, height, style="well", r=4)]
     computes = slot.layer is not None and slot.layer == moment.layer
     colour = kind_colour("backward" if moment.kind == "backward" else "forward") if computes else BLUE
@@ -133,14 +146,19 @@ def _draw_turns(x: float, y: float, width: float, moment: Moment, colour: str) -
 
 
 def _draw_gradients(x: float, y: float, width: float, moment: Moment, numbers: Numbers) -> list[str]:
-    """Two places: the gradient that is being added up, and the one that leaves."""
+    """Two places: the gradient that is being added up, with those that wait for more, and the one that leaves."""
     parts = [say(x, y + 16, "gradient", size=11, style="dim")]
     wide = (width - 56) / 2 - 3
     leaving = moment.leaving[0] if moment.leaving else None
     more = f" +{len(moment.leaving) - 1}" if len(moment.leaving) > 1 else ""
+    others = len(moment.gathered)
+    adding = f"{others} wait" if others else ""
+    if moment.adding:
+        name = short_name(moment.adding, numbers)
+        adding = f"adds {name} +{others}" if others else f"adds up {name}"
     for j, (words, share) in enumerate(
         (
-            (f"adds up {short_name(moment.adding, numbers)}" if moment.adding else "", 1.0),
+            (adding, 1.0),
             (
                 f"{short_name(leaving.layer, numbers)} leaves{more}" if leaving else "",
                 1 - leaving.share if leaving else 0.0,
@@ -153,6 +171,18 @@ def _draw_gradients(x: float, y: float, width: float, moment: Moment, numbers: N
             parts.append(svg.rect(left, y + 19, wide * share, 5, fill=VERMILION))
             parts.append(say(left + wide / 2, y + 14, shorten(words, 14), size=12, strong=True, anchor="middle"))
     return parts
+
+
+def _draw_graphs(x: float, y: float, width: float, moment: Moment, layers: int) -> list[str]:
+    """How many layers have the graph of the micro-batch at work."""
+    wide = width - 56 - 96
+    share = min(1.0, moment.graphs / max(1, layers))
+    return [
+        say(x, y + 10, "graphs", size=11, style="dim"),
+        svg.rect(x + 56, y, wide, 12, style="well"),
+        *([svg.rect(x + 56, y, wide * share, 12, fill=CATEGORY_COLOURS["activations"])] if share else []),
+        say(x + width, y + 10, f"{moment.graphs} of {layers} layers", size=11, anchor="end"),
+    ]
 
 
 def _draw_memory(x: float, y: float, width: float, moment: Moment, budget_bytes: int | None) -> list[str]:

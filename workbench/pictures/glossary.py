@@ -20,6 +20,8 @@ GLOSSARY: Mapping[str, str] = {
     "layers ahead": "how many layers are loaded while another one computes; each takes one more slot on the device",
     "layers that stay": "further layers that the device has room for; the last ones of forward are not loaded again for backward",
     "graphs kept": "how many of the last layers keep what backward needs, and are not computed a second time",
+    "depth first": "a schedule in which nothing gives way: a micro-batch runs through all layers and back before the next one "
+    "begins; only the first one's forward hides loads, and only the last one's backward hides pushes",
     "hidden": "a copy is hidden while the device computes at the same time; the rest is exposed, and makes the step longer",
     "compute-bound": "the device hardly ever waits: a faster link would not help",
     "link-bound": "the device waits for copies: more micro-batches per visit, or a faster link, would help",

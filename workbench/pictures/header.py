@@ -134,6 +134,7 @@ def _settings(now: Snapshot) -> dict[str, object]:
     stays = {"layers that stay": config.resident, "graphs kept": config.keep}
     return {
         "micro-batches": config.micro_batches,
+        **({"schedule": "depth first"} if config.schedule == "depth_first" else {}),
         "layers ahead": config.ahead,
         **{words: count for words, count in stays.items() if count},
         "stash on": config.stash,

@@ -1,4 +1,4 @@
-"""A strip on the time axis that says which layer computes when: forward, then backward."""
+"""A strip on the time axis that says which layer computes when: forward, then backward; depth first, by turns."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from workbench.readings import Columns, Numbers, short_name
 
 HEIGHT = 17.0  # px
 LETTER = 6.6  # px, of a digit
+_APART = 68.0  # px, from one word under the strip to the next
 EVERY = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
@@ -65,8 +66,10 @@ class _Visits:
         kind = columns.kind[compute]
         backward = kind == kinds.get("backward", -1)
         events = np.flatnonzero((backward | (kind == kinds.get("forward", -1))) & (columns.visit[compute] >= 0))
-        # `unique` gives the first events by number of the visit; sorted, they are in order of time again
-        first = events[np.sort(np.unique(columns.visit[compute[events]], return_index=True)[1])]
+        # `unique` gives the first events by number of stay and visit; sorted, they are in order of time again. By both: at the
+        # turn of a relay two visits take turns in one stay, and depth first all micro-batches have visits of the same numbers
+        numbered = np.column_stack([columns.stay[compute[events]], columns.visit[compute[events]]])
+        first = events[np.sort(np.unique(numbered, axis=0, return_index=True)[1])]
         starts_s = columns.start_s[compute[first]]
         end_s = columns.stop_s[compute[events]].max(initial=0.0)
         edges = time.first + (np.append(starts_s, end_s) - time.low) * (time.last - time.first) / (time.high - time.low)
@@ -75,9 +78,10 @@ class _Visits:
         return _Visits(edges[:-1], edges[1:], backward[first], layer, number, columns.layers, names)
 
     def goes_on(self) -> NDArray[np.bool_]:
-        """(visits,): whether the layer is the one before, as it is where forward turns into backward."""
+        """(visits,): whether the layer is the one before, as it is where forward turns into backward; not the other way round."""
+        same = (self.layer[1:] == self.layer[:-1]) & (self.backward[1:] >= self.backward[:-1])
         # cut, since of no visits `append` would still make one
-        return np.append(False, self.layer[1:] == self.layer[:-1])[: len(self.layer)]
+        return np.append(False, same)[: len(self.layer)]
 
     def centres(self) -> NDArray[np.float64]:
         """(visits,), px: of a layer that goes on, the middle of both visits."""
@@ -92,13 +96,16 @@ class _Visits:
     def draw(self, top: float, left: float, right: float, every: int) -> Iterator[str]:
         """What lies between two pixels."""
         starts, ends = np.clip(self.left, left, right), np.clip(self.right, left, right)
-        for word, which in (("forward", ~self.backward), ("backward", self.backward)):
-            seen = which & (ends > starts)
-            if not seen.any():
+        turns = np.flatnonzero(np.diff(self.backward)) + 1
+        named_px = -np.inf
+        for run in np.split(np.arange(len(starts)), turns):
+            seen = run[ends[run] > starts[run]]
+            if not len(seen):
                 continue
-            colour, begin = KIND_COLOURS[word], starts[seen].min()
-            yield rect(begin, top, ends[seen].max() - begin, HEIGHT, fill=colour)
-            if begin < right - 60 and self.left[which].min() >= left:
+            word, begin = "backward" if self.backward[run[0]] else "forward", starts[seen[0]]
+            yield rect(begin, top, ends[seen[-1]] - begin, HEIGHT, fill=KIND_COLOURS[word])
+            if begin < right - 60 and self.left[run[0]] >= left and begin >= named_px + _APART:
+                named_px = begin
                 yield text(begin, top + HEIGHT + 12, f"{word} →", style="small dim")
         borders = starts[1:][(self.left[1:] > left) & (self.left[1:] < right)]
         if len(borders) and np.median(self.right - self.left) >= 3:

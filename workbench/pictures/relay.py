@@ -85,6 +85,7 @@ def _halves(moment: Moment, scene: Scene) -> tuple[Moment, list[str], list[str]]
     if scene.idle:
         moment = Moment(
             micro_batches=moment.micro_batches,
+            schedule=moment.schedule,
             slots=(Slot(None, 0.0),) * len(moment.slots),
             host=moment.host,
             device_peak_bytes=moment.device_peak_bytes,
@@ -147,12 +148,14 @@ def _draw_link(moment: Moment, numbers: Numbers) -> list[str]:
     loading = next((slot for slot in moment.slots if slot.layer is not None and slot.share < 1), None)
     leaving = moment.leaving[0] if moment.leaving else None
     parts = [say(x + width / 2, 20, "link", size=15, strong=True, anchor="middle")]
-    shown = (
+    depth_first = moment.schedule == "depth_first"
+    shown = [
         ("load", h2d, loading.layer if loading else None, BLUE, 1),
         ("push", d2h, leaving.layer if leaving else None, VERMILION, -1),
-        ("batch" if h2d is not None and h2d.kind == "batch" else "fetch", h2d, None, PURPLE, 1),
-        ("stash", d2h, None, PURPLE, -1),
-    )
+        ("batch" if depth_first or (h2d is not None and h2d.kind == "batch") else "fetch", h2d, None, PURPLE, 1),
+    ]
+    if not depth_first:  # otherwise nothing is stashed
+        shown.append(("stash", d2h, None, PURPLE, -1))
     for row, (kind, work, under_way, colour, way) in enumerate(shown):
         y = _TOP + 46 + row * 62
         moves = work is not None and work.kind == kind
@@ -232,16 +235,19 @@ def relay_table(moment: Moment, keys: Sequence[str]) -> Table:
             (f"slot {chr(ord('A') + j) if j < 26 else j}", f"{call(slot.layer)}{share}" if slot.layer else "empty")
         )
     rows.append(("gradient adds up", call(moment.adding) or "none"))
+    if moment.gathered:
+        rows.append(("gradient waits for further micro-batches", ", ".join(map(call, moment.gathered))))
     rows.append(
         ("gradient leaves", ", ".join(f"{call(g.layer)} {100 * g.share:.0f} %" for g in moment.leaving) or "none")
     )
     rows.append(("updated", f"{len(moment.updated)} of {len(keys)}"))
-    rows.append(("stashed inputs", str(moment.stashed)))
+    of_graphs = ("layers with a graph", f"{moment.graphs} of {len(keys)}")
+    rows.append(("stashed inputs", str(moment.stashed)) if moment.schedule == "breadth_first" else of_graphs)
     for place, used in (("device", moment.device), ("host", moment.host)):
         stash = f", stash {format_bytes(used['stash'])}" if used.get("stash") else ""
         rows.append((f"{place} memory", f"{format_bytes(sum(used.values()))}{stash}"))
     if moment.line is not None:
-        rows.append(("algorithm", line_words(moment.line, moment.graph_kept)))
+        rows.append(("algorithm", line_words(moment.line, moment.graph_kept, moment.schedule)))
     title = f"{event_of(moment)}, {format_seconds(moment.t_s)}" if moment.phase != "idle" else "no step"
     return Table(title, ("what", "state"), rows)
 

@@ -18,7 +18,7 @@ from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks
 from workbench.pictures.theme import LANE_NAMES, VERMILION, kind_colour
 from workbench.pictures.timeline_sheet import LANE, LEFT, RIGHT, TOP, WIDTH, Sheet
-from workbench.pictures.timeline_words import ROOM, draw_figures, draw_legend, draw_said, percent
+from workbench.pictures.timeline_words import draw_figures, draw_legend, draw_said, percent, room_of
 from workbench.readings import (
     Bars,
     Columns,
@@ -59,7 +59,7 @@ def draw_timeline(
     reach_s = max([now.end_s, now_s or 0.0, *([before.end_s] if before is not None else [])])
     axis = Scale(0.0, span_s or round_up(reach_s), LEFT, RIGHT)
     sheet = Sheet(now.lanes)
-    height = sheet.said + (ROOM if said else 0)
+    height = sheet.said + room_of(said)
     parts = [*_draw_wells(sheet, LEFT, RIGHT)]
     if before is not None and now_s is not None:
         cursor = axis(min(now_s, axis.high))  # left of it, the ghost is covered by the colour of the page

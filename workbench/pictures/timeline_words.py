@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from l2l_core.trace import LANES, NETWORK, PHASES
+from l2l_core.trace import ALL_PHASES, LANES, MIDDLE, NETWORK
 from workbench.pictures import svg
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour
@@ -14,7 +14,6 @@ from workbench.readings import Columns, TimelineSummary
 
 LINE, SLOT = 15, 35  # px: from line to line and from phase to phase of what is said
 COLUMNS = 132  # characters that fit beside a phase's name
-ROOM = len(PHASES) * SLOT + 10  # px, for what is said
 
 
 def draw_legend(y: float, *shown: Columns | None) -> Iterator[str]:
@@ -59,20 +58,31 @@ def _draw_figure(left: float, y: float, name: str, value: str, is_hatched: bool)
     yield f'<g font-size="19">{svg.text(x, y + 23, value, style="strong")}</g>'
 
 
+def room_of(said: Sequence[str]) -> int:
+    """Return the height in px of what is said; what is not there yet has its place, too."""
+    return len(_places(said)) * SLOT + 10 if said else 0
+
+
+def _places(said: Sequence[str]) -> Sequence[str]:
+    """The phases that have a place: a middle has one only where it is spoken of, as depth first."""
+    return [name for name in ALL_PHASES if name != MIDDLE or any(one.startswith(f"{MIDDLE}: ") for one in said)]
+
+
 def draw_said(said: Sequence[str], top: float) -> Iterator[str]:
     """One sentence per phase, each phase at its own place, two lines at most."""
     taken: set[int] = set()
+    phases = _places(said)
     for sentence in said:
         name, _, rest = sentence.partition(": ")
-        free = (i for i in range(len(PHASES)) if i not in taken)
-        slot = PHASES.index(name) if name in PHASES else next(free, len(PHASES))
-        if slot in taken or slot == len(PHASES):
+        free = (i for i in range(len(phases)) if i not in taken)
+        slot = phases.index(name) if name in phases else next(free, len(phases))
+        if slot in taken or slot == len(phases):
             continue
         taken.add(slot)
         y = top + slot * SLOT + 22
-        if name in PHASES:
+        if name in phases:
             yield svg.text(LEFT - 8, y, name, anchor="end", style="strong")
-        for i, line in enumerate(wrap(rest if name in PHASES else sentence, COLUMNS, max_lines=2, placeholder=" …")):
+        for i, line in enumerate(wrap(rest if name in phases else sentence, COLUMNS, max_lines=2, placeholder=" …")):
             yield svg.text(LEFT, y + i * LINE, line)
 
 

@@ -4,8 +4,8 @@ May import the engine.
 Begin reading at `columns.py`, `busy.py`, `moments.py`.
 """
 
-from workbench.readings.algorithm import LINES as LINES
 from workbench.readings.algorithm import line_words as line_words
+from workbench.readings.algorithm import lines_of as lines_of
 from workbench.readings.bars import Bars as Bars
 from workbench.readings.bars import make_bars as make_bars
 from workbench.readings.bars import make_hatched as make_hatched

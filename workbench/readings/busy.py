@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace import OVERLAPPING, PHASES
+from l2l_core.trace import ALL_PHASES, OVERLAPPING
 from workbench.readings.columns import Columns
 
 Intervals = tuple[
@@ -99,10 +99,13 @@ def phases_of(columns: Columns) -> list[tuple[str, float, float]]:
     times = [float(columns.start_s.min())]
     times += [float(start_s[visits[0]])] if len(visits) else []
     if len(turns):
-        times.append(float(start_s[visits[np.searchsorted(visits, turns[0], side="right") - 1]]))
+        stays = np.searchsorted(visits, turns, side="right") - 1
+        goes_on = is_kind(columns, compute[visits[stays]], ("forward",))  # as `last_turn_of` has it
+        last = stays[goes_on][-1] if goes_on.any() else stays[0]
+        times += [float(start_s[visits[stay]]) for stay in (stays[0], last)]
         times.append(float(columns.stop_s[compute[~is_kind(columns, compute, ("update",))]].max()))
     times.append(columns.end_s)
-    return [cut for cut in zip(PHASES, times, times[1:], strict=False) if cut[1] < cut[2]]
+    return [cut for cut in zip(ALL_PHASES, times, times[1:], strict=False) if cut[1] < cut[2]]
 
 
 def visits_on(columns: Columns, compute: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -28,7 +28,7 @@ class Gradient(NamedTuple):
 class Whereabouts(NamedTuple):
     """Gradients at one time, as in `Moment`; by key."""
 
-    adding: str | None
+    adding: tuple[str, ...]
     leaving: tuple[Travel, ...]
     arrived: frozenset[str]
     updated: tuple[str, ...]
@@ -41,13 +41,22 @@ class Gradients:
         events, visits, pushes: of the step.
         live: whether it is still under way, so that pushes are still to come.
         frozen: layers that were not pushed in the step before.
+        gather: whether those of all layers add up on the device until the last micro-batch, as depth first.
     """
 
     def __init__(
-        self, events: Events, visits: Visits, pushes: Copies, live: bool, frozen: Collection[int] = ()
+        self,
+        events: Events,
+        visits: Visits,
+        pushes: Copies,
+        live: bool,
+        frozen: Collection[int] = (),
+        gather: bool = False,
     ) -> None:
         self._keys, self._pushes = events.keys, pushes
-        self._gradients = list(_follow(events, visits, pushes, live, frozen))
+        follow = _gather if gather else _follow
+        self._gradients = list(follow(events, visits, pushes, live, frozen))
+        self._most = len(self._gradients) if gather else LAST
         self._begun_s = [one.begun_s for one in self._gradients]
         updates = events.of_layers("update")
         updates = updates[np.argsort(events.stop_s[updates], kind="stable")]
@@ -59,17 +68,17 @@ class Gradients:
 
     def at(self, t_s: float) -> Whereabouts:
         """Say where the gradients are at a time."""
-        adding, leaving = None, []
+        adding, leaving = [], []
         stop = int(np.searchsorted(self._begun_s, t_s, side="right"))
-        for one in self._gradients[max(0, stop - LAST) : stop]:
+        for one in self._gradients[max(0, stop - self._most) : stop]:
             if t_s < one.complete_s:
-                adding = self._keys[one.layer]
+                adding.append(self._keys[one.layer])
             elif t_s < one.gone_s:
                 share = self._pushes.share(one.push, t_s) if one.push >= 0 else 0.0
                 leaving.append(Travel(self._keys[one.layer], share))
         updated = tuple(self._updates[: int(np.searchsorted(self._update_stop_s, t_s, "right"))])
         arrived = frozenset(self._arrivals[: int(np.searchsorted(self._arrival_s, t_s, "right"))])
-        return Whereabouts(adding, tuple(leaving), arrived.difference(updated), updated)
+        return Whereabouts(tuple(adding), tuple(leaving), arrived.difference(updated), updated)
 
 
 def _follow(events: Events, visits: Visits, pushes: Copies, live: bool, frozen: Collection[int]) -> Iterator[Gradient]:
@@ -89,3 +98,19 @@ def _follow(events: Events, visits: Visits, pushes: Copies, live: bool, frozen: 
             yield Gradient(begun_s, over_s, max(gone_s, over_s), layer, push)
         elif live and number + 2 >= len(visits.layers) and layer not in frozen:  # its push is not seen yet
             yield Gradient(begun_s, over_s, np.inf, layer, -1)
+
+
+def _gather(events: Events, visits: Visits, pushes: Copies, live: bool, frozen: Collection[int]) -> Iterator[Gradient]:
+    """The gradients where micro-batch after micro-batch adds to all of them, in the order in which they come to be."""
+    push_of = {layer: push for push, layer in enumerate(pushes.layers)}
+    rows = events.of_layers("backward")
+    ranks = events.rank[rows]
+    for at in np.sort(np.unique(ranks, return_index=True)[1]).tolist():
+        layer, begun_s = int(ranks[at]), float(events.start_s[rows[at]])
+        push = push_of.get(layer, -1)
+        if push >= 0:
+            over_s = float(events.stop_s[rows[ranks == layer]].max())
+            gone_s = float(pushes.stop_s[push]) if pushes.share(push, np.inf) >= 1.0 else np.inf
+            yield Gradient(begun_s, over_s, max(gone_s, over_s), layer, push)
+        elif live and layer not in frozen:
+            yield Gradient(begun_s, np.inf, np.inf, layer, -1)

@@ -10,7 +10,8 @@ loss, the backward of each layer above the graphs of those below it, and the upd
 Measured against `InCore.measure_peak_bytes` for GPT-2 (with and without dropout), BERT, Llama, an MLP and a
 convolutional stack, 1 to 4 micro-batches, the stash on either side, AdamW (fused) and SGD: off by -1.3 % to +3.5 %, most
 by less than 0.5 %. From a relay in bfloat16 the float32 graphs are guessed by a factor: off by -10 % to +18 %. Not counted:
-temporaries of an optimizer that is not fused. On a GPU samples carry the host's times and events the GPU's, so graphs
+temporaries of an optimizer that is not fused. A step depth first has the graphs of a micro-batch alive at once, as in core: its
+samples are the measure. On a GPU samples carry the host's times and events the GPU's, so graphs
 are told apart less well there; that was not measured.
 """
 
@@ -60,16 +61,22 @@ def estimate_bytes(trace: Trace, weight_bytes: int, gradient_bytes: Mapping[str,
     columns = Columns.of(trace)
     gradients = sum(gradient_bytes.values())
     fixed = weight_bytes + _most(columns, "host", "optimizer") + batch_bytes(trace)
+    if trace.settings.get("schedule") == "depth_first":  # in core already, but for the optimizer
+        return fixed + gradients + round(_factor(trace) * _most(columns, "device", "activations"))
     graphs = _Graphs.of(columns, on_host=trace.settings.get("stash") == "host")
     if graphs is None:
         return fixed + gradients
-    factor = BF16_FACTOR if trace.settings.get("precision") == "bf16" else 1.0
+    factor = _factor(trace)
     trained = np.array([gradient_bytes.get(columns.layers[layer], 0) for layer in graphs.layer])
     above = np.append(np.cumsum(trained[::-1])[::-1][1:], 0)  # gradients that exist when a layer's backward begins
     several = graphs.micro_batches > 1  # then those of the first one are all there
     at_backward = factor * graphs.at_backward + (gradients if several else above)
     at_loss = factor * graphs.at_loss + (gradients if several else 0)
     return fixed + round(max(float(at_backward.max()), at_loss, gradients))
+
+
+def _factor(trace: Trace) -> float:
+    return BF16_FACTOR if trace.settings.get("precision") == "bf16" else 1.0
 
 
 @dataclass(frozen=True)

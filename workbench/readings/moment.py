@@ -52,15 +52,18 @@ class Moment:
         k, micro_batches: the micro-batch, -1 if none or all together, and how many there are.
         kind: "forward", "backward" or "loss": what compute did last.
         adding: the layer whose gradient is being added up on the device.
+        gathered: further layers whose gradients are there, to which micro-batches are still to add; depth first only.
         leaving: gradients on the device that are complete, in the order in which they leave.
         arrived: layers whose gradient waits in the EPS for their update.
         eps_layer, eps_kind: what the EPS works on: "reduce", "update" or "clip".
         updated: layers updated so far in this step, in order.
         stashed, stash: layer inputs that wait for their recompute, and at which place.
+        graphs: layers that have the graph of the micro-batch at work; depth first only, where nothing is stashed.
         device, host: bytes in use by category.
         device_peak_bytes: the most bytes on the device so far known.
         stash_peak_bytes: the most stash at either place so far known.
-        line: of the algorithm, index into `LINES`, None without an event.
+        schedule: as in `RelayConfig`: which algorithm it is.
+        line: of that, index into its lines, None without an event.
         beside: lines that other lanes are at, with the lane.
         graph_kept: whether compute is in backward, in a layer that need not be recomputed.
     """
@@ -77,6 +80,7 @@ class Moment:
     micro_batches: int = 1
     kind: str = ""
     adding: str | None = None
+    gathered: tuple[str, ...] = ()
     leaving: tuple[Travel, ...] = ()
     arrived: frozenset[str] = frozenset()
     eps_layer: str | None = None
@@ -84,10 +88,12 @@ class Moment:
     updated: tuple[str, ...] = ()
     stashed: int = 0
     stash: str = "device"
+    graphs: int = 0
     device: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
     device_peak_bytes: int = 0
     stash_peak_bytes: int = 0
+    schedule: str = "breadth_first"
     line: int | None = None
     beside: tuple[tuple[int, str], ...] = ()
     graph_kept: bool = False

@@ -40,7 +40,7 @@ class Moments:
     Args:
         columns: events and samples of the step.
         keys: the stack, in order.
-        micro_batches, ahead, resident, keep, stash: settings of the step; micro-batches are counted if not given.
+        micro_batches, ahead, resident, keep, stash, schedule: settings of the step; micro-batches are counted if not given.
         before: the step before, of the same stack: it says how many bytes a layer loads and in which order layers come.
             As `Moments` it need not be prepared again for each frame.
         live: whether the step is still under way, so that `columns` holds only what is over.
@@ -56,12 +56,13 @@ class Moments:
         resident: int = 0,
         keep: int = 0,
         stash: str = "device",
+        schedule: str = "breadth_first",
         before: Moments | Columns | None = None,
         live: bool = False,
     ) -> None:
-        self.keys, self.live, self.stash = tuple(keys), live, stash
+        self.keys, self.live, self.stash, self.schedule = tuple(keys), live, stash, schedule
         if isinstance(before, Columns):
-            before = Moments(before, keys, ahead=ahead, resident=resident) if live else None
+            before = Moments(before, keys, ahead=ahead, resident=resident, schedule=schedule) if live else None
         self._earlier = earlier = before if live else None
         self._columns, self._events = columns, Events(columns, self.keys)
         self.count = len(self._events)
@@ -70,12 +71,14 @@ class Moments:
 
         self._loads = Copies(self._events, "load")
         self._pushes = Copies(self._events, "push")
-        self._visits = Visits(self._events, live, earlier._visits if earlier else None)
+        depth_first = schedule == "depth_first"
+        alike = earlier._visits if earlier and earlier.schedule == schedule else None
+        self._visits = Visits(self._events, live, alike, self.micro_batches if depth_first else 1)
         self._residency = Residency(self._loads, weight_slots(ahead, resident))
         self._kept = Kept(self._events, self._loads, keep, ahead, resident)
         # Visited in backward and not pushed: of such a layer no push is still to come.
         frozen = {*earlier._visits.layers}.difference(earlier._pushes.layers) if earlier else ()
-        self._gradients = Gradients(self._events, self._visits, self._pushes, live, frozen)
+        self._gradients = Gradients(self._events, self._visits, self._pushes, live, frozen, gather=depth_first)
         self._stashed = Stashed(self._events, self.micro_batches, live)
 
         self._passes = self._events.of_kind("forward", "backward", "loss")
@@ -102,6 +105,7 @@ class Moments:
             resident=settings.get("resident", 0),
             keep=settings.get("keep", 0),
             stash=settings.get("stash", "device"),
+            schedule=settings.get("schedule", "breadth_first"),
         )
 
     def visits(self) -> list[int]:
@@ -123,6 +127,8 @@ class Moments:
         runs = self._events.of_kind("backward")
         if not len(runs):
             return max(0, self.count // 2)
+        if self.schedule == "depth_first":  # before, nothing is pushed
+            runs = runs[self._events.k[runs] == self._events.k[runs].max()]
         runs = runs[len(runs) // 4 : max(len(runs) * 3 // 4, len(runs) // 4 + 1)]
         candidates = np.arange(runs[0], runs[-1] + 1)
         times = self._events.start_s[candidates]
@@ -157,6 +163,11 @@ class Moments:
         if phase not in ("tail", "idle"):
             computing = self._visits.computing(t_s, {slot.layer: slot.share for slot in slots})
         gradients, eps = self._gradients.at(t_s), lanes["eps"]
+        at_work = (
+            gradients.adding if self.schedule == "breadth_first" else (computing.layer,) if kind == "backward" else ()
+        )
+        adding = next((key for key in gradients.adding if key in at_work), None)
+        waiting = self._stashed.at(t_s)
         line = self._line(i) if phase != "idle" else None
         if self.live and kind:  # what happens in a moment's time is not known, so the line follows the layer
             line = self._line(self._last_pass(i))
@@ -170,21 +181,24 @@ class Moments:
             slots=slots,
             layer=computing.layer,
             waits_for=computing.waits_for,
-            k=-1 if computing.layer is None else 0 if computing.is_first and k >= 0 else k,
+            k=-1 if computing.layer is None else computing.first_k if computing.first_k is not None and k >= 0 else k,
             micro_batches=self.micro_batches,
             kind=kind,
-            adding=gradients.adding,
+            adding=adding,
+            gathered=tuple(key for key in gradients.adding if key != adding),
             leaving=gradients.leaving,
             arrived=gradients.arrived,
             eps_layer=eps.layer if eps is not None else None,
             eps_kind=eps.kind if eps is not None else "",
             updated=gradients.updated,
-            stashed=self._stashed.at(t_s),
+            stashed=waiting if self.schedule == "breadth_first" else 0,
             stash=self.stash,
+            graphs=waiting if self.schedule == "depth_first" else 0,
             device=self._bytes("device", t_s),
             host=self._bytes("host", t_s),
             device_peak_bytes=self._peaks.device,
             stash_peak_bytes=self._peaks.stash,
+            schedule=self.schedule,
             line=line,
             graph_kept=phase == "backward" and self._is_kept(self._last_pass(i), i, computing.layer),
             beside=tuple(sorted((number, lane) for number, lane in beside.items() if number != line)),
@@ -220,7 +234,7 @@ class Moments:
         return Work(*events.words(row), int(events.k[row]), int(events.nbytes[row]), progress)
 
     def _line(self, row: int) -> int | None:
-        return line_of(*self._events.words(row), row >= self._turn_row) if row >= 0 else None
+        return line_of(*self._events.words(row), row >= self._turn_row, self.schedule) if row >= 0 else None
 
     def _bytes(self, place: str, t_s: float) -> dict[str, int]:
         j = int(np.searchsorted(self._sample_s[place], t_s, side="right")) - 1

@@ -12,11 +12,11 @@ from workbench.readings.events import Events
 
 
 class Computing(NamedTuple):
-    """The layer that computes, the one that compute waits for, and whether its first event is still to come."""
+    """The layer that computes, the one that compute waits for, and the micro-batch with which it begins if that is to come."""
 
     layer: str | None
     waits_for: str | None = None
-    is_first: bool = False
+    first_k: int | None = None
 
 
 class Visits:
@@ -26,6 +26,7 @@ class Visits:
         events: of the step.
         live: whether the step is still under way, so that visits are still to come.
         earlier: visits of the step before, which come in the same order.
+        rounds: how often a step goes down the stack and back.
 
     Attributes:
         rows: (visits,), the event with which each one begins.
@@ -34,7 +35,7 @@ class Visits:
         expected: likewise, of visits that are still to come.
     """
 
-    def __init__(self, events: Events, live: bool, earlier: Visits | None) -> None:
+    def __init__(self, events: Events, live: bool, earlier: Visits | None, rounds: int = 1) -> None:
         self._keys, self._live, self._earlier = events.keys, live, earlier
         rows = events.of_layers("forward", "backward")
         firsts = np.flatnonzero(np.append(True, np.diff(events.stay[rows]) != 0)[: len(rows)])
@@ -42,11 +43,12 @@ class Visits:
         self.start_s = events.start_s[self.rows]
         self.stop_s = np.maximum.reduceat(events.stop_s[rows], firsts) if len(firsts) else events.stop_s[rows]
         self.layers: list[int] = events.rank[self.rows].tolist()
+        self._k: list[int] = events.k[self.rows].tolist()
         self.expected: list[int] = []
         if live:  # as in the step before, or down the stack and back
             depth = len(self._keys)
             # depth - 2: the last layer's visit is its forward and its backward.
-            plan = earlier.layers if earlier else [*range(depth), *range(depth - 2, -1, -1)]
+            plan = earlier.layers if earlier else [*range(depth), *range(depth - 2, -1, -1)] * rounds
             self.expected = plan[len(self.layers) :]
 
     @cached_property
@@ -68,5 +70,10 @@ class Visits:
             return Computing(key if key in shares else None)
         coming = self._keys[following[0]]
         if shares.get(coming, 0.0) >= 1.0 and j >= 0:
-            return Computing(coming, is_first=True)
+            return Computing(coming, first_k=self._k_of(j + 1))
         return Computing(None, coming)
+
+    def _k_of(self, j: int) -> int:
+        """The micro-batch with which a visit begins; of one that is still to come, as in the step before."""
+        ks = self._k if j < len(self._k) or self._earlier is None else self._earlier._k
+        return ks[j] if j < len(ks) else 0

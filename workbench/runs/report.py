@@ -64,6 +64,30 @@ WORDS = {
 }
 
 
+class Schedule(NamedTuple):
+    """What a page says of steps of a schedule: of a run with them, of the device during one, of what fills that."""
+
+    lead: str
+    device: str
+    memory: str
+
+
+SCHEDULES = {
+    "breadth_first": Schedule(
+        "Trained by a layer relay: one layer at a time is on the device, all others wait in host memory.",
+        "which holds only a few. Layers are loaded in the order of the algorithm, run every micro-batch, and give way to the "
+        "next.",
+        "The device needs room for the layers that are there just now, whatever the depth of the model.",
+    ),
+    "depth_first": Schedule(
+        "Trained depth first: during a step all layers are on the device, between two steps they rest in host memory.",
+        "which holds all of them. A micro-batch runs through all layers, and back, before the next one begins. During the first "
+        "one's forward the layers are loaded, during the last one's backward their gradients leave.",
+        "The device needs room for weights and gradients of all layers, and for the graph of one micro-batch.",
+    ),
+}
+
+
 class Card(NamedTuple):
     """A figure to see first."""
 
@@ -122,8 +146,10 @@ def render_report(runs: Sequence[RecordedRun]) -> str:
 def _render(named: Sequence[Named], when: str = "began") -> str:
     """The page; `when`: what its runs did at the time that they tell."""
     script = _page("player.js")
+    schedules = {_schedule_of(one.now.last) for one in named if one.now.last is not None}
     return _template().render(
         title=named[0].run.title if len(named) == 1 else f"{len(named)} runs side by side",
+        lead=SCHEDULES[min(schedules, default="breadth_first")].lead,  # of both, the relay's
         style=_page("report.css"),
         script=script,
         # The page's Content-Security-Policy lets the script with this hash run, and no other.
@@ -224,6 +250,7 @@ def _step(now: Snapshot) -> Context:
         if len(frames.frames) < frames.events
         else ""
     )
+    schedule = SCHEDULES[_schedule_of(trace)]
     drawn = draw_memory(
         Columns.of(trace), keys=trace.names, budget_bytes=now.budget_bytes, in_core_bytes=now.in_core_bytes
     )
@@ -234,9 +261,15 @@ def _step(now: Snapshot) -> Context:
         "first": frames.frame(frames.start) if frames.frames else ("", "", ""),
         "packed": frames.pack(),
         "sampled": sampled,
+        "device_words": schedule.device,
+        "memory_words": schedule.memory,
         "timeline": show_timeline(trace),
         "memory": Picture(drawn, memory_table(trace, now.in_core_bytes)),
     }
+
+
+def _schedule_of(trace: Trace) -> str:
+    return str(trace.settings.get("schedule", "breadth_first"))
 
 
 def _heat(now: Snapshot) -> list[Any]:

@@ -15,6 +15,7 @@ from workbench.what_if.fitting import fitting as fitting
 from workbench.what_if.guess import Guess as Guess
 from workbench.what_if.guess import guess as guess
 from workbench.what_if.known_steps import KnownSteps as KnownSteps
+from workbench.what_if.measured_step import DepthFirstStep as DepthFirstStep
 from workbench.what_if.measured_step import MeasuredStep as MeasuredStep
 from workbench.what_if.picture import draw_what_if as draw_what_if
 from workbench.what_if.picture import row_of as row_of

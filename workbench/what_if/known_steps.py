@@ -45,7 +45,7 @@ class KnownSteps:
             like = shown.branch, layers, now.shell_trained, batch_bytes(trace)
             if like != self._like:
                 self._traces, self._bases, self._like = {}, {}, like
-            kind = tuple(trace.settings.get(name) for name in _KIND)
+            kind = tuple(trace.settings.get(name) for name in ("schedule", *_KIND))
             self._traces.pop(kind, None)  # otherwise it would keep its place in the order
             self._traces[kind] = trace
             while len(self._traces) > _MOST:
@@ -55,7 +55,11 @@ class KnownSteps:
             self._names[id(trace)] = now.name_of(shown)
 
     def last(self) -> Answer | None:
-        """Return the last step, as measured; None if there is none."""
+        """Return the last step, as measured; None if there is none.
+
+        Raises:
+            DepthFirstStep: it was one.
+        """
         with self._lock:
             trace = next(reversed(self._traces.values()), None)
         if trace is None:
@@ -65,10 +69,17 @@ class KnownSteps:
         return self._last
 
     def nearest(self, question: Question) -> MeasuredStep | None:
-        """Find the step whose settings are nearest to those of a question, the newest of several; None if none is known."""
+        """Find the step whose settings are nearest to those of a question, the newest of several; None if none is known.
+
+        Of steps that ran depth first it is the last resort.
+
+        Raises:
+            DepthFirstStep: no other one is known.
+        """
 
         def far(trace: Trace) -> tuple[bool, ...]:
-            return tuple(trace.settings.get(name) != getattr(question, name) for name in _KIND)
+            asked = (trace.settings.get(name) != getattr(question, name) for name in _KIND)
+            return trace.settings.get("schedule") == "depth_first", *asked
 
         with self._lock:
             # Of those that are equally far `min` takes the first, and so the newest.

@@ -12,6 +12,17 @@ from l2l_core.rules import kept_of, weight_share
 from workbench.what_if.kept_graphs import with_kept_graphs
 
 
+class DepthFirstStep(ValueError):
+    """A step that ran depth first, or will, has no slots and no turns of micro-batches that a what-if could ask about."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} runs depth first: every layer stays on the device, and micro-batches pass one after another, so its costs "
+            "say nothing of slots or of micro-batches that share a visit. Questions about these need a step with "
+            "schedule='breadth_first', as after session.reconfigure(schedule='breadth_first')"
+        )
+
+
 class MeasuredStep:
     """The costs of a step, its trace if it was one that ran, and what it is called."""
 
@@ -24,12 +35,15 @@ class MeasuredStep:
 
         Raises:
             TypeError: `step` is nothing of a step.
-            ValueError: the trace holds no whole training step.
+            ValueError: the trace holds no whole training step, or (`DepthFirstStep`) one that ran depth first.
         """
         if isinstance(step, MeasuredStep):
             return step
         if isinstance(step, Trace):
-            return MeasuredStep(Profile.of(step), step, name or f"step {step.step + 1}")
+            name = name or f"step {step.step + 1}"
+            if step.settings.get("schedule") == "depth_first":
+                raise DepthFirstStep(name)
+            return MeasuredStep(Profile.of(step), step, name)
         if isinstance(step, Profile):
             return MeasuredStep(step)
         raise TypeError(f"{step!r} is not a step: give the Trace of a finished one (StepResult.trace), or a Profile")
