@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 StashPlace = Literal["device", "host", "disk"]
@@ -88,9 +88,9 @@ class RelayConfig:
             few buffers to a scratch file in the folder of a `FileShelf`, which the relay must have.
         schedule: what comes first. ``"breadth_first"``, the relay: a layer runs all micro-batches before it gives way.
             ``"depth_first"``, as plain accumulation does: a micro-batch runs through all layers, and back, before the next one
-            begins. That is possible where nothing has to give way: all layers stay (``ahead + 1 + resident``) and are kept
-            (``keep``), and the stash is on the device. It costs least time, has the graph of one micro-batch at a time, and the
-            gradients of all layers at once, 4 bytes per trained parameter. A worker that trains alone, with weights in memory.
+            begins. So nothing gives way: all layers stay with their graphs, however many there are and whatever `resident` and
+            `keep` say. It costs the least time, has the graph of one micro-batch at a time, and the gradients of all layers at
+            once, 4 bytes per trained parameter. For one worker, with weights in memory and the stash on the device.
         update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them.
         precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights on the device and compute under autocast. Masters,
             gradient sums and the optimizer stay float32.
@@ -161,6 +161,12 @@ class RelayConfig:
     def wire(self) -> Compress | None:
         """How gradients are compressed, in whole; None where they are not."""
         return Compress.of(self.compress)
+
+    def over(self, layers: int) -> RelayConfig:
+        """Return the settings of a step over so many layers: depth first, all of them stay."""
+        if self.schedule == "breadth_first":
+            return self
+        return replace(self, keep=layers, resident=max(0, layers - self.ahead - 1))
 
     def micro_batch_seed(self, step: int, k: int) -> int:
         """Return the seed of the random stream of micro-batch `k` in step `step` (both from 0).

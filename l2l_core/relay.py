@@ -622,6 +622,7 @@ class Relay:
 
         Steps are rehearsed as in `forecast`, and nothing is trained: for each number of micro-batches one that keeps no graph and
         one that keeps many, for each place of the stash if need be. What lies between them follows; the best are timed once more.
+        Where all of it fits, a step depth first is the choice.
         Results are the same with all of these settings, but for other random numbers with other micro-batches.
 
         Several workers do it together. The one with the largest batch rehearses, for the room of the one that has least; its
@@ -632,9 +633,9 @@ class Relay:
             device_bytes: what the step may take of the device; default its budget, and without one what is free now.
             host_bytes: of host memory, masters and optimizer included; default what is there and free now. A device that computes
                 in host memory shares that.
-            fixed: settings that stay as they are, of "micro_batches", "ahead", "stash", "resident", "keep" and "update". Deferred
-                updates become eager ones only where the host has too little room for all gradients, and not with clipping or with
-                hooks that come before the optimizer's step.
+            fixed: settings that stay as they are, of "micro_batches", "ahead", "stash", "resident", "keep", "update", "schedule".
+                Deferred updates become eager ones only where the host has too little room for all gradients, and not with
+                clipping or with hooks that come before the optimizer's step.
             most_s: after so many seconds nothing further is tried, once something is found that fits.
 
         Returns:

@@ -110,8 +110,11 @@ class Runner:
         return Kind(replace(config, seed=0), shapes, self._model.training, layers)  # no seed changes what a pass needs
 
     def settled(self, config: RelayConfig, batch: Batch) -> RelayConfig:
-        """Return settings that say by number how many graphs are kept, where they say how many bytes these may take."""
-        if not isinstance(config, RelayConfig) or not isinstance(config.keep, str):
+        """Return settings that say by number what stays: of bytes for graphs, how many; depth first, all of it."""
+        if not isinstance(config, RelayConfig):
+            return config
+        config = config.over(len(self.parts.layers))
+        if not isinstance(config.keep, str):
             return config
         nbytes = bytes_in(config.keep, "keep")
         kind = self.kind_of(self.rows_of(batch).split(config.micro_batches), config)

@@ -104,6 +104,7 @@ def replayed(
         shares: what workers hold of each layer; None to cut as if a layer were one parameter.
         shelf: in whose files the weights and state of one worker are; None for memory.
     """
+    config = config.over(len(profile.layers) - 1)
     room = _room(profile, config, shelf)
     _check(profile, config, fleet)
     profile = _of_one(profile).with_micro_batches(config.micro_batches)

@@ -27,30 +27,14 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 
-from l2l_core.config import RelayConfig
 from l2l_core.eps import LayerStore, NonFiniteError
 from l2l_core.eps.blocks import SHELL, Buffers, Stamp, Unit, check_stamps, refuse_cached, stamps_of
 from l2l_core.model import Ambient, call_of
-from l2l_core.rules import weight_slots
 from l2l_core.step.checks import not_finite, refuse_idle
 from l2l_core.step.graph import BufferOrder, run_backward
 from l2l_core.step.ground import Ground, Task
 from l2l_core.step.micro_batch import Influence, flatten
 from l2l_core.step.traffic import NOBODY, Gradient, Watch, timed
-
-
-def check_all_stay(config: RelayConfig, layers: int) -> None:
-    """Refuse a step in which something would have to give way.
-
-    Raises:
-        ValueError: says which settings would do.
-    """
-    if min(config.keep, weight_slots(config.ahead, config.resident)) < layers:  # type: ignore[type-var]
-        raise ValueError(
-            f"schedule='depth_first' with keep={config.keep!r}, resident={config.resident}, ahead={config.ahead}: {layers} "
-            f"layers must all stay on the device, graphs too. Give keep={layers}, resident={max(0, layers - config.ahead - 1)}, "
-            "or schedule='breadth_first', in which layers give way"
-        )
 
 
 class _Call:
@@ -72,6 +56,7 @@ class DepthFirst(Ground):
 
     def _set_up(self) -> None:
         super()._set_up()
+        assert len(self.prefetch.slots) >= len(self.parts.layers), "a layer would give way"
         self.way: list[Unit] = []
         self.influence = Influence()
         self._at_work = self.stash.at_work

@@ -14,7 +14,7 @@ from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.apart import Apart
 from l2l_core.step.checks import Checks
-from l2l_core.step.depth_first import DepthFirst, check_all_stay
+from l2l_core.step.depth_first import DepthFirst
 from l2l_core.step.ground import Ground, Task
 from l2l_core.step.loop import ForwardLoop, TrainLoop
 from l2l_core.step.order import Order
@@ -107,7 +107,6 @@ def _breadth_first(
 def _depth_first(
     parts: Parts, store: LayerStore, work: Work, divisors: Sequence[float], trace: Trace, replay: Metered | None
 ) -> tuple[list[torch.Tensor], Ran]:
-    check_all_stay(work.config, len(parts.layers))
     with DepthFirst(parts, work.config, work.plan, trace, replay) as stage:
         losses = stage.train(store, work.task, work.micro_batches, work.seeds, divisors, work.check)
         store.finish()
