@@ -158,7 +158,9 @@ def what_fits(price: Price, asked: RelayConfig, rows: int, budget_bytes: int, mo
             known[config] = price(config)
         return known[config]
 
-    counts, relayed = counts_from(asked.micro_batches, rows), replace(asked, schedule="breadth_first")
+    counts = counts_from(asked.micro_batches, rows)
+    is_relay = asked.schedule == "breadth_first"  # what stays depth first is all there is, and nobody's wish
+    relayed = asked if is_relay else replace(asked, schedule="breadth_first", resident=0, keep=0)
     # Without layers ahead: fewer slots and no room for what moves, so nothing needs less.
     serial = [
         _descend(priced, replace(relayed, ahead=0, resident=0, keep=0, stash=stash), counts) for stash in IN_MEMORY
