@@ -135,7 +135,8 @@ class Roofline:
         fill_s: before the first layer can compute; nothing hides it.
         tail_s: from the end of compute until the last update; nothing hides it.
         visits_s: of forward, middle and backward, the sum over visits of the busiest lane. One layer ahead, copies can hide only
-            under the visit before (loads) or after (pushes) the one they are for, so this is at least the phase's own.
+            under the visit before (loads) or after (pushes) the one they are for, so this is at least the phase's own. Where
+            the device has room for all gradients, as depth first, pushes may come later, and a step may be shorter.
     """
 
     busy_s: Mapping[str, Seconds]

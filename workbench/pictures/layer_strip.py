@@ -78,10 +78,9 @@ class _Visits:
         return _Visits(edges[:-1], edges[1:], backward[first], layer, number, columns.layers, names)
 
     def goes_on(self) -> NDArray[np.bool_]:
-        """(visits,): whether the layer is the one before, as it is where forward turns into backward; not the other way round."""
-        same = (self.layer[1:] == self.layer[:-1]) & (self.backward[1:] >= self.backward[:-1])
+        """(visits,): whether the layer is the one before, as it is where forward turns into backward, or back."""
         # cut, since of no visits `append` would still make one
-        return np.append(False, same)[: len(self.layer)]
+        return np.append(False, self.layer[1:] == self.layer[:-1])[: len(self.layer)]
 
     def centres(self) -> NDArray[np.float64]:
         """(visits,), px: of a layer that goes on, the middle of both visits."""
@@ -96,16 +95,16 @@ class _Visits:
     def draw(self, top: float, left: float, right: float, every: int) -> Iterator[str]:
         """What lies between two pixels."""
         starts, ends = np.clip(self.left, left, right), np.clip(self.right, left, right)
-        turns = np.flatnonzero(np.diff(self.backward)) + 1
-        named_px = -np.inf
-        for run in np.split(np.arange(len(starts)), turns):
+        runs = [run for run in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(self.backward)) + 1) if len(run)]
+        # forward and backward have their names; where they follow one another again and again, all have them or the first two
+        named = len(runs) if (np.diff([self.left[run[0]] for run in runs]) >= _APART).all() else 2
+        for number, run in enumerate(runs):
             seen = run[ends[run] > starts[run]]
             if not len(seen):
                 continue
             word, begin = "backward" if self.backward[run[0]] else "forward", starts[seen[0]]
             yield rect(begin, top, ends[seen[-1]] - begin, HEIGHT, fill=KIND_COLOURS[word])
-            if begin < right - 60 and self.left[run[0]] >= left and begin >= named_px + _APART:
-                named_px = begin
+            if begin < right - 60 and self.left[run[0]] >= left and number < named:
                 yield text(begin, top + HEIGHT + 12, f"{word} →", style="small dim")
         borders = starts[1:][(self.left[1:] > left) & (self.left[1:] < right)]
         if len(borders) and np.median(self.right - self.left) >= 3:

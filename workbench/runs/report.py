@@ -49,7 +49,11 @@ Context = dict[str, Any]
 
 WORDS = {
     "layer, shell": "A module that is loaded, run and removed as a unit; everything else of the model is the shell.",
-    "micro-batch": "A slice of the batch. A layer runs all of them before the next layer comes, so it is loaded once per pass.",
+    "micro-batch": "A slice of the batch. In a relay a layer runs all of them before the next layer comes, so it is loaded once "
+    "per pass.",
+    "depth first": "The schedule in which nothing gives way: a micro-batch runs through all layers, and back, before the next "
+    "one begins. Its phases are the first one's forward, which hides loads, the middle, and the last one's backward, which hides "
+    "pushes.",
     "EPS": "The eager param-server: weights, gradients and optimizer state of every layer, in host memory. It updates a layer "
     "as soon as its gradient has arrived, while the device is busy with the next one.",
     "load, push": "Copies of a layer's weights to the device, and of its gradient back to the host.",

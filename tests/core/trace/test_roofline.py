@@ -18,7 +18,7 @@ from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
 from l2l_core.trace.bounds import Bound, micro_batches_to_hide
 from l2l_core.trace.events import LANES
 from l2l_core.trace.export import chrome_trace
-from l2l_core.trace.roofline import PHASES, roofline
+from l2l_core.trace.roofline import ALL_PHASES, PHASES, roofline
 from l2l_core.trace.words import time_words
 
 FORWARD_S, BACKWARD_S = 1.0, 3.0  # per micro-batch
@@ -113,7 +113,7 @@ def of(trace: Trace, phase: str) -> Bound:
 
 def assert_adds_up(trace: Trace) -> None:
     bounds = trace.bound_by()
-    assert [b.phase for b in bounds] == [p for p in PHASES if p in {b.phase for b in bounds}]
+    assert [b.phase for b in bounds] == [p for p in ALL_PHASES if p in {b.phase for b in bounds}]
     assert sum(b.span_s for b in bounds) == pytest.approx(trace.span_s)
     for lane in LANES:
         assert sum(b.busy_s[lane] for b in bounds) == pytest.approx(trace.busy_s(lane), abs=1e-9)
@@ -121,6 +121,42 @@ def assert_adds_up(trace: Trace) -> None:
         assert b.lane in (*LANES, "idle") and str(b).startswith(f"{b.phase}: ")
         assert -1e-9 <= b.exposed_s <= b.idle_s + 1e-9 <= b.span_s + 2e-9
         assert max(b.busy_s.values()) <= b.floor_s + 1e-9 and b.floor_s <= b.span_s + 1e-9
+
+
+def depth_first(layers: int, micro_batches: int, load_s: float = 0.0, push_s: float = 0.0) -> Trace:
+    """A step of equal layers that all stay: loads beside the first forward, pushes beside the last backward."""
+    trace = Trace(settings={"micro_batches": micro_batches, "ahead": 1, "stash": "device", "schedule": "depth_first"})
+    lanes = Lanes(trace)
+    ready_s = [lanes.run("h2d", "load", 0.0, load_s, f"L{i}") for i in range(layers)]
+    now_s, stay = 0.0, -1
+    for k in range(micro_batches):
+        for i in range(layers):
+            stay += 1
+            now_s = lanes.run("compute", "forward", max(now_s, ready_s[i]), FORWARD_S, f"L{i}", k, i, stay)
+        for i in reversed(range(layers)):
+            stay += i < layers - 1
+            now_s = lanes.run("compute", "backward", now_s, BACKWARD_S, f"L{i}", k, 2 * layers - 1 - i, stay)
+            if k == micro_batches - 1:
+                lanes.run("d2h", "push", now_s, push_s, f"L{i}")
+    return trace
+
+
+def test_depth_first_the_middle_hides_no_copies() -> None:
+    trace = depth_first(4, 3, load_s=3 * FORWARD_S, push_s=2 * BACKWARD_S)
+    assert_adds_up(trace)
+    assert [b.phase for b in trace.bound_by()] == list(ALL_PHASES)
+    assert of(trace, "middle").busy_s["h2d"] == of(trace, "middle").busy_s["d2h"] == 0.0
+    assert of(trace, "middle").span_s == pytest.approx(2 * 4 * BACKWARD_S + 2 * 3 * FORWARD_S + (2 * FORWARD_S))
+    assert of(trace, "middle").lane == "compute"
+    line = roofline(trace)
+    assert line.middle_s == pytest.approx(of(trace, "middle").span_s)
+    assert line.step_s <= min(line.by_visit_s, trace.span_s * (1 + 1e-9))
+
+
+def test_depth_first_more_rows_are_advised_and_not_more_micro_batches() -> None:
+    bound = of(depth_first(4, 4, load_s=3 * FORWARD_S), "forward")
+    assert bound.lane == "h2d" and "micro-batches of 3 times the rows would hide it" in str(bound)
+    assert not bound.settings, "further ones would find the layers loaded"
 
 
 # ---- forward and backward --------------------------------------------------------------------------------------
@@ -325,6 +361,7 @@ some_settings = st.fixed_dictionaries(
     {},
     optional={
         "micro_batches": st.integers(1, 4),
+        "schedule": st.sampled_from(["breadth_first", "depth_first"]),
         "ahead": st.integers(0, 2),
         "stash": st.sampled_from(["device", "host"]),
         "update": st.sampled_from(["eager", "deferred"]),

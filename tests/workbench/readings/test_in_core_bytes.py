@@ -122,6 +122,12 @@ def test_estimate_is_within_five_percent(name: str, stash: str, micro_batches: i
     assert all(abs(error) < 0.05 for error in found), found
 
 
+@pytest.mark.parametrize("name", ["gpt2", "conv"])
+def test_a_step_depth_first_is_its_own_measure(name: str) -> None:
+    found = errors(name, RelayConfig(micro_batches=2, keep=99, resident=99, schedule="depth_first"))
+    assert all(abs(error) < 0.03 for error in found), found
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mlp"])
 def test_optimizer_without_state_needs_less(name: str) -> None:
     assert all(abs(error) < 0.05 for error in errors(name, RelayConfig(micro_batches=2), SGD))

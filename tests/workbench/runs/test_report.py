@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 from recordings import record
+from sessions import make_batches, make_relay, train
 
+from l2l_core import RelayConfig
 from workbench.__main__ import main
 from workbench.pictures.frames import relay_frames
 from workbench.pictures.relay import describe, draw_relay
 from workbench.readings.moments import Moments
 from workbench.runs.load import load_run
 from workbench.runs.recorded import RecordedRun, name_runs
+from workbench.runs.recorder import Recorder
 from workbench.runs.report import render_report
+from workbench.session.session import Session
 
 VOID = {"meta", "input", "br"}
 TITLE = "<script>alert(1)</script> & run"
@@ -219,3 +223,13 @@ def test_the_command_writes_beside_the_run(tmp_path: Path, capsys: pytest.Captur
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "there is no recorded run" in capsys.readouterr().err
+
+
+def test_a_run_depth_first_is_not_said_to_be_a_relay(tmp_path: Path) -> None:
+    config = RelayConfig(micro_batches=2, keep=4, resident=2, schedule="depth_first")
+    file = tmp_path / "run.jsonl"
+    with make_relay(config) as relay, Session(relay, make_batches(), loggers=[Recorder(file)]) as session:
+        train(session, 1)
+    words = " ".join(Page(render_report([load_run(file)])).words)
+    assert "Trained depth first" in words and "which holds all of them" in words and "one micro-batch" in words
+    assert "one layer at a time" not in words and "give way" not in words

@@ -1,0 +1,93 @@
+"""A session that trains depth first: what its panels say, and what they refuse in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from panel_reading import find, html_of, shown
+from patience import HANG_S
+from sessions import make_relay, train
+
+from l2l_core import EmulatedDevice, Insert, Relay, RelayConfig
+from workbench.panels.header import HeaderPanel
+from workbench.panels.memory import MemoryPanel
+from workbench.panels.relay import RelayPanel
+from workbench.panels.timeline import TimelinePanel
+from workbench.panels.what_if import WhatIf, WhatIfPanel
+from workbench.pictures import text_view
+from workbench.pictures.layer_strip import HEIGHT
+from workbench.pictures.theme import KIND_COLOURS
+from workbench.session.session import Session
+from workbench.what_if import DepthFirstStep
+
+CONFIG = RelayConfig(micro_batches=2, keep=4, resident=2, schedule="depth_first")
+
+
+@pytest.fixture
+def relay(threads_end: None) -> Iterator[Relay]:
+    with make_relay(CONFIG, EmulatedDevice(h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)) as made:
+        yield made
+
+
+def test_pictures_show_each_micro_batch_by_itself(session: Session) -> None:
+    panels = [kind(session) for kind in (RelayPanel, TimelinePanel, MemoryPanel)]
+    train(session, 2)
+    for panel in panels:
+        shown(panel)
+        assert "could not be drawn" not in html_of(panel)
+    player, timeline, memory = panels
+    assert "for k: loss, turn around" not in html_of(player), "between two steps, too, it is this algorithm"
+    assert "last k: push gradient" in html_of(player) and "graphs" in html_of(player)
+    assert ">middle<" in html_of(timeline)
+    for kind in ("forward", "backward"):
+        runs = [rect for rect in html_of(memory).split("<rect")[1:] if f'fill="{KIND_COLOURS[kind]}"' in rect]
+        assert len([rect for rect in runs if f'height="{HEIGHT:.1f}"' in rect]) == CONFIG.micro_batches
+    assert "middle: " in text_view(session.snapshot())
+
+
+def test_what_if_says_which_step_it_needs_and_answers_when_there_is_one(session: Session) -> None:
+    panel = WhatIfPanel(session)
+    find(panel, "▸ What if").value = True
+    train(session, 1)
+    now = shown(panel)
+    assert panel.settle() and html_of(panel).count("need a step with schedule=") == 2, "next step, and what is asked"
+    assert "cannot be" not in html_of(panel) and "need a step with" in panel._repr_mimebundle_()["text/plain"]
+    with pytest.raises(DepthFirstStep, match="step 1 runs depth first.*schedule='breadth_first'"):
+        WhatIf(now.last)
+    session.reconfigure(schedule="breadth_first")
+    train(session, 2)
+    shown(panel)
+    assert panel.settle() and "next step, forecast" in html_of(panel) and "need a step with" not in html_of(panel)
+    session.reconfigure(schedule="depth_first")
+    shown(panel)
+    assert panel.settle() and "The next step runs depth first" in html_of(panel)
+
+
+def test_a_further_layer_is_given_room_at_a_press(session: Session, header: HeaderPanel) -> None:
+    assert ("schedule", "depth first") in header.still(session.snapshot())[0].table.rows
+    train(session, 1)
+    session.edit(Insert(2)).result(HANG_S)
+    session.step()
+    now = session.wait(HANG_S)
+    assert now.failure is not None and now.failure.remedy is not None
+    assert now.failure.remedy.settings == {"keep": 5, "resident": 3}
+    shown(header)
+    find(header, "Use keep=5, resident=3").click()
+    session.step()
+    now = session.wait(HANG_S)
+    assert (now.step, now.failure, now.config.keep) == (2, None, 5)
+
+
+def test_a_failure_of_the_model_has_no_such_remedy(session: Session) -> None:
+    session.relay.model[2].error = ValueError("no luck")
+    session.step()
+    failure = session.wait(HANG_S).failure
+    assert failure is not None and "no luck" in failure.message and failure.remedy is None
+
+
+def test_a_stash_on_the_host_is_refused_in_words(session: Session) -> None:
+    with pytest.raises(ValueError, match="stash='device'"):
+        session.reconfigure(stash="host")
+    train(session, 1)
+    assert session.snapshot().failure is None
