@@ -1,4 +1,4 @@
-"""What a session can do about a step that cannot run: settings with which it can, or a line of code."""
+"""What a session can do about a step that does not fit its device: settings that were found to fit, or a line of code."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from workbench.session.values import Remedy
 
 
 def remedy_of(error: BaseException, relay: Relay) -> Remedy | None:
-    """Return what the relay found out when its device was full, or what lets all layers stay; None if nothing is known."""
-    config, layers = relay.config, len(relay.stack)
-    if isinstance(error, ValueError) and config.schedule == "depth_first":
-        needed = {"keep": max(int(config.keep), layers), "resident": max(config.resident, layers - config.ahead - 1)}
-        return Remedy(needed, 0) if needed != {"keep": config.keep, "resident": config.resident} else None
+    """Return what the relay found out when its device was full; None for any other error, or if nothing could be tried."""
     full = error if isinstance(error, DeviceOutOfMemory) else error.__cause__  # that of a TornStep
     if not isinstance(full, DeviceOutOfMemory) or full.least_bytes is None:
         return None

@@ -122,11 +122,11 @@ class ProbeRow:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What was found to help against a device that is too small, or layers that do not all stay.
+    """What was found to help against a device that is too small.
 
     Attributes:
-        settings: with which the step can run; empty if none are known.
-        least_bytes: the smallest budget with which it would fit, with whatever settings; 0 if that is not the matter.
+        settings: with which the step fits; empty if none do.
+        least_bytes: the smallest budget with which it would fit, with whatever settings.
         code: that gives an emulated device this budget; empty where the device has the memory that it has.
     """
 
