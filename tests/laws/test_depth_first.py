@@ -639,6 +639,7 @@ def test_a_graph_that_outlives_its_micro_batch() -> None:
         assert not differences(model, twin)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's compiler asks for it
 def test_a_compiled_layer() -> None:
     def make() -> Program:
         model = Program(straight)
