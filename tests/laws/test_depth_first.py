@@ -100,9 +100,10 @@ def test_clipping_clips() -> None:
     assert clipped[1].result.loss != free[1].result.loss
 
 
-def test_schedules_take_turns() -> None:
+@pytest.mark.parametrize("name", ["gpt2", rarely("albert"), rarely("tied_layers"), "random_skip"])
+def test_schedules_take_turns(name: str) -> None:
     """One relay, other settings at every step; what one schedule has metered is not taken for the other's."""
-    kind = BY_NAME["gpt2"]
+    kind = BY_NAME[name]
     with both(kind, config_of(kind)) as pair:
         for step, breadth_first in enumerate([False, True, False, True, True, False]):
             config = RelayConfig(micro_batches=3) if breadth_first else config_of(kind)
@@ -415,6 +416,22 @@ def backward_inside(model: Program, x: Tensor) -> Tensor:
     return model.head(model.layers[2](model.layers[1](first)))
 
 
+def slopes_of_weights(model: Program, x: Tensor) -> Tensor:
+    """A penalty on gradients of parameters, differentiated once more."""
+    out = straight(model, x)
+    slopes = torch.autograd.grad(out.square().mean(), list(model.parameters()), create_graph=True)
+    return out + 0.1 * sum(slope.square().sum() for slope in slopes)
+
+
+def layer_in_a_layer(model: Program, x: Tensor) -> Tensor:
+    """A layer calls others, of which one is called by nobody else."""
+    borrowed = [model.layers[0], model.layers[2]]
+    handle = model.layers[1].inner.register_forward_hook(lambda module, args, out: borrowed[0](borrowed[1](out)))
+    x = model.layers[0](model.layers[1](model.stem(x)))
+    handle.remove()
+    return model.head(x)
+
+
 def under_vmap(model: Program, x: Tensor) -> Tensor:
     x = torch.func.vmap(model.layers[0], randomness="different")(model.stem(x))
     return model.head(model.layers[2](model.layers[1](x)))
@@ -462,6 +479,8 @@ WAYS: dict[str, Callable[[], Program]] = {
         from_the_last_micro_batch,
         with_backward_inside,
         backward_inside,
+        slopes_of_weights,
+        layer_in_a_layer,
         under_vmap,
         under_grad,
         with_other_weights,
@@ -639,7 +658,9 @@ def test_a_graph_that_outlives_its_micro_batch() -> None:
         assert not differences(model, twin)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's compiler asks for it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # PyTorch's compiler asks for it
 def test_a_compiled_layer() -> None:
     def make() -> Program:
         model = Program(straight)
