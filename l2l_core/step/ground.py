@@ -1,7 +1,7 @@
 """What any pass over the model stands on, set up before it and taken down after it, whatever happens.
 
 Slots and shell on the device, the stash, the meter, random streams. An exception anywhere leaves no booked byte and no moved
-parameter behind. `stage.py` adds what forwards need that pause, `in_turn.py` what those need that do not.
+parameter behind. `stage.py` adds what forwards need that pause, `depth_first.py` what those need that do not.
 """
 
 from __future__ import annotations
