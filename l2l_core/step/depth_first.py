@@ -63,7 +63,7 @@ class DepthFirst(Ground):
         self._stay = self._stack.enter_context(ExitStack())  # of layers in their slots: until the end
         self._stamps: dict[torch.Tensor, Stamp] = {}  # of parameters on the device
         self._came(self.parts.shell)
-        self._here: set[Unit] = set()  # layers in their slots
+        self._here: dict[Unit, None] = {}  # layers in their slots, in the order in which they came
         self._calls: list[_Call] = []  # of the micro-batch at work
         self._in_shell = False  # whether its forward runs, and no layer in it
         self._goes_back = False  # whether its backward runs
@@ -158,7 +158,7 @@ class DepthFirst(Ground):
                 self._in_shell = False
             self._stop()
         self.way = self.way or [call.unit for call in self._calls]
-        for unit in dict.fromkeys([self.parts.shell, *(call.unit for call in self._calls)]):
+        for unit in (self.parts.shell, *self._here):
             who = "the model's own code" if unit is self.parts.shell else f"layer {unit.name}"
             check_stamps(unit.params, [self._stamps[param] for param in unit.params], who)
         return result
@@ -178,12 +178,14 @@ class DepthFirst(Ground):
 
     def _call(self, unit: Unit, real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Do what a layer's forward does, once its weights are there."""
-        if not self._in_shell:  # a checkpoint of the model's own runs it again
+        if not self._in_shell:  # a checkpoint of the model's own runs it again, or another layer does
+            self._have(unit)
             return real(*args, **kwargs)
         call = _Call(unit, len(self._calls))
         self._calls.append(call)
         self._stop()
-        self._have(unit)
+        if not self._have(unit):
+            self.clock.stay += 1
         self._in_shell = False
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         before = dict.fromkeys(tensor.grad_fn for tensor in given)  # asked now: the layer may change it in place
@@ -199,18 +201,18 @@ class DepthFirst(Ground):
         self._mark(call, before, outputs)
         return outputs
 
-    def _have(self, unit: Unit) -> None:
-        """Have a layer's weights in their slot, from now on until the end of the step."""
+    def _have(self, unit: Unit) -> bool:
+        """Have a layer's weights in their slot, from now on until the end of the step; return whether that is new."""
         if unit in self._here:
-            self.clock.stay += 1
-            return
+            return False
         with temporarily_clear_interpreter_stack():  # the call may be in a function under torch.vmap, and this is not
             shared = [(param, param.data) for param in unit.params if param in self._stamps]
             self._stay.enter_context(self.prefetch.visit(unit))
             for param, data in shared:  # whoever had it first may have it in a graph
                 param.data = data
-        self._here.add(unit)
+        self._here[unit] = None
         self._came(unit)
+        return True
 
     def _came(self, unit: Unit) -> None:
         """Remember how a unit's parameters are as they come to the device."""

@@ -148,12 +148,18 @@ def check_clean(relay: Relay) -> None:
     assert relay.verify(batch(7)).equal
 
 
-CONFIGS = {
+RECOMPUTING = {
     "eager": dict(),
     "eager, stash on host": dict(stash="host"),
     "rollback": dict(rollback=True),
     "deferred": dict(update="deferred"),
     "deferred and clipped": dict(update="deferred", max_grad_norm=0.1),
+}
+ALL_STAY = dict(schedule="depth_first", keep=DEPTH, resident=DEPTH - 2)
+CONFIGS = RECOMPUTING | {
+    "depth first": ALL_STAY,
+    "depth first, rollback": dict(ALL_STAY, rollback=True),
+    "depth first, deferred": dict(ALL_STAY, update="deferred"),
 }
 
 
@@ -218,7 +224,7 @@ def check_torn_or_old(relay: Relay, before: dict[str, Any], error: BaseException
     assert all(names[key].name in str(error) for key in error.updated[:6])
 
 
-@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("settings", RECOMPUTING.values(), ids=RECOMPUTING)
 @pytest.mark.parametrize("layer", range(DEPTH - 1))
 def test_fault_in_the_recompute(make_relay: Any, settings: Any, layer: int) -> None:
     relay = make_relay(**settings)
@@ -261,7 +267,7 @@ def test_fault_in_a_copy(make_relay: Any, settings: Any, lane: str, nth: int) ->
     check_clean(relay)
 
 
-@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("settings", RECOMPUTING.values(), ids=RECOMPUTING)
 def test_a_torn_or_undone_step_can_be_followed_by_good_ones(make_relay: Any, settings: Any) -> None:
     relay = make_relay(**settings)
     relay.model.layers[0].trap = fail_at(MICRO_BATCHES)

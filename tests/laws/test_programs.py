@@ -84,6 +84,7 @@ def test_a_seed_is_a_program() -> None:
 def test_settings_vary() -> None:
     settings = [draw(seed).settings for seed in range(100)]
     assert {s.micro_batches for s in settings} == {1, 2, 3, 4} and {s.ahead for s in settings} == {0, 1, 2}
+    assert 10 < sum(s.schedule == "depth_first" for s in settings) < 40
     assert {s.stash for s in settings} == {"device", "host"} and {s.update for s in settings} == {"eager", "deferred"}
     assert any(s.rows[0] % s.micro_batches for s in settings) and any(len(set(s.rows)) > 1 for s in settings)
 
