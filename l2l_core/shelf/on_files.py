@@ -49,6 +49,7 @@ _POSSIBLE = (
 _INSTEAD = {
     "fit": "it may choose to load more layers ahead than the pool has room for; ask for settings one by one by "
     "relay.forecast(batch, config), or before the model is made by fit_config",
+    "schedule='depth_first'": "what is in files comes and goes; leave schedule out of RelayConfig",
     "make a branch": "copy the folder between two steps, and go on with each by resume=True",
 }
 

@@ -34,7 +34,7 @@ from l2l_core.step.checks import not_finite, refuse_idle
 from l2l_core.step.graph import BufferOrder, run_backward
 from l2l_core.step.ground import Ground, Task
 from l2l_core.step.micro_batch import Influence, flatten
-from l2l_core.step.traffic import NOBODY, Gradient, Watch, timed
+from l2l_core.step.traffic import NOBODY, Gradient, Stash, Watch, timed
 
 
 class _Call:
@@ -44,6 +44,33 @@ class _Call:
 
     def __init__(self, unit: Unit, index: int) -> None:
         self.unit, self.index = unit, index
+
+
+class _Watch(Watch):
+    """The watch of a step depth first, which looks besides who reads weights of layers that were not called yet.
+
+    Attributes:
+        uncalled: these layers, by the storage that their weights lie in.
+        read_early: keys of those that were read.
+    """
+
+    def __init__(self, stash: Stash, order: BufferOrder) -> None:
+        super().__init__(stash, order)
+        self.uncalled: dict[int, Unit] = {}
+        self.read_early: set[str] = set()
+
+    def expect(self, unit: Unit, shell: Unit) -> None:
+        """Hear of a layer that is there before its first call; what it has in common with the shell is read anyway."""
+        self.uncalled |= dict.fromkeys(_storages_of(unit) - _storages_of(shell), unit)
+
+    def called(self, unit: Unit) -> None:
+        """Hear of that call."""
+        for key in _storages_of(unit) & self.uncalled.keys():
+            del self.uncalled[key]
+
+    def _before(self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
+        self.read_early.update(self.uncalled[key].key for key in self.uncalled.keys() & reads.keys())
+        super()._before(func, reads, args)
 
 
 class DepthFirst(Ground):
@@ -75,7 +102,7 @@ class DepthFirst(Ground):
 
     def _watch_out(self) -> None:
         # What forwards do to buffers, or leave to one another, they do in the order of plain training.
-        self._watch = Watch(self.stash, BufferOrder(Buffers([]), [], []))
+        self._watch = _Watch(self.stash, BufferOrder(Buffers([]), [], []))
         self._stack.callback(self.stash.clear)
 
     @contextmanager
@@ -117,6 +144,7 @@ class DepthFirst(Ground):
         slots, shell = self.gradients(store, lambda block: False)  # autograd itself adds in the order of plain training
         gradients = {unit: slots.take(unit) for unit in self.parts.layers}
         self.prefetch.begin(self._plan.there_and_back)  # what comes back once more is not given way to
+        self._have_early()
         outside, ambients = self.ambients(seeds)
         waiting = deque(partial(task, self.parts.model, self.bring(k, each)) for k, each in enumerate(micro_batches))
         losses: list[torch.Tensor] = []
@@ -139,6 +167,7 @@ class DepthFirst(Ground):
             del loss
         if not learns:
             refuse_idle()
+        self.meter.latest.read_early |= self._watch.read_early
         for gradient in gradients.values():  # of layers that were not called, or share parameters
             gradient.push()
         shell.push(at_once=True)
@@ -186,6 +215,8 @@ class DepthFirst(Ground):
         self._stop()
         if not self._have(unit):
             self.clock.stay += 1
+        if self._watch.uncalled:
+            self._watch.called(unit)
         self._in_shell = False
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         before = dict.fromkeys(tensor.grad_fn for tensor in given)  # asked now: the layer may change it in place
@@ -200,6 +231,17 @@ class DepthFirst(Ground):
         self.influence.note(unit, given, outputs)
         self._mark(call, before, outputs)
         return outputs
+
+    def _have_early(self) -> None:
+        """Bring the layers whose weights somebody reads before they are called: code of the shell, a hook before a forward.
+
+        A metered step finds out which these are. It brings all of them, since it does not know yet.
+        """
+        learns, known = self.meter.learns, self.meter.latest.read_early
+        for unit in self._plan.order:
+            if (learns or unit.key in known) and self._have(unit):
+                self._watch.expect(unit, self.parts.shell)
+        self.clock.stay = -1  # none has begun
 
     def _have(self, unit: Unit) -> bool:
         """Have a layer's weights in their slot, from now on until the end of the step; return whether that is new."""
@@ -306,6 +348,10 @@ class DepthFirst(Ground):
             for hook in hooks:
                 hook.remove()
         return not_finite(self._k, loss, producers[0] if producers else "the loss, or the code after the last layer")
+
+
+def _storages_of(unit: Unit) -> set[int]:
+    return {param.untyped_storage()._cdata for param in unit.params}
 
 
 def _nobody_waits(index: int) -> None:

@@ -35,16 +35,18 @@ class Metered:
         events: activation bytes per compute event (highest during, left after), in order.
         worst: highest bytes by event label without k, for events out of order.
         gives_aside: keys of layers that give out differentiable tensors otherwise than as outputs.
+        read_early: keys of layers whose weights are read, depth first, before their first call.
     """
 
     events: list[tuple[str, int, int]] = field(default_factory=list)
     worst: dict[str, int] = field(default_factory=dict)
     gives_aside: set[str] = field(default_factory=set)
+    read_early: set[str] = field(default_factory=set)
 
     def joined(self, other: Metered) -> Metered:
         """Join what this pass and another one have learned; the order of events is that of this one."""
         worst = {label: max(m.worst.get(label, 0) for m in (self, other)) for label in {**self.worst, **other.worst}}
-        return Metered(self.events, worst, self.gives_aside | other.gives_aside)
+        return Metered(self.events, worst, self.gives_aside | other.gives_aside, self.read_early | other.read_early)
 
 
 class Meter:
