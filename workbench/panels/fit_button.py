@@ -14,7 +14,7 @@ from workbench.session import Session
 
 _TIP = (
     "Find the fastest settings that fit the device: micro-batches, layers ahead, place of the stash, weights that stay, "
-    "graphs that are kept. A few steps are rehearsed and nothing is trained"
+    "graphs that are kept, or all of it and one micro-batch after another. A few steps are rehearsed and nothing is trained"
 )
 
 
