@@ -208,7 +208,8 @@ def test_gradients_that_are_kept_apart_go_as_they_are() -> None:
             batch = make_batch(step)
             relay.step(batch)
             parts = [{name: rows[k : k + 2] for name, rows in batch.items()} for k in (0, 2)]
-            oracle.step(step, parts, lambda model, part: model(**part).loss)
+            # Without the cache, as the relay: with it keys and values lie otherwise, and some CPUs' kernels round by that
+            oracle.step(step, parts, lambda model, part: model(**part, use_cache=False).loss)
             assert equal_weights(model, oracle.model)
         assert not relay.shell.blocks[0].residuals
 

@@ -232,12 +232,12 @@ def test_a_schedule_that_is_held_stays_and_everything_is_kept_in_it() -> None:
 def test_who_went_depth_first_finds_settings_that_fit_less_room() -> None:
     kind, batch = MODELS["gpt2"], MODELS["gpt2"].make_batch(8, 0)
     least, most = budgets_of("gpt2")
-    with relay_of(kind, RelayConfig(micro_batches=2), budget=most, **LINK) as relay:
+    with relay_of(kind, RelayConfig(micro_batches=2), budget=most) as relay:
         assert relay.fit(batch).config.schedule == "depth_first"
         found = relay.fit(batch, device_bytes=(least + most) // 2)
         assert found.config.schedule == "breadth_first" and "schedule='breadth_first'" in str(found)
         assert relay.step(batch).peak_device_bytes <= (least + most) // 2
-    with relay_of(kind, RelayConfig(schedule="depth_first"), budget=(least + most) // 2, **LINK) as relay:
+    with relay_of(kind, RelayConfig(schedule="depth_first"), budget=(least + most) // 2) as relay:
         with pytest.raises(DeviceOutOfMemory, match=r"schedule='breadth_first'") as caught:
             relay.step(batch)
         relay.config = replace(relay.config, **caught.value.settings)

@@ -259,7 +259,7 @@ def test_fit_chooses_settings_and_says_why(session: Session) -> None:
     wait_until(lambda: "chosen" in html_of(panel))
     session.wait(HANG_S)
     said, now = html_of(panel), session.snapshot()
-    assert "All weights stay on the device during a step, and nothing is recomputed" in said
+    assert "All weights stay on the device during a step, and micro-batches go through all layers" in said
     assert now.config == session.relay.config and now.config.keep == 4 and not find(panel, "Fit").disabled
     session.reconfigure(seed=3)  # it goes on from these
     session.wait(HANG_S)
