@@ -230,8 +230,8 @@ def test_a_schedule_that_is_held_stays_and_everything_is_kept_in_it() -> None:
 
 
 def test_who_went_depth_first_finds_settings_that_fit_less_room() -> None:
-    kind, batch = MODELS["gpt2"], MODELS["gpt2"].make_batch(8, 0)
-    least, most = budgets_of("gpt2")
+    kind, batch = MODELS["chain"], MODELS["chain"].make_batch(8, 0)
+    least, most = budgets_of("chain")
     with relay_of(kind, RelayConfig(micro_batches=2), budget=most) as relay:
         assert relay.fit(batch).config.schedule == "depth_first"
         found = relay.fit(batch, device_bytes=(least + most) // 2)
