@@ -152,6 +152,8 @@ class Search:
             yield in_core  # nothing that comes and goes can gain on it
         elif asked.schedule == "breadth_first" or "schedule" in self._wanted.free:
             yield from self._fitting_in_relays(replace(asked, schedule="breadth_first"), best_s)
+        elif "update" in self._wanted.free and asked.update == "deferred":  # as there, the way out
+            yield from self._fitting_as(replace(asked, update="eager"), best_s)
 
     def _in_core(self, asked: RelayConfig) -> Priced | None:
         """The step in which everything stays and micro-batches come one after another; None if what is held forbids it."""
@@ -164,7 +166,10 @@ class Search:
             "keep": layers,
             "resident": max(0, layers - ahead - 1),
         }
-        if any(getattr(asked, name) != value and name not in free for name, value in changed.items()):
+        held = changed.keys() - free
+        if asked.schedule == "depth_first":  # these follow from the schedule
+            held -= {"keep", "resident"}
+        if any(getattr(asked, name) != changed[name] for name in held):
             return None
         return self.price(replace(asked, **changed))  # type: ignore[arg-type]
 

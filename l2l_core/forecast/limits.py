@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from l2l_core.config import RelayConfig
+from l2l_core.config import Compress, RelayConfig
 from l2l_core.forecast.costs import COPY_LANES, SHELL
 from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.memory_walk import MemoryWalk
@@ -86,7 +86,12 @@ def _slots_bytes(profile: Profile, layers: int) -> Callable[[int], int]:
     if settings.get("schedule", "breadth_first") == "breadth_first":
         return lambda depth: 0
     costs = [cost for key, cost in profile.layers.items() if key != SHELL]
-    weights, gradient = (max(nbytes) for nbytes in zip(*((c.load_bytes, c.push_bytes) for c in costs), strict=True))
+    weights, pushed = (max(nbytes) for nbytes in zip(*((c.load_bytes, c.push_bytes) for c in costs), strict=True))
+    wire, gradient = Compress.of(settings.get("compress")), pushed
+    if wire is not None:  # on the device they are whole, and feedback keeps as much, and as it was before the step
+        gradient = max(cost.block_bytes for cost in costs if cost.push_bytes) if pushed else 0
+        whole = settings.get("update") == "deferred" or settings.get("rollback", False)
+        gradient *= 1 + wire.feedback * (1 + whole)
     slots = weight_slots(settings["ahead"], settings["resident"])
     return lambda depth: weights * max(0, depth - slots) + gradient * (depth - layers)
 

@@ -142,6 +142,11 @@ def _check(profile: Profile, config: RelayConfig, fleet: Fleet) -> None:
             f"schedule={config.schedule!r} take turns otherwise: record a step with these settings, or rehearse one with "
             "relay.forecast(batch, config)"
         )
+    if together and config.schedule == "depth_first":
+        raise ValueError(
+            "schedule='depth_first' is not there for several workers: weights that are not all in one process's memory come and "
+            "go. Leave schedule out of RelayConfig"
+        )
     for name in ("precision", "stash"):
         known, asked = profile.settings.get(name), getattr(config, name)
         if known is not None and known != asked:

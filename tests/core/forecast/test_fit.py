@@ -392,3 +392,21 @@ def test_a_mixture_takes_its_times_operation_by_operation(count: int) -> None:
         for op, known in zip(one.ops, others, strict=True):
             assert op.seconds <= known.seconds and op.overhead_s == known.overhead_s
             assert op.kind == "backward" or op.seconds == known.seconds
+
+
+@pytest.mark.parametrize("held", ["keep", "resident"])
+def test_what_follows_from_the_schedule_may_be_held_with_it(held: str) -> None:
+    """ALBERT's one layer is visited three times: there are more graphs than layers."""
+    with relay_of(BY_NAME["albert"], RelayConfig(schedule="depth_first")) as relay:
+        assert relay.fit(BY_NAME["albert"].make_batch(2), fixed=["schedule", held]).config.schedule == "depth_first"
+
+
+def test_eager_updates_are_a_way_out_depth_first_too() -> None:
+    kind, config = BY_NAME["gpt2"], RelayConfig(schedule="depth_first", update="deferred")
+    batch = kind.make_batch(2)
+    with relay_of(kind, config) as relay:
+        eager, deferred = (
+            relay.forecast(batch, replace(config, update=u)).peak_host_bytes for u in ("eager", "deferred")
+        )
+        found = relay.fit(batch, host_bytes=(eager + deferred) // 2, fixed=["schedule", "micro_batches"]).config
+    assert (found.schedule, found.update) == ("depth_first", "eager")

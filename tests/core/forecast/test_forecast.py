@@ -38,6 +38,7 @@ from transformers import (
 from zoo import BY_NAME, Kind
 
 from l2l_core import (
+    Compress,
     DeviceOutOfMemory,
     Drop,
     EmulatedDevice,
@@ -656,3 +657,24 @@ def test_configurations_that_make_no_step_are_refused() -> None:
         forecast_config(config, GPU, micro_batches=4, batch=2, sequence=8)
     with pytest.raises(ValueError, match="latency_s=-1"):
         Machine(1, 1, 1, 1, latency_s=-1)
+
+
+@pytest.mark.parametrize("update", ["eager", "deferred"])
+@pytest.mark.parametrize("compress", ["bf16", Compress("int8", feedback=False)])
+def test_largest_depth_of_a_depth_first_step_that_compresses(compress: Any, update: str) -> None:
+    """Gradients are whole on the device, in however few bits they leave it, and feedback is kept there."""
+    config, batch = (
+        RelayConfig(schedule="depth_first", micro_batches=2, ahead=0, compress=compress, update=update),
+        chain_batch(4),
+    )
+
+    def step_bytes(depth: int) -> int:
+        with chain(depth, config) as relay:
+            return [relay.step(batch).peak_device_bytes for _ in range(2)][-1]
+
+    budget = 3 * step_bytes(4)
+    with chain(4, config) as relay:
+        for _ in range(2):
+            relay.step(batch)
+        depth = relay.forecast(batch, device={"memory_bytes": budget}).largest_depth
+    assert depth is not None and step_bytes(depth) <= budget < step_bytes(depth + 2)

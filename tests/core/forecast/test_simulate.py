@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deep_models import Chain, chain_batch, squared_error
-from oracle import both
+from oracle import adamw, both
 from patience import rarely
 from zoo import BY_NAME, Kind
 
@@ -299,3 +299,13 @@ def test_a_profile_by_formula_survives_a_file(tmp_path: Path) -> None:
     path = formula().save(tmp_path / "formula.json")
     assert json.loads(path.read_text())["schema"] == "l2l-profile"
     assert Profile.load(path) == formula()
+
+
+def test_several_workers_are_refused_depth_first() -> None:
+    kind, config = BY_NAME["gpt2"], RelayConfig(schedule="depth_first")
+    model, batch = kind.make_model(), kind.make_batch(2)
+    with Relay(model, adamw(model), EmulatedDevice(), config=config) as relay:
+        with pytest.raises(ValueError, match="schedule='depth_first' is not there for several workers"):
+            relay.forecast(batch, workers=2)
+        with pytest.raises(ValueError, match="schedule='depth_first' is not there for several workers"):
+            simulate(Profile.of(relay.step(batch).trace), config, workers=2)
