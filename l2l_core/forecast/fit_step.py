@@ -126,9 +126,9 @@ def _nothing_fits(prices: Prices, wanted: Wanted) -> Exception:
         least = what_fits(prices, wanted.asked, wanted.rows, 0).smallest
     except ValueError:
         return prices.errors[0]
-    settings = settings_in_words(
-        {name: getattr(least.config, name) for name in ("micro_batches", "ahead", "stash", "update")}
-    )
+    named = ["micro_batches", "ahead", "stash", "update"]
+    named += ["schedule"] if least.config.schedule != wanted.asked.schedule else []
+    settings = settings_in_words({name: getattr(least.config, name) for name in named})
     remedies = {
         "host": "take an optimizer with less state, or a machine with more memory",
         "device": "give the device that much, or make big parts of the shell layers of their own (layers=[...])",

@@ -155,9 +155,11 @@ class Replay:
         self._company.take_back(layer)
 
     def _next_use(self, layer: str, index: int) -> float:
+        if not layer:  # empty, and before one whose layer does not come again, as in `Prefetch`
+            return math.inf
         visits = self._visits[layer]
         at = bisect_left(visits, index)
-        return visits[at] if at < len(visits) else math.inf
+        return visits[at] if at < len(visits) else len(self._profile.stays)
 
     def _relay(self, index: int, at: int, following: tuple[Stay, TurnCost] | None) -> None:
         """The stash of a turn is there, and that of the following one begins to arrive."""

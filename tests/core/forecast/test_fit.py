@@ -244,6 +244,15 @@ def test_who_went_depth_first_finds_settings_that_fit_less_room() -> None:
         assert relay.step(batch).peak_device_bytes <= (least + most) // 2
 
 
+def test_a_schedule_that_is_held_and_does_not_fit_is_named() -> None:
+    kind = MODELS["chain"]
+    with relay_of(kind, RelayConfig(schedule="depth_first")) as relay:
+        batch = kind.make_batch(8, 0)
+        budget = relay.forecast(batch).peak_device_bytes // 2
+        with pytest.raises(NothingFits, match=r"schedule='breadth_first'\. Remedy: hold fewer settings fixed"):
+            relay.fit(batch, device_bytes=budget, fixed=["schedule", "micro_batches"])
+
+
 def test_the_choice_says_why_and_what_the_next_better_one_needs() -> None:
     kind = MODELS["gpt2"]
     batch = kind.make_batch(8, 0)
