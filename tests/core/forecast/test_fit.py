@@ -232,9 +232,9 @@ def test_a_schedule_that_is_held_stays_and_everything_is_kept_in_it() -> None:
 def test_who_went_depth_first_finds_settings_that_fit_less_room() -> None:
     kind, batch = MODELS["chain"], MODELS["chain"].make_batch(8, 0)
     least, most = budgets_of("chain")
-    with relay_of(kind, RelayConfig(micro_batches=2), budget=most) as relay:
-        assert relay.fit(batch).config.schedule == "depth_first"
-        found = relay.fit(batch, device_bytes=(least + most) // 2)
+    with relay_of(kind, budget=most) as relay:
+        assert relay.fit(batch, fixed=["micro_batches"]).config.schedule == "depth_first"
+        found = relay.fit(batch, device_bytes=(least + most) // 2, fixed=["micro_batches"])
         assert found.config.schedule == "breadth_first" and "schedule='breadth_first'" in str(found)
         assert relay.step(batch).peak_device_bytes <= (least + most) // 2
     with relay_of(kind, RelayConfig(schedule="depth_first"), budget=(least + most) // 2) as relay:
@@ -411,11 +411,8 @@ def test_what_follows_from_the_schedule_may_be_held_with_it(held: str) -> None:
 
 
 def test_eager_updates_are_a_way_out_depth_first_too() -> None:
-    kind, config = BY_NAME["gpt2"], RelayConfig(schedule="depth_first", update="deferred")
-    batch = kind.make_batch(2)
-    with relay_of(kind, config) as relay:
-        eager, deferred = (
-            relay.forecast(batch, replace(config, update=u)).peak_host_bytes for u in ("eager", "deferred")
-        )
-        found = relay.fit(batch, host_bytes=(eager + deferred) // 2, fixed=["schedule", "micro_batches"]).config
-    assert (found.schedule, found.update) == ("depth_first", "eager")
+    free = [name for name in FREE if name != "schedule"]
+    for host_bytes, update in ((1500, "deferred"), (1400, "eager")):
+        wanted = Wanted(RelayConfig(update="deferred", **IN_CORE), free, 16, 8, Room(None, host_bytes))
+        found = Search(partial(made_up, 0.0), wanted, 60.0).run()
+        assert {(step.config.schedule, step.config.update) for step in found} == {("depth_first", update)}
