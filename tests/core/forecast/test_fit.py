@@ -232,7 +232,7 @@ def test_a_schedule_that_is_held_stays_and_everything_is_kept_in_it() -> None:
 def test_who_went_depth_first_finds_settings_that_fit_less_room() -> None:
     kind, batch = MODELS["chain"], MODELS["chain"].make_batch(8, 0)
     least, most = budgets_of("chain")
-    with relay_of(kind, budget=most) as relay:
+    with relay_of(kind, budget=2 * most) as relay:
         assert relay.fit(batch, fixed=["micro_batches"]).config.schedule == "depth_first"
         found = relay.fit(batch, device_bytes=(least + most) // 2, fixed=["micro_batches"])
         assert found.config.schedule == "breadth_first" and "schedule='breadth_first'" in str(found)
