@@ -143,7 +143,7 @@ class RelayConfig:
         if self.schedule == "depth_first" and (isinstance(self.keep, str) or self.stash != "device"):
             raise ValueError(
                 f"schedule='depth_first' with keep={self.keep!r}, stash={self.stash!r}: micro-batches that run one after "
-                "another have all their graphs on the device. Give keep as the number of layers, and stash='device'"
+                "another have all their graphs on the device, and nothing waits elsewhere. Leave keep out, with stash='device'"
             )
         if self.max_grad_norm is None:
             return

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from l2l_core.config import IN_MEMORY, RelayConfig
-from l2l_core.forecast.fit import Better, Room
-from l2l_core.forecast.smallest import Price, Priced, counts_from
+from l2l_core.forecast.fit import FREE, Better, Room
+from l2l_core.forecast.smallest import Price, Priced, changes, counts_from
 from l2l_core.rules import weight_slots
 
 _AS_FAST = 1.03  # who gains less is not worth other micro-batches, which draw other random numbers, or other updates
@@ -159,19 +159,10 @@ class Search:
         """The step in which everything stays and micro-batches come one after another; None if what is held forbids it."""
         layers, free = self._wanted.layers, self._wanted.free
         ahead = max(1, asked.ahead) if "ahead" in free else asked.ahead
-        changed = {
-            "schedule": "depth_first",
-            "stash": "device",
-            "ahead": ahead,
-            "keep": layers,
-            "resident": max(0, layers - ahead - 1),
-        }
-        held = changed.keys() - free
-        if asked.schedule == "depth_first":  # these follow from the schedule
-            held -= {"keep", "resident"}
-        if any(getattr(asked, name) != changed[name] for name in held):
-            return None
-        return self.price(replace(asked, **changed))  # type: ignore[arg-type]
+        config = replace(asked, schedule="depth_first", stash="device", ahead=ahead).over(layers)
+        # Where the schedule is asked for, what stays follows from it.
+        held = {*FREE} - {*free} - ({"keep", "resident"} if asked.schedule == "depth_first" else set())
+        return None if changes(asked, config, held) else self.price(config)
 
     def _fitting_in_relays(self, asked: RelayConfig, best_s: float) -> Iterator[Priced]:
         fits = False

@@ -6,6 +6,7 @@ parameter behind. `stage.py` adds what forwards need that pause, `depth_first.py
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -51,7 +52,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Task = Callable[[nn.Module, Any], Any]
 
 
-class Ground:
+class Ground(ABC):
     """One pass, set up as far as all passes are alike. Use as a context manager.
 
     Args:
@@ -156,9 +157,9 @@ class Ground:
         later(self.prefetch.close)
         self._images.exempt([slot.flat for slot in self.prefetch.slots], weights=True)
 
+    @abstractmethod
     def _watch_out(self) -> None:
         """Set up who looks at what tensors are used for; they look until nothing is held any more."""
-        raise NotImplementedError
 
     def _least_beside_a_slot(self) -> int:
         """Device bytes that a pass takes besides a layer's weights, whatever the settings."""
