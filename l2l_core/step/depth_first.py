@@ -31,10 +31,11 @@ from l2l_core.eps import LayerStore, NonFiniteError
 from l2l_core.eps.blocks import SHELL, Buffers, Stamp, Unit, check_stamps, refuse_cached, stamps_of
 from l2l_core.model import Ambient, call_of
 from l2l_core.step.checks import not_finite, refuse_idle
+from l2l_core.step.early_reads import EarlyReads
 from l2l_core.step.graph import BufferOrder, run_backward
 from l2l_core.step.ground import Ground, Task
 from l2l_core.step.micro_batch import Influence, flatten
-from l2l_core.step.traffic import NOBODY, Gradient, Stash, Watch, timed
+from l2l_core.step.traffic import NOBODY, Gradient, timed
 
 
 class _Call:
@@ -44,33 +45,6 @@ class _Call:
 
     def __init__(self, unit: Unit, index: int) -> None:
         self.unit, self.index = unit, index
-
-
-class _Watch(Watch):
-    """The watch of a step depth first, which looks besides who reads weights of layers that were not called yet.
-
-    Attributes:
-        uncalled: these layers, by the storage that their weights lie in.
-        read_early: keys of those that were read.
-    """
-
-    def __init__(self, stash: Stash, order: BufferOrder) -> None:
-        super().__init__(stash, order)
-        self.uncalled: dict[int, Unit] = {}
-        self.read_early: set[str] = set()
-
-    def expect(self, unit: Unit, shell: Unit) -> None:
-        """Hear of a layer that is there before its first call; what it has in common with the shell is read anyway."""
-        self.uncalled |= dict.fromkeys(_storages_of(unit) - _storages_of(shell), unit)
-
-    def called(self, unit: Unit) -> None:
-        """Hear of that call."""
-        for key in _storages_of(unit) & self.uncalled.keys():
-            del self.uncalled[key]
-
-    def _before(self, func: Any, reads: dict[int, torch.Tensor], args: Sequence[Any]) -> None:
-        self.read_early.update(self.uncalled[key].key for key in self.uncalled.keys() & reads.keys())
-        super()._before(func, reads, args)
 
 
 class DepthFirst(Ground):
@@ -102,7 +76,7 @@ class DepthFirst(Ground):
 
     def _watch_out(self) -> None:
         # What forwards do to buffers, or leave to one another, they do in the order of plain training.
-        self._watch = _Watch(self.stash, BufferOrder(Buffers([]), [], []))
+        self._watch = EarlyReads(self.stash, BufferOrder(Buffers([]), [], []))
         self._stack.callback(self.stash.clear)
 
     @contextmanager
@@ -348,10 +322,6 @@ class DepthFirst(Ground):
             for hook in hooks:
                 hook.remove()
         return not_finite(self._k, loss, producers[0] if producers else "the loss, or the code after the last layer")
-
-
-def _storages_of(unit: Unit) -> set[int]:
-    return {param.untyped_storage()._cdata for param in unit.params}
 
 
 def _nobody_waits(index: int) -> None:
