@@ -16,6 +16,9 @@ from l2l_core.devices.ledger import DeviceOutOfMemory as DeviceOutOfMemory
 from l2l_core.devices.ledger import Ledger as Ledger
 from l2l_core.devices.named import resolve_device as resolve_device
 from l2l_core.devices.process import Process as Process
+from l2l_core.devices.threads import Hands as Hands
+from l2l_core.devices.threads import InTurn as InTurn
+from l2l_core.devices.threads import Job as Job
 from l2l_core.devices.threads import serial_thread as serial_thread
 from l2l_core.devices.threads import sleep_until as sleep_until
 from l2l_core.devices.waiting import HostRoom as HostRoom

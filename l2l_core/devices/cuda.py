@@ -181,7 +181,13 @@ class CudaDevice(Device):
             return self._pinned.empty(numel, dtype)
 
     def issue(
-        self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None, label: str = ""
+        self,
+        lane: str,
+        copies: Sequence[Copy],
+        record: Record,
+        after: Ticket | None = None,
+        label: str = "",
+        overlaps: bool = True,
     ) -> Ticket:
         stream, compute = self._stream(lane), self.compute_stream()
         self._start_clock()

@@ -65,11 +65,18 @@ class Device(ABC):
 
     @abstractmethod
     def issue(
-        self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None, label: str = ""
+        self,
+        lane: str,
+        copies: Sequence[Copy],
+        record: Record,
+        after: Ticket | None = None,
+        label: str = "",
+        overlaps: bool = True,
     ) -> Ticket:
         """Start copies on lane "h2d" or "d2h"; `record` gets their start and stop, profilers see `label`.
 
-        The copies wait for all compute issued so far and, if given, for the ticket `after`.
+        The copies wait for all compute issued so far and, if given, for the ticket `after`. Whoever says that nothing `overlaps`
+        waits for them at once.
         """
 
     @abstractmethod

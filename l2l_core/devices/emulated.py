@@ -1,7 +1,7 @@
 """A device emulated on the CPU: real computation, an arena of its own with a byte budget, real copies over a stated link.
 
-Copies run on one thread per direction, in real time: a copy takes at least its latency plus bytes over bandwidth. What
-it is not: a model of a GPU's arithmetic. Compute runs at the speed of this CPU.
+Copies run on one thread per direction, or in the caller's where nothing is to overlap, in real time: a copy takes at least its
+latency plus bytes over bandwidth. What it is not: a model of a GPU's arithmetic. Compute runs at the speed of this CPU.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from l2l_core.devices.device import Copy, Device, Record, Ticket
 from l2l_core.devices.ledger import Ledger
-from l2l_core.devices.threads import serial_thread, sleep_until
+from l2l_core.devices.threads import Hands, InTurn, Job, serial_thread, sleep_until, unseen
 from l2l_core.trace import format_bytes
+
+_IN_TURN = InTurn(unseen)
 
 
 class _Pending:
-    """A copy on a lane thread."""
+    """A copy that somebody has been asked for."""
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
     def wait(self) -> None:
-        self._future.result()
+        self._job.result()
 
     join = wait
 
     def abandon(self) -> None:
-        self._future.exception()  # waits, and raises nothing
+        self._job.exception()  # waits, and raises nothing
 
 
 class EmulatedDevice(Device):
@@ -106,11 +108,21 @@ class EmulatedDevice(Device):
         return torch.empty(numel, dtype=dtype)
 
     def issue(
-        self, lane: str, copies: Sequence[Copy], record: Record, after: Ticket | None = None, label: str = ""
+        self,
+        lane: str,
+        copies: Sequence[Copy],
+        record: Record,
+        after: Ticket | None = None,
+        label: str = "",
+        overlaps: bool = True,
     ) -> Ticket:
+        hands: Hands = self._thread(lane) if overlaps else _IN_TURN
+        return _Pending(hands.submit(self._run, lane, list(copies), record, after))
+
+    def _thread(self, lane: str) -> ThreadPoolExecutor:
         if lane not in self._lanes:
             self._lanes[lane] = serial_thread(lane)
-        return _Pending(self._lanes[lane].submit(self._run, lane, list(copies), record, after))
+        return self._lanes[lane]
 
     def _run(self, lane: str, copies: list[Copy], record: Record, after: Ticket | None) -> None:
         if after is not None:

@@ -80,6 +80,7 @@ class Ledger:
         self.doing: Callable[[], str] = lambda: ""
         self._owned: Counter[tuple[str, str]] = Counter()
         self._sums: Counter[str] = Counter()  # by category, kept along, so that a sample costs the same at any depth
+        self._last: tuple[int, dict[str, int]] = 0, {}  # what `by_category` said last, and after how many changes
         self._high: dict[str, int] = {}
         self._high_total = -1
         # Reentrant: the garbage collector may end a storage, which then releases, while this very thread books.
@@ -128,9 +129,11 @@ class Ledger:
             self.changes += 1
 
     def by_category(self) -> dict[str, int]:
-        """Return the bytes now, by category; categories without bytes are left out."""
+        """Return the bytes now, by category, without those that have none; not to be changed, since others are given the same."""
         with self._lock:
-            return {category: nbytes for category, nbytes in self._sums.items() if nbytes}
+            if self._last[0] != self.changes:
+                self._last = self.changes, {category: nbytes for category, nbytes in self._sums.items() if nbytes}
+            return self._last[1]
 
     def by_owner(self, category: str) -> dict[str, int]:
         """Return the bytes of one category now, by owner."""
@@ -141,14 +144,19 @@ class Ledger:
         """Return the bytes by category at the highest total since the last call."""
         with self._lock:
             high = self._high or self.by_category()
-            self._high, self._high_total = {}, self.total
+            self.forget_high()
             return high
+
+    def forget_high(self) -> None:
+        """Let the highest total from now on be the one of which `take_high` tells."""
+        with self._lock:
+            self._high, self._high_total = {}, self.total
 
     def reset_peak(self) -> None:
         """Start a new peak from what is in use now."""
         with self._lock:
             self.peak = self.total
-            self.take_high()
+            self.forget_high()
 
     def refused(self, error: BaseException) -> DeviceOutOfMemory:
         """Tell that the device's own allocator had no memory left: its words, and what is booked at this moment."""

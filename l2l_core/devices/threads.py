@@ -1,15 +1,76 @@
-"""Threads on which devices and the EPS work, one thing after the other."""
+"""Threads on which devices and the EPS work, one thing after the other; or the caller's own, where nothing is to overlap."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from l2l_core.devices.process import Process
+
+
+class Job(Protocol):
+    """Work that was submitted; a `Future` is one."""
+
+    def result(self) -> Any:
+        """Wait for it; raise what it raised."""
+
+    def exception(self) -> BaseException | None:
+        """Wait for it; return what it raised."""
+
+
+class Hands(Protocol):
+    """Who does what is submitted, in order; an `Executor` is one."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Job: ...
+
+
+class _Done:
+    """A job that is over."""
+
+    def __init__(self, value: Any, error: Exception | None) -> None:
+        self._value, self._error = value, error
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+
+class InTurn:
+    """The caller's own hands: what is submitted is done before `submit` returns, on as many cores as compute has.
+
+    For whoever would wait for it anyway. A thread would take a core of two that compute shares, and turns for Python's lock.
+
+    Args:
+        state: entered meanwhile, so that the work meets nothing of what the caller's thread stands in.
+    """
+
+    def __init__(self, state: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._state = state
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Job:
+        """Do it; what it raises is for whoever waits, as with a thread."""
+        try:
+            with self._state():
+                return _Done(fn(*args), None)
+        except Exception as error:
+            return _Done(None, error)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Show operations in the block to no mode in force: to none of the user's, and none of the engine's."""
+    with torch._C.DisableTorchFunction(), no_dispatch():
+        yield
 
 
 class _Serial(ThreadPoolExecutor):

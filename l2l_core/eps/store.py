@@ -1,7 +1,7 @@
 """The eager param-server (EPS): masters, gradients, optimizer state and version of every layer, on the host.
 
-It takes gradients, reduces them and updates each block of weights on a thread of its own, the lane ``eps``. What it is
-not: it knows nothing of devices or of the order of layers.
+It takes gradients, reduces them and updates each block of weights, the lane ``eps``: on a thread of its own, or, where nothing
+is to overlap, in the caller's. What it is not: it knows nothing of devices or of the order of layers.
 
     take ──▶ buffer ──▶ check, reduce ──▶ whole ──▶ update        eager: as soon as a block's gradient is whole
                            │                ▲                     deferred: in `finish`, when all are there
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Copy, Ticket, serial_thread
+from l2l_core.devices import Copy, Hands, InTurn, Job, Ticket, serial_thread
 from l2l_core.eps.at_hand import AllInMemory, AtHand
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.clock import Clock
@@ -33,17 +33,20 @@ from l2l_core.eps.reducer import Alone, Reducer
 from l2l_core.eps.residuals import Residuals
 from l2l_core.eps.updates import ByOptimizer, Update
 from l2l_core.eps.wire import AsItIs, Wire, wire_of
+from l2l_core.model import Ambient
 from l2l_core.rules import MAX_UNDER_WAY
 from l2l_core.trace import Trace
 
 Send = Callable[[list[Copy]], Ticket]
+
+_IN_TURN = InTurn(Ambient.bare)
 
 
 class LayerStore:
     """Takes the gradients of a step and sees to it that every block is updated by them.
 
     Invariant: a block is updated at most once per step, after all of its gradient has come, and `Block.version` counts
-    those updates. Only the ``eps`` thread writes masters while a step runs.
+    those updates. Only what is submitted here writes masters while a step runs, one thing after the other.
 
     Args:
         masters: the blocks, and the optimizer over them.
@@ -71,11 +74,12 @@ class LayerStore:
         self.residuals = residuals
         self._wire: Wire = AsItIs(residuals)
         self.thread, self.reducer = thread, reducer
+        self._hands: Hands = thread
         self.custody: Custody = InMemory(masters)
         self.at_hand: AtHand = AllInMemory(masters)
         self._came: set[tuple[Block, int]] = set()  # of which blocks and micro-batches parts were taken
-        self._jobs: list[Future[None]] = []
-        self._completing: deque[Future[None]] = deque()  # updates of blocks whose parts have all come
+        self._jobs: list[Job] = []
+        self._completing: deque[Job] = deque()  # updates of blocks whose parts have all come
         self._config, self._clock, self._failed = RelayConfig(), Clock(Trace()), False
 
     @staticmethod
@@ -99,6 +103,7 @@ class LayerStore:
             ValueError: a step hook wants what there will be in deferred updates only, or the optimizer would not step.
         """
         self._config, self._clock = config, Clock(trace)
+        self._hands = self.thread if config.ahead else _IN_TURN  # the serial relay: nothing runs in the background
         self._forget()
         self._wire = wire_of(config, trace.step, self.residuals)
         self._wire.begin(self.masters.blocks)
@@ -248,12 +253,9 @@ class LayerStore:
                 self.reducer.give_up(error)  # and other workers for gradients that will not come
                 raise
 
-        job = self.thread.submit(guarded)
-        self._jobs.append(job)
-        if self._config.ahead == 0:
-            job.exception()  # the serial relay: nothing runs in the background
+        self._jobs.append(self._hands.submit(guarded))
 
-    # -- on the eps thread ---------------------------------------------------------------------------------------------
+    # -- what is submitted --------------------------------------------------------------------------------------------------
 
     def _have(self, unit: Unit, block: Block, piece: GradientPiece, pushed: Ticket) -> None:
         pushed.join()

@@ -30,10 +30,14 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def entry_of(module: nn.Module) -> str | None:
     """Name the attribute that is called when a compiled module is; None for a module that is not compiled."""
-    if vars(module).get("_compiled_call_impl") is not None:
+    held, forward = vars(module), type(module).forward
+    if held.get("_compiled_call_impl") is not None:
         return "_compiled_call_impl"
-    is_compiled = is_wrapper(module) or hasattr(getattr(module, "forward", None), "get_compiler_config")
-    return "forward" if is_compiled else None
+    if (
+        "forward" in held or type(forward) is not types.FunctionType
+    ):  # else it need not be bound: every step asks every module
+        forward = getattr(module, "forward", None)
+    return "forward" if hasattr(forward, "get_compiler_config") or is_wrapper(module) else None
 
 
 def call_of(module: nn.Module) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -119,17 +118,16 @@ class DepthFirst(Ground):
         gradients = {unit: slots.take(unit) for unit in self.parts.layers}
         self.prefetch.begin(self._plan.there_and_back)  # what comes back once more is not given way to
         self._have_early()
-        outside, ambients = self.ambients(seeds)
         waiting = deque(partial(task, self.parts.model, self.bring(k, each)) for k, each in enumerate(micro_batches))
         losses: list[torch.Tensor] = []
         learns = False
-        for k, (ambient, divisor) in enumerate(zip(ambients, divisors, strict=True)):
+        for k, (ambient, divisor) in enumerate(zip(self.ambients(seeds), divisors, strict=True)):
             self._k, run = k, waiting.popleft()
-            loss = self._forward(run, ambient, outside) / divisor
+            loss = self._forward(run, ambient) / divisor
             check()
             if not torch.isfinite(loss):  # the host waits for the device here, once per micro-batch
                 loss = loss.detach()  # its graph makes room for another one
-                raise NonFiniteError(self._explained(loss, run, ambient, outside))
+                raise NonFiniteError(self._explained(loss, run, ambient))
             del run  # and the rows
             if not waiting:
                 slots.check()
@@ -149,10 +147,10 @@ class DepthFirst(Ground):
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _forward(self, run: Callable[[], torch.Tensor], ambient: Ambient, outside: Ambient) -> torch.Tensor:
+    def _forward(self, run: Callable[[], torch.Tensor], ambient: Ambient) -> torch.Tensor:
         """Run the model's own forward on the micro-batch at work."""
         self._calls = []
-        with self._in(ambient, outside), self._at_work.turn(NOBODY, SHELL):
+        with self._in(ambient), self._at_work.turn(NOBODY, SHELL):
             self._open("shell", SHELL)
             self._in_shell = True
             try:
@@ -167,17 +165,17 @@ class DepthFirst(Ground):
         return result
 
     @contextmanager
-    def _in(self, ambient: Ambient, outside: Ambient) -> Iterator[None]:
+    def _in(self, ambient: Ambient) -> Iterator[None]:
         """Run a forward in its own state. What runs backward next goes on in its random stream, as in core."""
         if self.stash.metering:
-            ambient = replace(ambient, dispatch_modes=(*ambient.dispatch_modes, self._watch))
+            ambient = ambient._replace(dispatch_modes=(*ambient.dispatch_modes, self._watch))
         Ambient.clear()
         ambient.put()
         try:
             yield
         finally:
             Ambient.clear()
-            outside.put_all_but_random()
+            self.outside.put_all_but_random()
 
     def _call(self, unit: Unit, real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Do what a layer's forward does, once its weights are there."""
@@ -304,7 +302,7 @@ class DepthFirst(Ground):
         """Begin a compute event; `_stop` ends it."""
         self._stop = timed(self.meter, self.clock, kind, layer, self._k, visit)
 
-    def _explained(self, loss: torch.Tensor, run: Callable[[], Any], ambient: Ambient, outside: Ambient) -> str:
+    def _explained(self, loss: torch.Tensor, run: Callable[[], Any], ambient: Ambient) -> str:
         """Say where a loss comes from that is not finite: the forward runs once more, as it did."""
         producers: list[str] = []
 
@@ -316,7 +314,7 @@ class DepthFirst(Ground):
 
         hooks = [unit.module.register_forward_hook(partial(look, unit), with_kwargs=True) for unit in self.parts.layers]
         try:
-            with self._in(ambient, outside):
+            with self._in(ambient):
                 run()
         finally:
             for hook in hooks:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -61,14 +60,18 @@ class Ground(ABC):
         plan: which weights stay on the device.
         trace: gets events and memory.
         replay: activation bytes of an earlier step; None counts them operation by operation.
+
+    Attributes:
+        outside: the state that the thread is in where no forward runs.
     """
 
     def __init__(self, parts: Parts, config: RelayConfig, plan: Plan, trace: Trace, replay: Metered | None) -> None:
         self.parts, self.config, self._plan, self.trace, self._replay = parts, config, plan, trace, replay
         turns = pieces_of_copy(config.micro_batches, config.ahead, config.stash)
-        self.h2d, self.d2h = (Lane(parts.device, trace, name, turns) for name in ("h2d", "d2h"))
-        self.loads, self.pushes = Link(self.h2d, "load"), Link(self.d2h, "push")
         self.clock = Clock(parts.device, trace)
+        stalled = None if config.ahead else self.clock.stalled
+        self.h2d, self.d2h = (Lane(parts.device, trace, name, turns, stalled) for name in ("h2d", "d2h"))
+        self.loads, self.pushes = Link(self.h2d, "load"), Link(self.d2h, "push")
         self._dtype = _DTYPES[config.precision]  # of weights on the device
         self._stack = ExitStack()
 
@@ -117,6 +120,7 @@ class Ground(ABC):
         parts.place.begin(parts.units, self._dtype, self.trace)
         later(parts.place.end)
         later(RandomState.take().put)  # forwards draw from streams of their own; the caller's stands where it stood
+        self.outside = Ambient.now()
         enter(parts.shell.buffers.on(parts.device, "shell buffers"))
         # After the shell's buffers came: modules hold their copies now.
         buffers, self._attributes = tensors_on(modules_of(parts.model))
@@ -210,13 +214,12 @@ class Ground(ABC):
         self._images.exempt([*slots.flats, *shell.flats])
         return slots, shell.take(parts.shell)
 
-    def ambients(self, seeds: Sequence[int]) -> tuple[Ambient, list[Ambient]]:
-        """Return the state that the thread is in, and the one in which the forward of each micro-batch begins."""
-        base = outside = Ambient.take()
-        outside.put()  # `take` has emptied the thread's stacks of modes and hooks
+    def ambients(self, seeds: Sequence[int]) -> list[Ambient]:
+        """Return the state in which the forward of each micro-batch begins."""
+        base = self.outside
         if self._dtype != torch.float32:  # operations cast activations to the weights' type, or compute in float32
-            base = replace(base, autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
-        return outside, [base.reseeded(RandomState.seeded(seed)) for seed in seeds]
+            base = base._replace(autocast=tuple((True, self._dtype) for _ in base.autocast), autocast_cache=False)
+        return [base.reseeded(RandomState.seeded(seed)) for seed in seeds]
 
     def bring(self, k: int, micro_batch: Any) -> Any:
         """Copy a micro-batch to the device."""

@@ -6,7 +6,6 @@ The loop finds everything ready, and an exception anywhere leaves no shadow and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +47,7 @@ class Stage(Ground):
         enter(attributes)
         self.run = Pass(
             parts.device,
+            self.outside,
             self.stash.at_work,
             self.stash,
             self._watch,
@@ -93,16 +93,15 @@ class Stage(Ground):
 
     def forwards(self, micro_batches: Sequence[Any], task: Task, seeds: Sequence[int]) -> list[Forward]:
         """Make one paused forward per micro-batch, each with a random stream of its own."""
-        outside, ambients = self.ambients(seeds)
         run: Callable[[Any], Any] = partial(task, self.parts.model)
-        for k, (micro_batch, ambient) in enumerate(zip(micro_batches, ambients, strict=True)):
+        for k, (micro_batch, ambient) in enumerate(zip(micro_batches, self.ambients(seeds), strict=True)):
             if self._watch.guards_shell:
-                ambient = replace(ambient, dispatch_modes=(*ambient.dispatch_modes, self._watch))
+                ambient = ambient._replace(dispatch_modes=(*ambient.dispatch_modes, self._watch))
             crossing = Crossing(k, self._asides, relies=not self.meter.learns)
             if torch.is_grad_enabled():
-                ambient = ambient.within(crossing)
+                ambient = ambient.inside(crossing)
             bring = partial(self.bring, k, micro_batch)
-            self.shadows.forwards.append(Forward(k, bring, run, ambient, outside, self.run, crossing))
+            self.shadows.forwards.append(Forward(k, bring, run, ambient, self.run, crossing))
         return self.shadows.forwards
 
     def _noted(self, tensor: torch.Tensor, k: int) -> torch.Tensor:

@@ -202,8 +202,7 @@ class Call:
         """
         if self.kept is not None:
             self.kept = None
-            with Ambient.aside():
-                self.prove(run)
+            self.prove(run)
 
     def prove(self, run: Pass) -> None:
         """Recompute at once, before anything is trained, a call that left traces, to see whether it gives the same again.
@@ -212,7 +211,7 @@ class Call:
             RuntimeError: it does not.
         """
         if self.left_traces and self.needs_backward and self.kept is None:
-            with run.at_work.turn(self.k, "shell"), self._buffers_as_seen(run), same_random_numbers():
+            with Ambient.aside(), run.at_work.turn(self.k, "shell"), self._buffers_as_seen(run), same_random_numbers():
                 with _attributes_kept(self.unit), run.attributes.proving():
                     self._recompute(run)
 
@@ -349,7 +348,7 @@ class Call:
     def _recompute_in_context(self, run: Pass) -> Graph:
         with (
             run.user_hooks.silenced(),  # they ran with the forward, once, as in plain training
-            self.ambient.active(),
+            self.ambient.within(run.outside),
             run.sides.watching(self.unit, strong=True) as seen,
         ):  # type: ignore[union-attr]
             given, graph = self._run(run)

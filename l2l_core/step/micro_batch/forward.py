@@ -40,7 +40,6 @@ class Forward:
         bring: Callable[[], Any],
         task: Callable[[Any], Any],
         ambient: Ambient,
-        outside: Ambient,
         run: Pass,
         crossing: Crossing,
     ) -> None:
@@ -51,7 +50,7 @@ class Forward:
         self.result: Any = None
         self.done = False
         self.keeper: Keeper = RECOMPUTE  # of the graph of the layer that runs next
-        self._bring, self._task, self._ambient, self._outside, self._run = bring, task, ambient, outside, run
+        self._bring, self._task, self._ambient, self._run = bring, task, ambient, run
         self._greenlet = _Coroutine(self._body)
         self._greenlet.forward = self
         self._greenlet.gr_context = contextvars.copy_context()
@@ -68,7 +67,7 @@ class Forward:
         finally:
             # The loop draws nothing by itself. What runs backward next, a loss, goes on in this micro-batch's stream as in core,
             # and the stage gives the caller's generators back.
-            self._outside.put_all_but_random()
+            self._run.outside.put_all_but_random()
         self._run.order.end_turn(self.k)
 
     def cancel(self) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from l2l_core.devices import Device
 from l2l_core.eps.blocks import Unit
+from l2l_core.model import Ambient
 from l2l_core.step.graph import Asides, BufferOrder
 from l2l_core.step.micro_batch.attributes import Attributes, Place
 from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
@@ -34,6 +35,7 @@ class Pass:
     """Device traffic, hooks and watches of a pass, and what its calls have found out so far."""
 
     device: Device
+    outside: Ambient  # the state that the thread is in where no forward runs
     at_work: AtWork
     stash: Stash
     watch: Watch

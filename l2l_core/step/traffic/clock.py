@@ -24,6 +24,7 @@ class Clock:
         self._device, self._trace = device, trace
         self._what: tuple[str, str, int, int] = "", "", -1, -1  # kind, layer, micro-batch, visit
         self._stalled_s = 0.0  # since the last event
+        self._waits = False
         self.stay = -1
         self._stop: Callable[[], None] | None = None
 
@@ -48,10 +49,16 @@ class Clock:
     @contextmanager
     def stalled(self) -> Iterator[None]:
         """Compute waits in this block. An open event ends here, and goes on as another one after the block."""
-        is_open = self._stop is not None
+        if self._waits:  # already
+            yield
+            return
+        is_open, self._waits = self._stop is not None, True
         self.stop()
         began_s = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:
+            self._waits = False
         self._stalled_s += time.perf_counter() - began_s
         if is_open:
             self.start(*self._what)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 from l2l_core.devices import Copy, Device, Ticket
@@ -25,10 +26,19 @@ class Lane:
         trace: gets one event per copy, or per piece of one.
         name: of the lane.
         pieces: into how many pieces a trickling copy is cut: the number of turns in a visit.
+        stalled: entered while compute waits for a copy; None if it goes on meanwhile.
     """
 
-    def __init__(self, device: Device, trace: Trace, name: str, pieces: int = 1) -> None:
+    def __init__(
+        self,
+        device: Device,
+        trace: Trace,
+        name: str,
+        pieces: int = 1,
+        stalled: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
         self._device, self._trace, self.name, self._pieces = device, trace, name, pieces
+        self._overlaps, self._meanwhile = stalled is None, stalled or nullcontext
         self._trickling: _Trickle | None = None  # at most one copy: another one sends out the rest of it
         self._owner = threading.get_ident()
 
@@ -46,12 +56,16 @@ class Lane:
         """Start copies that belong to `layer`, micro-batch `k` and the visit with that number, as one event; see `Event`."""
         nbytes = sum(target.nbytes for target, _ in copies)
         t0, add, lane = self._trace.began_s, self._trace.add, self.name
-        return self._device.issue(
-            lane,
-            list(copies),
-            lambda a, b: add(Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit, 0.0, -1, slot, piece, pieces)),
-            label=f"{kind} {layer}",
-        )
+        with self._meanwhile():
+            return self._device.issue(
+                lane,
+                list(copies),
+                lambda a, b: add(
+                    Event(lane, kind, a - t0, b - t0, layer, k, nbytes, visit, 0.0, -1, slot, piece, pieces)
+                ),
+                label=f"{kind} {layer}",
+                overlaps=self._overlaps,
+            )
 
     def trickle(self, kind: str, layer: str, copies: Sequence[Copy], slot: int = -1) -> Ticket:
         """Start copies that have time; the first piece goes out at once, the others one per `turn`."""

@@ -84,7 +84,7 @@ class Meter:
         """A compute event begins."""
         self._label = f"{kind} {layer}"
         self._device.doing = lambda: self._name(kind, layer, k)
-        self._device.take_high()
+        self._device.forget_high()
         if self._replay is not None:
             self._book(self._expected(self._replay)[1])
         elif self._keeps:

@@ -114,9 +114,9 @@ class Prefetch:
         Yields the layer's stay in that slot, which may go on after the block.
         """
         self._advance_to(unit)
-        coming = list(dict.fromkeys(self._plan[self._position : self._position + self._ahead + 2]))
-        self._place.expect([each for each in coming if self._slot_of(each) is None])
-        window = list(dict.fromkeys(self._plan[self._position : self._position + self._ahead + 1]))
+        rest = self._plan[self._position : self._position + self._ahead + 2]
+        self._place.expect([each for each in dict.fromkeys(rest) if self._slot_of(each) is None])
+        window = list(dict.fromkeys(rest[: self._ahead + 1]))
         for wanted in window:
             if self._slot_of(wanted) is None:
                 self._issue(wanted, keep=window)
@@ -125,16 +125,20 @@ class Prefetch:
         with self._clock.stalled():
             slot.ticket.wait()
         self._take_back(slot)
-        views = slot.views(unit)  # what the shell has too is read there: its code may keep a view
-        unit.point([self._shell.get(param, view) for param, view in zip(unit.params, views, strict=True)])
+        self._point(unit, slot.views(unit))
         self._clock.stay += 1
         try:
             with self._visiting(unit):
                 yield slot.stay
         finally:
-            homes = [home for block in unit.blocks for home in block.homes]
-            unit.point([self._shell.get(param, home) for param, home in zip(unit.params, homes, strict=True)])
+            self._point(unit, [home for block in unit.blocks for home in block.homes])
             self._position += 1
+
+    def _point(self, unit: Unit, views: Sequence[torch.Tensor]) -> None:
+        """Let a unit's parameters be `views`; what the shell has too is read there, since its code may keep a view."""
+        if any(block.shared for block in unit.blocks):
+            views = [self._shell.get(param, view) for param, view in zip(unit.params, views, strict=True)]
+        unit.point(views)
 
     def drain(self) -> None:
         """Wait for loads that are still on their way."""
@@ -152,9 +156,9 @@ class Prefetch:
 
     def _advance_to(self, unit: Unit) -> None:
         """Move along the plan to `unit`; a visit that was not expected is put in."""
-        if unit in self._plan[self._position :]:
+        try:
             self._position = self._plan.index(unit, self._position)
-        else:
+        except ValueError:
             self._plan.insert(self._position, unit)
 
     def _slot_of(self, unit: Unit) -> Slot | None:

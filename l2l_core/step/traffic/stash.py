@@ -169,10 +169,10 @@ class Stash:
             h.covered, h.exact = False, h.exact or h.spot is not None
             self.images.count(h)
         away = [(s, h) for s, h in wanted if not h.resident and h not in coming]
-        self._bring(away, k, layer, visit)
         coming += [h for _, h in away]
         if coming:
             with self._clock.stalled():
+                self._bring(away, k, layer, visit)
                 for h in coming:
                     h.ticket.wait()  # type: ignore[union-attr]
                     h.resident = True  # only now: should the wait fail, the copy on the host still counts

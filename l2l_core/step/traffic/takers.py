@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from l2l_core.eps.blocks import Block, Unit
 
 
 class Takers:
-    """Who takes the gradients that autograd accumulates into parameters: one hook on each, for the length of a pass.
+    """Who takes the gradients that autograd accumulates into parameters.
+
+    A hook on each tells of them, for the length of a pass, but not of those to whose place autograd adds: there is nothing to do
+    with these, unless somebody asks what a run of backward has yet to bring.
 
     Invariant: every gradient is taken by the unit whose backward has made it, or the step ends.
 
@@ -34,11 +38,10 @@ class Takers:
         self._routes: dict[torch.Tensor, Callable[[torch.Tensor], None]] = {}
         self._standing: dict[torch.Tensor, torch.Tensor] = {}  # places that autograd adds to
         self._done: set[torch.Tensor] = set()  # in this run of backward, which accumulates into each at most once
-        self._handles = [
-            block.params[i].register_post_accumulate_grad_hook(self._collect)
-            for block, trained in self.trained.items()
-            for i in trained.indices
-        ]
+        self._handles: dict[torch.Tensor, RemovableHandle] = {}
+        for block, trained in self.trained.items():
+            for i in trained.indices:
+                self._listen(block.params[i])
 
     def numel(self, unit: Unit) -> int:
         """Count the elements of a slot for the unit's gradient."""
@@ -59,9 +62,15 @@ class Takers:
                         "is settled when it begins. Change it between steps, or use Freeze and Unfreeze"
                     )
 
+    def _listen(self, param: torch.Tensor) -> None:
+        if param not in self._handles:
+            self._handles[param] = param.register_post_accumulate_grad_hook(self._collect)
+
     def begin_run(self) -> None:
         """A run of backward begins, of which `awaits` will be asked."""
         self._done.clear()
+        for param in self._standing:
+            self._listen(param)
 
     def awaits(self, block: Block) -> bool:
         """Whether the run of backward that asks has yet to add to a parameter of a block: what uses it may be anywhere."""
@@ -70,12 +79,8 @@ class Takers:
 
     def _collect(self, param: torch.Tensor) -> None:
         self._done.add(param)
-        grad, stands = param.grad, self._standing.get(param)
-        if grad is None or grad is stands:
-            return
-        if stands is not None:  # a hook of the user has put another sum there
-            stands.copy_(grad)
-            param.grad = stands
+        grad = param.grad
+        if grad is None or param in self._standing:
             return
         param.grad = None
         if param not in self._routes:
@@ -101,18 +106,28 @@ class Takers:
         """Let autograd add what comes for a parameter to a place that holds a part of its gradient."""
         if place.dtype == param.dtype:  # weights in bfloat16 have such gradients, and their sum is float32
             self._standing[param] = param.grad = place
+            self._handles.pop(param).remove()
 
     def lift(self, param: torch.Tensor) -> None:
-        """Let nothing be added there any more."""
-        if self._standing.pop(param, None) is not None:
-            param.grad = None
+        """Let nothing be added there any more, and say of what comes."""
+        if self._stands_no_more(param):
+            self._listen(param)
+
+    def _stands_no_more(self, param: torch.Tensor) -> bool:
+        place, grad = self._standing.pop(param, None), param.grad
+        if place is None:
+            return False
+        if grad is not None and grad is not place:  # a hook of the user has put another sum there
+            place.copy_(grad)
+        param.grad = None
+        return True
 
     def close(self) -> None:
         """Take no more gradients."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         for param in list(self._standing):
-            self.lift(param)
+            self._stands_no_more(param)
         self._routes.clear()
 
 
