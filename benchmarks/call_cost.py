@@ -13,6 +13,7 @@ last a + b L + c K + d L K; the four are fitted to the least time of every (L, K
     floor           a relay written by hand for this one model: copies, recompute, updates by layer, and no engine at all
     relay device    this relay, stash on the device
     relay host      this relay, stash on the host
+    ... in turn     the same with ahead=0: the thread that computes makes copies and updates, too
     relay kept      this relay with all weights and all graphs on the device: nothing is loaded twice, nothing recomputed
     relay in core   the same depth first, one micro-batch after another: what config="auto" chooses where everything fits
 
@@ -150,6 +151,8 @@ def make_sides(layers: int, width: int, micro_batches: int, stack: ExitStack) ->
     }
     kept = {"keep": layers, "resident": max(0, layers - 2)}
     ways = {"device": {}, "host": {"stash": "host"}, "kept": kept, "in core": {**kept, "schedule": "depth_first"}}
+    ways |= {f"{name}, in turn": {**ways[name], "ahead": 0} for name in ("device", "host", "in core")}
+    ways["in core, in turn"]["resident"] = layers - 1
     for name, options in ways.items():
         config = RelayConfig(micro_batches=micro_batches, **{"stash": "device", **options})  # type: ignore[arg-type]
         relay = stack.enter_context(Relay(make_model(layers, width), make_optimizer, EmulatedDevice(), config=config))

@@ -31,6 +31,7 @@ class Wanted:
         rows: of the batch.
         layers: visits of a forward.
         room: that there is.
+        has_link: whether copies take time that compute need not wait for. Without a link they take the cores of compute.
     """
 
     asked: RelayConfig
@@ -38,6 +39,7 @@ class Wanted:
     rows: int
     layers: int
     room: Room
+    has_link: bool = True
 
 
 class Search:
@@ -147,22 +149,25 @@ class Search:
         yield from self._fitting_as(replace(self._wanted.asked, micro_batches=count), best_s)
 
     def _fitting_as(self, asked: RelayConfig, best_s: float) -> Iterator[Priced]:
-        in_core = self._in_core(asked)
-        if in_core is not None and self.room.holds(in_core):
-            yield in_core  # nothing that comes and goes can gain on it
-        elif asked.schedule == "breadth_first" or "schedule" in self._wanted.free:
+        in_core = [step for step in self._in_core(asked) if self.room.holds(step)]
+        yield from in_core  # nothing that comes and goes can gain on them
+        if in_core:
+            return
+        if asked.schedule == "breadth_first" or "schedule" in self._wanted.free:
             yield from self._fitting_in_relays(replace(asked, schedule="breadth_first"), best_s)
         elif "update" in self._wanted.free and asked.update == "deferred":  # as there, the way out
             yield from self._fitting_as(replace(asked, update="eager"), best_s)
 
-    def _in_core(self, asked: RelayConfig) -> Priced | None:
-        """The step in which everything stays and micro-batches come one after another; None if what is held forbids it."""
+    def _in_core(self, asked: RelayConfig) -> Iterator[Priced]:
+        """Steps in which everything stays and micro-batches come one after another, as far as what is held allows them."""
         layers, free = self._wanted.layers, self._wanted.free
-        ahead = max(1, asked.ahead) if "ahead" in free else asked.ahead
-        config = replace(asked, schedule="depth_first", stash="device", ahead=ahead).over(layers)
         # Where the schedule is asked for, what stays follows from it.
         held = {*FREE} - {*free} - ({"keep", "resident"} if asked.schedule == "depth_first" else set())
-        return None if changes(asked, config, held) else self.price(config)
+        aheads = [max(1, asked.ahead)] + [0] * (not self._wanted.has_link) if "ahead" in free else [asked.ahead]
+        for ahead in aheads:
+            config = replace(asked, schedule="depth_first", stash="device", ahead=ahead).over(layers)
+            if not changes(asked, config, held) and (step := self.price(config)) is not None:
+                yield step
 
     def _fitting_in_relays(self, asked: RelayConfig, best_s: float) -> Iterator[Priced]:
         fits = False

@@ -200,7 +200,11 @@ class _Within(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._random = RandomState.take()
         Ambient.clear()
-        self._state.put()
+        try:
+            self._state.put()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         Ambient.clear()
