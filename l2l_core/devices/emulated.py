@@ -16,10 +16,10 @@ import torch
 
 from l2l_core.devices.device import Copy, Device, Record, Ticket
 from l2l_core.devices.ledger import Ledger
-from l2l_core.devices.threads import Hands, InTurn, Job, serial_thread, sleep_until, unseen
+from l2l_core.devices.threads import Hands, InTurn, Job, Unseen, serial_thread, sleep_until
 from l2l_core.trace import format_bytes
 
-_IN_TURN = InTurn(unseen)
+_IN_TURN = InTurn(Unseen)
 
 
 class _Pending:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from l2l_core.devices import Device
 from l2l_core.trace import Event, Trace
+
+_NOTHING = nullcontext()  # a wait within another one
 
 
 class Clock:
@@ -46,19 +48,26 @@ class Clock:
             self._stop()
             self._stop = None
 
-    @contextmanager
-    def stalled(self) -> Iterator[None]:
+    def stalled(self) -> AbstractContextManager[None]:
         """Compute waits in this block. An open event ends here, and goes on as another one after the block."""
-        if self._waits:  # already
-            yield
-            return
-        is_open, self._waits = self._stop is not None, True
-        self.stop()
-        began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waits = False
-        self._stalled_s += time.perf_counter() - began_s
-        if is_open:
-            self.start(*self._what)
+        return _NOTHING if self._waits else _Stall(self)
+
+
+class _Stall(AbstractContextManager[None]):
+    """A block of `Clock.stalled`; there are several at every turn, and a generator would take twice as long."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        clock._waits, self._is_open = True, clock._stop is not None
+        clock.stop()
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        clock = self._clock
+        clock._waits = False
+        clock._stalled_s += time.perf_counter() - self._began_s
+        if self._is_open and kind is None:
+            clock.start(*clock._what)

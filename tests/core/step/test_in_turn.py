@@ -21,7 +21,7 @@ from zoo import BY_NAME, ResidualMlp
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, TornStep
 from l2l_core.devices import InTurn
-from l2l_core.devices.threads import unseen
+from l2l_core.devices.threads import Unseen
 
 WAYS = [{}, {"stash": "host"}, {"update": "deferred"}, {"schedule": "depth_first"}]
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way.values()) or "plain")
@@ -187,7 +187,7 @@ def test_a_copy_that_fails() -> None:
 
 
 def test_errors_wait_and_interrupts_do_not() -> None:
-    hands = InTurn(unseen)
+    hands = InTurn(Unseen)
     job = hands.submit(int, "no number")
     assert isinstance(job.exception(), ValueError)
     with pytest.raises(ValueError, match="no number"):
