@@ -107,6 +107,11 @@ def largest_rows(in_core: InCore, batch: Batch, budget_bytes: float) -> int:
     return rows
 
 
+def ahead_of(args: argparse.Namespace) -> int:
+    """Return how many layers are loaded ahead."""
+    return int(args.device == "cuda") if args.ahead is None else args.ahead
+
+
 def measure(args: argparse.Namespace, precision: str) -> dict[str, Any]:
     """All sides in one precision, in turn."""
     batch = make_batch(args.batch, args.length)
@@ -116,7 +121,7 @@ def measure(args: argparse.Namespace, precision: str) -> dict[str, Any]:
         name: in_core.peak_bytes(batch, rows, name == "in core, recompute")
         for name in ("in core", "in core, recompute")
     }
-    config = RelayConfig(micro_batches=args.batch // rows, stash=args.stash, precision=precision)  # type: ignore[arg-type]
+    config = RelayConfig(micro_batches=args.batch // rows, ahead=ahead_of(args), stash=args.stash, precision=precision)  # type: ignore[arg-type]
     device = "cuda" if args.device == "cuda" else "cpu"
     with Relay(make_model(args), make_optimizer, device, config=config) as relay:
         keeping = relay.config = replace(config, resident=args.resident)
@@ -149,7 +154,7 @@ def measure(args: argparse.Namespace, precision: str) -> dict[str, Any]:
         speed = {name: args.batch / statistics.median(values) for name, values in seconds.items()}
         if args.large_batch:
             name, large = f"relay, batch {args.large_batch}", make_batch(args.large_batch, args.length)
-            relay.config = RelayConfig(micro_batches=args.large_batch // rows, stash=args.stash, precision=precision)  # type: ignore[arg-type]
+            relay.config = replace(config, micro_batches=args.large_batch // rows)
             result = relay.step(large)
             peaks[name], speed[name] = result.peak_device_bytes, args.large_batch / result.seconds
     return {"rows": rows, "peak_bytes": peaks, "samples_per_s": speed, "seconds": seconds, "graphs_kept": kept}
@@ -171,6 +176,11 @@ def main() -> None:
     )
     parser.add_argument(
         "--resident", type=int, default=10, help="layers whose weights stay, for the relay that keeps graphs of so many"
+    )
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        help="layers loaded ahead; default 1 on a GPU, and 0 on a CPU, where copies and updates take the cores of compute",
     )
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--stash", default="device", choices=["device", "host"])

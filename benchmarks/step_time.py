@@ -4,7 +4,8 @@
     python benchmarks/step_time.py --precision bf16     (in core: autocast; also both sides in float32)
     python benchmarks/step_time.py --precision bf16 --dropout 0 --rounds 5
 
-12 GPT-2 blocks 768 wide, 4 micro-batches of 4 x 128 tokens, fused AdamW. All sides run in turn in one process.
+12 GPT-2 blocks 768 wide, 4 micro-batches of 4 x 128 tokens, fused AdamW. All sides run in turn in one process; the relay with
+copies and updates beside compute (ahead=1), and with ahead=0, where the thread that computes makes them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +21,7 @@ from _common import alternate, make_batch, make_gpt2, medians, ratio, report, sh
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig
 
+RELAYS = {"relay": 1, "relay in turn": 0}  # layers ahead
 make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
@@ -57,16 +60,17 @@ def main() -> None:
     sides: dict[str, Callable[[], object]] = {}
     with ExitStack() as stack:
         for precision in dict.fromkeys((args.precision, "fp32")):
-            config = RelayConfig(micro_batches=args.micro_batches, stash=args.stash, precision=precision)
-            model = make_gpt2(args.layers, args.width, args.length, args.dropout)
-            relay = stack.enter_context(Relay(model, make_optimizer, EmulatedDevice(), config=config))
-            relay.step(batch)  # metered
             sides[f"in core {precision}"] = in_core(args, batch, precision)
-            sides[f"relay {precision}"] = partial(relay.step, batch)
+            config = RelayConfig(micro_batches=args.micro_batches, stash=args.stash, precision=precision)
+            for name, ahead in RELAYS.items():
+                model = make_gpt2(args.layers, args.width, args.length, args.dropout)
+                relay = Relay(model, make_optimizer, EmulatedDevice(), config=replace(config, ahead=ahead))
+                stack.enter_context(relay).step(batch)  # metered
+                sides[f"{name} {precision}"] = partial(relay.step, batch)
         seconds = alternate(sides, args.rounds)
-    pairs = [(f"relay {p}", f"in core {p}") for p in dict.fromkeys((args.precision, "fp32"))]
+    pairs = [(f"{name} {p}", f"in core {p}") for p in dict.fromkeys((args.precision, "fp32")) for name in RELAYS]
     if args.precision != "fp32":
-        pairs += [(f"{side} {args.precision}", f"{side} fp32") for side in ("relay", "in core")]
+        pairs += [(f"{side} {args.precision}", f"{side} fp32") for side in (*RELAYS, "in core")]
     ratios = {f"{mine} / {other}": ratio(seconds, mine, other) for mine, other in pairs}
     show(("side", "median s per step"), medians(seconds).items())
     show(("ratio", "median", "min", "max"), [(name, *spread.values()) for name, spread in ratios.items()])

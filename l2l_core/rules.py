@@ -62,6 +62,15 @@ def loads(layers: int, ahead: int, resident: int) -> int:
     return layers + max(0, layers - weight_slots(ahead, resident))
 
 
+def has_link(figures: Mapping[str, Any]) -> bool:
+    """Whether copies take time that is not compute's, by what a device states of itself.
+
+    An emulated one without limits copies on the cores that compute, so that nothing is gained by doing both at once.
+    """
+    limits = ("h2d_bytes_per_s", "d2h_bytes_per_s")
+    return any(name not in figures or figures[name] for name in limits) or bool(figures.get("latency_s"))
+
+
 def gradient_slots(ahead: int, schedule: str = "breadth_first", layers: int = 0) -> int:
     """Count the gradients of layers that the device has room for: one fills while another is being pushed.
 

@@ -18,10 +18,10 @@ from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.prices import Prices
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.smallest import Priced, settings_in_words, what_fits
+from l2l_core.rules import has_link
 from l2l_core.trace import format_bytes
 
 _USABLE = 0.9  # of memory that nobody has limited: fragments, libraries and other processes take some of it
-_LINK = ("h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
 _PASSES = 3  # timed ones, of the steps that are looked at once more
 
 
@@ -44,8 +44,7 @@ def fit_step(
     free, figures = _free(asked, fixed, rehearsal.store.has_pre_hooks, fleet.count), rehearsal.parts.device.figures()
     prices = Prices(rehearsal, batch, figures, free_bytes(rehearsal.parts.device), fleet)
     before = prices(replace(asked, resident=0, keep=0, schedule="breadth_first")) and prices(asked)
-    has_link = not rehearsal.parts.device.in_host_memory or any(figures.get(name) for name in _LINK)
-    wanted = Wanted(asked, free, rows, prices.visits, room, has_link)
+    wanted = Wanted(asked, free, rows, prices.visits, room, has_link(figures))
     search = Search(prices, wanted, most_s)
     exact = list(_looked_at_again(search, prices))
     if not exact:

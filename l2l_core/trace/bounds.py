@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from l2l_core.rules import has_link
 from l2l_core.trace.events import DISK, NETWORK, Event, Recorded
 from l2l_core.trace.phases import IDLE, OTHERS, Phase, cuts_of
 from l2l_core.trace.roofline import ALL_PHASES, Seconds, Work
@@ -178,6 +179,8 @@ class _Adviser:
 
     def _advise_overlap(self, phase: Phase, lane: str) -> Advice:
         saved_s = phase.span_s - phase.exposed_s[IDLE] - phase.floor_s
+        if self.settings.get("ahead") == 0 and not has_link(self.settings):
+            return "without a link that takes the cores of compute, and nothing would hide it", {}
         if self.settings.get("ahead") == 0 and saved_s > SMALL * phase.span_s:
             return f"ahead=1 would save up to {time_words(saved_s)}", {"ahead": 1}
         load = self._load(phase, lane)

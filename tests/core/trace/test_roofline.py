@@ -298,6 +298,16 @@ def test_nothing_ahead() -> None:
     assert of(serial, "forward").span_s - of(relayed, "forward").span_s == of(serial, "forward").exposed_s
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 1e-3])
+def test_nothing_ahead_on_the_cores_of_compute(latency_s: float) -> None:
+    """A device that states no limits copies where it computes: doing both at once is no advice."""
+    serial = a_relay(load_s=3, push_s=2, update_s=1, ahead=0)
+    serial.settings |= {"h2d_bytes_per_s": None, "d2h_bytes_per_s": None, "latency_s": latency_s}
+    bound = of(serial, "forward")
+    assert (bound.settings == {"ahead": 1}) == (latency_s > 0)
+    assert ("the cores of compute" in bound.advice) == (latency_s == 0)
+
+
 def test_deferred_updates_would_hide_under_backward() -> None:
     deferred, eager = (a_relay(push_s=1, update_s=2, update=update) for update in ("deferred", "eager"))
     tail = of(deferred, "tail")
