@@ -33,9 +33,8 @@ def entry_of(module: nn.Module) -> str | None:
     held, forward = vars(module), type(module).forward
     if held.get("_compiled_call_impl") is not None:
         return "_compiled_call_impl"
-    if (
-        "forward" in held or type(forward) is not types.FunctionType
-    ):  # else it need not be bound: every step asks every module
+    # A plain method need not be bound to be asked; and every step asks every module.
+    if "forward" in held or type(forward) is not types.FunctionType:
         forward = getattr(module, "forward", None)
     return "forward" if hasattr(forward, "get_compiler_config") or is_wrapper(module) else None
 
