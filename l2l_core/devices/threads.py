@@ -9,6 +9,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from l2l_core.devices.process import Process
 
@@ -68,16 +72,19 @@ class InTurn:
 class Unseen(AbstractContextManager[None]):
     """Shows operations in the block to no mode in force: to none of the user's, and none of the engine's.
 
-    There is one at every copy, and a generator would take three times as long.
+    There is one at every copy, and a generator would take three times as long. PyTorch's own guards are not for this: they
+    take the operations of tensor subclasses away with the modes.
     """
 
     def __enter__(self) -> None:
-        self._functions, self._dispatch = torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch()
-        self._functions.__enter__()
+        self._functions = [_pop_function_mode() for _ in range(torch._C._len_torch_function_stack())]
+        self._dispatch = [_pop_dispatch_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
 
     def __exit__(self, *exc: object) -> None:
-        self._functions.__exit__(*exc)
-        del self._dispatch  # which lasts as long as it is there
+        for mode in reversed(self._functions):
+            _push_function_mode(mode)
+        for mode in reversed(self._dispatch):
+            _push_dispatch_mode(mode)
 
 
 class _Serial(ThreadPoolExecutor):

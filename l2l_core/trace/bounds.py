@@ -28,6 +28,7 @@ _ONCE = (
     "read",
     "write",
 )  # per visit, however many micro-batches, unless one is named
+_HERE = {"compute", "h2d", "d2h", "eps"}  # lanes of one machine, without files
 _FAR = 16  # so many times the micro-batches are no practical advice on their own
 
 
@@ -179,8 +180,8 @@ class _Adviser:
 
     def _advise_overlap(self, phase: Phase, lane: str) -> Advice:
         saved_s = phase.span_s - phase.exposed_s[IDLE] - phase.floor_s
-        if self.settings.get("ahead") == 0 and not has_link(self.settings):
-            return "without a link that takes the cores of compute, and nothing would hide it", {}
+        if self.settings.get("ahead") == 0 and not has_link(self.settings) and _HERE.issuperset(phase.busy_s):
+            return "there is no link, so it takes the cores of compute, and nothing would hide it", {}
         if self.settings.get("ahead") == 0 and saved_s > SMALL * phase.span_s:
             return f"ahead=1 would save up to {time_words(saved_s)}", {"ahead": 1}
         load = self._load(phase, lane)

@@ -63,7 +63,7 @@ class Takers:
                     )
 
     def _listen(self, param: torch.Tensor) -> None:
-        if param not in self._handles:
+        if param.requires_grad and param not in self._handles:  # one that was frozen meanwhile is refused by `check`
             self._handles[param] = param.register_post_accumulate_grad_hook(self._collect)
 
     def begin_run(self) -> None:
@@ -106,7 +106,8 @@ class Takers:
         """Let autograd add what comes for a parameter to a place that holds a part of its gradient."""
         if place.dtype == param.dtype:  # weights in bfloat16 have such gradients, and their sum is float32
             self._standing[param] = param.grad = place
-            self._handles.pop(param).remove()
+            self._handles[param].remove()
+            del self._handles[param]  # only now: an interrupt may come at any moment
 
     def lift(self, param: torch.Tensor) -> None:
         """Let nothing be added there any more, and say of what comes."""
@@ -124,11 +125,16 @@ class Takers:
 
     def close(self) -> None:
         """Take no more gradients."""
-        for handle in self._handles.values():
-            handle.remove()
         for param in list(self._standing):
             self._stands_no_more(param)
         self._routes.clear()
+        self._handles.clear()
+        # Not by handles: an interrupt may have come before one was kept.
+        for hooks in [
+            block.params[i]._post_accumulate_grad_hooks for block, t in self.trained.items() for i in t.indices
+        ]:
+            for key in [key for key, hook in (hooks or {}).items() if hook == self._collect]:
+                del hooks[key]
 
 
 def _will_come(param: torch.Tensor) -> bool:

@@ -137,6 +137,23 @@ def test_the_bits_of_plain_training(name: str, way: dict[str, Any]) -> None:
         assert_equal([pair.step(kind.make_batch(6, seed)) for seed in range(3)])
 
 
+def test_tensors_with_operations_of_their_own_in_a_batch() -> None:
+    """A copy that is shown to no mode still finds what a subclass makes of it: jagged rows have no storage of their own."""
+
+    class Padded(Chain):
+        def forward(self, rows: Tensor) -> Tensor:
+            return super().forward(rows.to_padded_tensor(0.0)).mean(1)
+
+    losses = []
+    for ahead in (1, 0):
+        torch.manual_seed(0)
+        rows = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)], layout=torch.jagged)
+        config = RelayConfig(ahead=ahead)
+        with Relay(Padded(2), partial(torch.optim.SGD, lr=0.1), loss=squared_error, config=config) as relay:
+            losses.append([relay.step((rows, torch.zeros(2, 3))).loss for _ in range(2)])
+    assert losses[0] == losses[1]
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +201,17 @@ def test_a_copy_that_fails() -> None:
             relay.step(chain_batch(1))
         device.fails = False
         relay.step(chain_batch(1))
+
+
+def test_an_interrupted_copy_leaves_modes_as_they_were() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with Functions() as functions, Operations() as operations:
+        with pytest.raises(KeyboardInterrupt):
+            InTurn(Unseen).submit(interrupted)
+        torch.ones(2).neg()
+    assert functions.seen["neg"] == 1 and operations.seen["aten.neg.default"] == 1
 
 
 def test_errors_wait_and_interrupts_do_not() -> None:
@@ -242,3 +270,33 @@ def test_a_parameter_that_is_first_used_late() -> None:
     assert_trains(kind, micro_batches=2)
     with both(kind, RelayConfig(micro_batches=3)) as pair:  # rows of 3, 3 and 2
         assert_equal([pair.step(kind.make_batch(8, seed)) for seed in range(3)])
+
+
+class Freezes(ResidualMlp):
+    """Freezes a weight of its own in the middle of a step, and fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and getattr(self, "armed", 0):
+            self.armed -= 1
+            if not self.armed:
+                self.fc1.weight.requires_grad_(False)
+                raise ArithmeticError("what the model says")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("schedule, calls", [("breadth_first", 2), ("breadth_first", 4), ("depth_first", 2)])
+def test_a_step_that_fails_with_a_weight_frozen_meanwhile(schedule: Any, calls: int) -> None:
+    """Its error is the model's own, and nothing is left: no booked byte, no hook."""
+    kind = chain_of(Freezes)
+    with both(kind, RelayConfig(micro_batches=2, schedule=schedule)) as pair:
+        relay = pair.relay
+        relay.step(kind.make_batch(4, 0))
+        layer = relay.stack[1].module
+        for _ in range(2):
+            layer.armed = calls  # the third and fourth are recomputes
+            with pytest.raises((ArithmeticError, TornStep), match="what the model says"):
+                relay.step(kind.make_batch(4, 1))
+            layer.fc1.weight.requires_grad_(True)
+            assert relay.device.ledger.total == 0, relay.device.ledger.by_category()
+            assert not any(param._post_accumulate_grad_hooks for param in relay.model.parameters())
+        relay.step(kind.make_batch(4, 2))

@@ -306,6 +306,8 @@ def test_nothing_ahead_on_the_cores_of_compute(latency_s: float) -> None:
     bound = of(serial, "forward")
     assert (bound.settings == {"ahead": 1}) == (latency_s > 0)
     assert ("the cores of compute" in bound.advice) == (latency_s == 0)
+    serial.settings["shelf"] = True  # files are no matter of cores
+    assert of(serial, "forward").settings == {"ahead": 1}
 
 
 def test_deferred_updates_would_hide_under_backward() -> None:
