@@ -3,6 +3,7 @@
 `tests/support/fast.py` has the rules.
 """
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ settings.register_profile(
     "untimed", deadline=None
 )  # how long an example takes says more of the machine than of the code
 settings.load_profile("untimed")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: interrupts are tested too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
