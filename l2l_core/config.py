@@ -78,7 +78,7 @@ class RelayConfig:
         micro_batches: slices of a batch that pass through a layer during one visit.
         ahead: layers loaded ahead of the one that computes. 1 or more overlap copies and updates with compute (L2L-p). 0 is
             serial (plain L2L): each is waited for at once, and on an emulated device done by the thread that computes, on all its
-            cores. On a CPU without a link, whose copies take the cores that compute wants, that is the faster way.
+            cores. On a CPU without a link, whose copies take the cores that compute wants, small layers are faster so.
         resident: further layers for which the device has room. The last ``ahead + 1 + resident`` layers of forward are still
             there when backward comes to them, and are not loaded again.
         keep: of how many of the last layers the graphs of all micro-batches are kept until backward, so that these are not

@@ -291,7 +291,7 @@ class DepthFirst(Ground):
     def _push_behind(self, store: LayerStore, gradients: dict[Unit, Gradient], whole: list[_Call], index: int) -> None:
         """Push the gradients of layers that were called after the call with this index, as far as they are whole."""
         while whole and whole[-1].index > index:
-            store.raise_failure()  # of the EPS thread: the rest of backward would be in vain
+            store.raise_failure()  # of the EPS: the rest of backward would be in vain
             unit = whole.pop().unit
             if gradients[unit].is_whole:  # older code than the layer's may use its parameters too
                 gradients.pop(unit).push()

@@ -145,7 +145,7 @@ class TrainLoop:
         # A list made now: as calls are back-propagated, they leave their visits.
         coming = deque(call for visit in rest for call in visit.calls)
         for visit in rest:
-            self._store.raise_failure()  # of the EPS thread: the rest of backward would be in vain
+            self._store.raise_failure()  # of the EPS: the rest of backward would be in vain
             with self._prefetch.visit(visit.unit):  # [1]
                 for call in list(visit.calls):  # [3] in ascending k, as accumulation over micro-batches adds
                     coming.popleft()
