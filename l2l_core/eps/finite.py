@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -16,10 +17,9 @@ def checked(unit: Unit, block: Block, piece: GradientPiece) -> float:
     Raises:
         NonFiniteError: an element of it is not finite.
     """
-    views = piece.views()
-    norm = norm_of(list(views.values()))
+    norm = norm_of(piece.parts())
     if not math.isfinite(norm):
-        names = [block.names[i] for i, view in views.items() if not torch.isfinite(view).all()]
+        names = [block.names[i] for i, view in piece.views().items() if not torch.isfinite(view).all()]
         if not names:
             return norm
         raise NonFiniteError(
@@ -30,6 +30,8 @@ def checked(unit: Unit, block: Block, piece: GradientPiece) -> float:
     return norm
 
 
-def norm_of(views: list[torch.Tensor]) -> float:
+def norm_of(parts: Sequence[torch.Tensor]) -> float:
     """Compute the norm of some tensors together; 0 of none."""
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(views)))) if views else 0.0
+    if len(parts) == 1:
+        return torch.linalg.vector_norm(parts[0]).item()
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(parts)))).item() if parts else 0.0

@@ -277,7 +277,7 @@ class LayerStore:
         self._clock.start()
         total = self._reduce(block, self.gradients.take_parts(block))
         if total is not None:
-            self._note(block, grad_norm=norm_of(list(total.views().values())))
+            self._note(block, grad_norm=norm_of(total.parts()))
 
     def _reduce(self, block: Block, parts: dict[int, GradientPiece]) -> GradientPiece | None:
         total = self.reducer.reduce(block, parts, self.gradients)

@@ -150,7 +150,7 @@ class ByOptimizer:
         if self._is_logged:
             self._log.append(self._snapshot(block, piece))
         let_have(self._masters.params_of(block), piece)
-        before = _sample(block, piece.trained)
+        before = _sample(block, piece.trained).clone()
         self._masters.before_write(block)
         try:
             self.updated.append(block)  # from here on the block may hold new weights
@@ -158,8 +158,7 @@ class ByOptimizer:
         finally:
             for param in self._masters.params_of(block):
                 param.grad = None  # a view of a buffer that the next gradient gets
-        size = float(torch.linalg.vector_norm(before))
-        moved = float(torch.linalg.vector_norm(_sample(block, piece.trained) - before))
+        moved, size = (norm.item() for norm in torch._foreach_norm([_sample(block, piece.trained) - before, before]))
         block.version += 1
         return {"update_ratio": moved / size if size else math.inf if moved else 0.0}
 
@@ -235,12 +234,12 @@ def let_have(params: list[nn.Parameter], piece: GradientPiece) -> None:
 
 
 def _sample(block: Block, trained: Trained) -> torch.Tensor:
-    """Copy evenly spaced weights of those that are trained, by which the size of an update is told: (samples,).
+    """Give evenly spaced weights of those that are trained, by which the size of an update is told: (samples,).
 
     They are about `_SAMPLED`; where parameters are frozen, at least one of every one that is trained.
     """
     if all(trained.flags):
-        return block.master[:: -(-len(block.master) // _SAMPLED) or 1].clone()
+        return block.master[:: -(-len(block.master) // _SAMPLED) or 1]
     places = [(block.held.pieces[i].offset, math.prod(block.held.pieces[i].size)) for i in trained.indices]
     stride = -(-trained.layout.used // _SAMPLED) or 1
     return torch.cat([block.master[start : start + numel : stride] for start, numel in places])

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 
+_KNOWN: WeakValueDictionary[tuple[tuple[Piece, ...], int], Layout] = WeakValueDictionary()
 _ALIGN_BYTES = 64  # as PyTorch aligns what it allocates on the CPU
 
 
@@ -34,9 +36,12 @@ class Piece:
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Layout:
-    """Gives several tensors of one dtype places in a flat buffer of `numel` elements, of which `used` are theirs."""
+    """Gives several tensors of one dtype places in a flat buffer of `numel` elements, of which `used` are theirs.
+
+    Of equal ones that `of` and `only` give there is one: layers that are alike find each other's views by it, at every visit.
+    """
 
     pieces: tuple[Piece, ...]
     numel: int
@@ -49,7 +54,7 @@ class Layout:
         for tensor in tensors:
             pieces.append(Piece(offset, tuple(tensor.shape), _dense_strides(tensor)))
             offset = aligned(offset + tensor.numel(), tensor.element_size())
-        return Layout(tuple(pieces), offset, sum(tensor.numel() for tensor in tensors))
+        return Layout(tuple(pieces), offset, sum(tensor.numel() for tensor in tensors))._the_one()
 
     def only(self, indices: Sequence[int]) -> Layout:
         """Lay only the tensors with these indices out one after another, each aligned; dtype float32."""
@@ -59,7 +64,13 @@ class Layout:
         for old in (self.pieces[i] for i in indices):
             pieces.append(Piece(offset, old.size, old.stride))
             offset = aligned(offset + math.prod(old.size))
-        return Layout(tuple(pieces), offset, sum(math.prod(piece.size) for piece in pieces))
+        return Layout(tuple(pieces), offset, sum(math.prod(piece.size) for piece in pieces))._the_one()
+
+    def _the_one(self) -> Layout:
+        return _KNOWN.setdefault((self.pieces, self.numel), self)
+
+    def __hash__(self) -> int:
+        return hash((self.numel, self.used, len(self.pieces)))
 
     def between(self, start: int, stop: int) -> Layout:
         """Lay out what is in elements `start` to `stop` of the buffer: tensors as they are, and of others rows of elements."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from l2l_core.eps.blocks.layout import Layout
+
+
+_SMALL = 1 << 18  # elements: where there are many, sums of squares in float32 are better made parameter by parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Trained:
         return self.layout.numel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GradientPiece:
     """Holds the gradient of a block, or a part of it.
 
@@ -62,7 +66,16 @@ class GradientPiece:
 
     def places(self) -> dict[int, torch.Tensor]:
         """Give where the gradient of every trained parameter is, or would be, by index in the block."""
+        return self._places
+
+    @cached_property
+    def _places(self) -> dict[int, torch.Tensor]:
         return dict(zip(self.trained.indices, self.trained.layout.views(self.flat), strict=True))
+
+    def parts(self) -> list[torch.Tensor]:
+        """Give what covers the gradient and nothing else: a small buffer in one where no place in it is garbage."""
+        is_full = self.trained.layout.used == self.flat.numel() <= _SMALL and all(self.covers)
+        return [self.flat] if is_full else list(self.views().values())
 
     def plus(self, other: GradientPiece) -> GradientPiece:
         """Add another gradient of the same block, in the buffer of this one."""

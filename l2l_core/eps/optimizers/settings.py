@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ Settings = list[dict[str, Any]]  # of the instance, of its defaults, of each gro
 Changes = dict[tuple[int, str], Any]  # which of these, name -> value
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_IMMUTABLE = frozenset(_ATOMS)
 _SMALL = 64  # elements: a tensor of more is no setting
 _IN_COMMON = "\0in common"  # in place of what is no plain value
+_ABSENT = object()
 _MARKS = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name")  # PyTorch's own notes
 _NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "defaults", *_MARKS})
 
@@ -31,7 +34,7 @@ _NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "de
 def settings_of(optimizer: Optimizer) -> Settings:
     """Copy the plain values; of the others say only that there are such."""
     return [
-        {n: own(value) if is_plain(value) else _IN_COMMON for n, value in held.items() if _is_setting(n)}
+        {name: own(value) if is_plain(value) else _IN_COMMON for name, value in held.items() if _is_setting(name)}
         for held in _holders(optimizer)
     ]
 
@@ -46,14 +49,14 @@ def lend(whole: Optimizer, part: Optimizer) -> None:
     """Give a part the state of the whole, and settings of its own that are equal to those of the whole."""
     part.state = whole.state  # anew every time: `load_state_dict` gives the whole another one
     for theirs, mine in zip(_holders(whole), _holders(part), strict=True):
-        for name in [name for name, value in mine.items() if name not in theirs and _counts(name, value)]:
-            del mine[name]
+        if not mine.keys() <= theirs.keys():
+            for name in [name for name, value in mine.items() if name not in theirs and _counts(name, value)]:
+                del mine[name]
+        other = [(name, value) for name, value in theirs.items() if not _is_same_atom(value, mine.get(name, _ABSENT))]
         # Not of the instance: hooks and bound methods among its attributes are the part's own
-        in_common = (
-            () if theirs is whole.__dict__ else [item for item in theirs.items() if item[0] not in _NOT_SETTINGS]
-        )
+        in_common = () if theirs is whole.__dict__ else [item for item in other if item[0] not in _NOT_SETTINGS]
         mine.update(in_common)  # of groups and defaults also what is no plain value
-        mine.update((name, own(value)) for name, value in theirs.items() if _counts(name, value))
+        mine.update([(name, own(value)) for name, value in other if _counts(name, value)])
 
 
 def changes_of(part: Optimizer, given: Settings) -> Changes:
@@ -62,7 +65,9 @@ def changes_of(part: Optimizer, given: Settings) -> Changes:
         (index, name): own(value)
         for index, (held, before) in enumerate(zip(_holders(part), given, strict=True))
         for name, value in held.items()
-        if _counts(name, value) and (name not in before or not is_same(value, before[name]))
+        if not _is_same_atom(value, before.get(name, _ABSENT))
+        and _counts(name, value)
+        and (name not in before or not is_same(value, before[name]))
     }
 
 
@@ -124,7 +129,7 @@ def differing_settings(one: Settings, other: Settings) -> list[str]:
 
 def own(value: Any) -> Any:
     """Copy a plain value; give the value itself if it is none."""
-    if isinstance(value, _ATOMS) or not is_plain(value):
+    if type(value) in _IMMUTABLE or isinstance(value, _ATOMS) or not is_plain(value):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
@@ -137,7 +142,7 @@ def own(value: Any) -> Any:
 
 def is_plain(value: Any) -> bool:
     """Tell whether it is a number, a string, a small tensor, or a container of such."""
-    if isinstance(value, _ATOMS):
+    if type(value) in _IMMUTABLE or isinstance(value, _ATOMS):
         return True
     if isinstance(value, torch.Tensor):  # of no class of its own, whose copies may be anything
         return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= _SMALL
@@ -172,6 +177,12 @@ def _holders(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [optimizer.__dict__, optimizer.defaults, *optimizer.param_groups]
 
 
+def _is_same_atom(one: Any, other: Any) -> bool:
+    """Tell whether it is one value that nobody can change; of most settings that is all there is to find out."""
+    return one is other and type(one) in _IMMUTABLE
+
+
+@cache
 def _is_setting(name: str) -> bool:
     return name not in _NOT_SETTINGS and not name.startswith("_optimizer_")
 

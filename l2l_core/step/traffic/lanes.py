@@ -166,7 +166,7 @@ class Link:
 
 def _cut(copies: Sequence[Copy], pieces: int) -> list[list[Copy]]:
     """Cut `copies` of flat tensors of one type into lists of about the same number of bytes."""
-    if not copies:
+    if not copies or pieces < 2:
         return []
     edges = cuts(sum(target.numel() for target, _ in copies), copies[0][0].element_size(), pieces)
     return [_between(copies, start, stop) for start, stop in pairwise(edges)]

@@ -18,8 +18,8 @@ from l2l_core.eps.blocks import Block, Unit
 class Takers:
     """Who takes the gradients that autograd accumulates into parameters.
 
-    A hook on each tells of them, for the length of a pass, but not of those to whose place autograd adds: there is nothing to do
-    with these, unless somebody asks what a run of backward has yet to bring.
+    A hook on each tells of the first one in a visit. Of those to whose place autograd adds there is nothing to tell, unless
+    somebody asks what a run of backward has yet to bring; nor is there of a layer that has been visited, until it is again.
 
     Invariant: every gradient is taken by the unit whose backward has made it, or the step ends.
 
@@ -84,10 +84,7 @@ class Takers:
             return
         param.grad = None
         if param not in self._routes:
-            raise RuntimeError(
-                f"parameter {self._names[param]} gets a gradient from code that is not in its layer (a closure, an attribute, "
-                "another layer): it would miss the relay. Pass it as an argument of the layer that uses it"
-            )
+            raise RuntimeError(self._foreign(param))
         if grad.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self._names[param]} has a {grad.layout} gradient; use Embedding(sparse=False)"
@@ -100,6 +97,9 @@ class Takers:
         # pass.
         if self._routes.setdefault(param, take) is not take:
             return lambda: None
+        if param.grad is not None:
+            raise RuntimeError(self._foreign(param))
+        self._listen(param)
         return lambda: self._routes.pop(param)  # type: ignore[func-returns-value]
 
     def let_stand(self, param: torch.Tensor, place: torch.Tensor) -> None:
@@ -109,24 +109,38 @@ class Takers:
             self._handles[param].remove()
             del self._handles[param]  # only now: an interrupt may come at any moment
 
-    def lift(self, param: torch.Tensor) -> None:
-        """Let nothing be added there any more, and say of what comes."""
-        if self._stands_no_more(param):
-            self._listen(param)
-
-    def _stands_no_more(self, param: torch.Tensor) -> bool:
+    def lift(self, param: torch.Tensor, awaited: bool) -> None:
+        """Let nothing be added there any more; `awaited`: and say of what comes."""
         place, grad = self._standing.pop(param, None), param.grad
         if place is None:
-            return False
+            return
         if grad is not None and grad is not place:  # a hook of the user has put another sum there
             place.copy_(grad)
         param.grad = None
-        return True
+        if awaited:
+            self._listen(param)
+
+    def check_none_came(self) -> None:
+        """Refuse gradients that have come for layers after their last visits, when nobody listened.
+
+        Raises:
+            RuntimeError: names a parameter.
+        """
+        for block, trained in self.trained.items():
+            for param in (block.params[i] for i in trained.indices):
+                if param.grad is not None and param not in self._routes:
+                    raise RuntimeError(self._foreign(param))
+
+    def _foreign(self, param: torch.Tensor) -> str:
+        return (
+            f"parameter {self._names[param]} gets a gradient from code that is not in its layer (a closure, an attribute, "
+            "another layer): it would miss the relay. Pass it as an argument of the layer that uses it"
+        )
 
     def close(self) -> None:
         """Take no more gradients."""
         for param in list(self._standing):
-            self._stands_no_more(param)
+            self.lift(param, awaited=False)
         self._routes.clear()
         self._handles.clear()
         # Not by handles: an interrupt may have come before one was kept.

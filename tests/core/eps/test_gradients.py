@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import permutations
 
@@ -12,7 +15,9 @@ from patience import HANG_S
 from torch import nn
 
 from l2l_core.devices import Ledger
+from l2l_core.eps import NonFiniteError
 from l2l_core.eps.blocks import Block, GradientPiece, build_layer
+from l2l_core.eps.finite import checked
 from l2l_core.eps.gradients import Gradients
 from l2l_core.rules import MAX_UNDER_WAY
 
@@ -58,6 +63,42 @@ def test_a_part_that_is_taken_out_is_not_in_the_sum(gradients: Gradients, block:
     assert {i: view.unique().tolist() for i, view in taken.items()} == {1: [5.0]}
     whole = gradients.sum_of(gradients.take_parts(block))
     assert whole is not None and {i: view.unique().tolist() for i, view in whole.views().items()} == {0: [5.0]}
+
+
+@pytest.mark.parametrize(
+    ("layer", "covers", "in_one"),
+    [
+        (nn.Linear(16, 16), (True, True), True),
+        (nn.Linear(16, 16), (True, False), False),
+        (nn.Linear(2, 3), (True, True), False),  # places are aligned, and between them is garbage
+    ],
+    ids=["full", "one has none", "padded"],
+)
+def test_a_norm_is_of_the_gradient_and_of_no_garbage(
+    layer: nn.Module, covers: tuple[bool, ...], in_one: bool, gradients: Gradients
+) -> None:
+    unit = build_layer("L000", "layers.0", layer)
+    (block,) = unit.blocks
+    whole = GradientPiece(gradients.buffer(block.trained.numel).fill_(torch.nan), block.trained, covers)
+    for view in whole.views().values():
+        view.fill_(2.0)
+    count = sum(view.numel() for view in whole.views().values())
+    assert checked(unit, block, whole) == pytest.approx(2 * count**0.5)
+    assert (len(whole.parts()) == 1 and whole.parts()[0].numel() == whole.flat.numel()) == in_one
+    next(iter(whole.views().values()))[0] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"Affected: layers\.0\.weight\."):
+        checked(unit, block, whole)
+
+
+def test_layers_that_are_alike_have_one_layout_as_long_as_one_of_them_is_there() -> None:
+    one, other, unlike = (build_layer(f"L{n:03d}", f"layers.{n}", nn.Linear(2, n // 2 + 3)) for n in range(3))
+    (ours,), (theirs,), (another,) = ([block.layout for block in unit.blocks] for unit in (one, other, unlike))
+    assert ours is theirs and another is not ours and another != ours
+    assert copy.deepcopy(ours) == ours and hash(copy.deepcopy(ours)) == hash(ours)
+    seen = weakref.ref(ours)
+    del one, other, ours, theirs
+    gc.collect()
+    assert seen() is None
 
 
 def test_buffers_are_used_again_and_booked_while_anybody_has_them(gradients: Gradients, host: Ledger) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import chain_of
-from oracle import copy_state
+from oracle import assert_state, copy_state
 from torch import nn
 from zoo import BY_NAME, WIDTH, ResidualMlp, loss_of
 
@@ -124,3 +124,25 @@ def test_gradient_checkpointing_is_refused(name: str) -> None:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         with pytest.raises(ValueError, match="checkpointing_disable"):
             relay.step(kind.make_batch(4, 0))
+
+
+@pytest.mark.parametrize("schedule", ["breadth_first", "depth_first"])
+def test_a_gradient_that_comes_when_its_layer_has_been_left(schedule: str) -> None:
+    """Nobody listens any more then; the step is not taken for a whole one."""
+    kind = chain_of(ResidualMlp)
+    model = kind.make_model()
+    before = copy_state(model)
+
+    def adds_to_the_last_layer(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            model.layers[-1].fc1.bias.sum().backward()
+
+    model.layers[0].fc1.weight.register_hook(adds_to_the_last_layer)
+    config = RelayConfig(micro_batches=2, schedule=schedule, update="deferred")
+    with Relay(model, loss=kind.loss, config=config) as relay:
+        with pytest.raises(
+            RuntimeError, match=r"layers\.\d\.fc1\.bias gets a gradient from code that is not in its layer"
+        ):
+            relay.step(kind.make_batch(4, 0))
+        assert_state(model, before)
+        assert all(param.grad is None for param in model.parameters())
