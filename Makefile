@@ -47,9 +47,8 @@ lab: .venv/.stamp ## open JupyterLab on 127.0.0.1, with its token, at the first 
 # Tests keep all cores busy, and kernels of notebooks compute on all of them too: threads that wait give their core away.
 test test-fast: export OMP_WAIT_POLICY = passive
 
-# A file's tests stay in one process, of which there are as many as tests/conftest.py says. More than four would take turns
-# for memory, and for a GPU.
-test: .venv/.stamp ## run the tests, in up to four processes (ARGS="-m slow" for the long ones)
+# A file's tests stay in one process. More than four of them would take turns for memory, and for a GPU.
+test: .venv/.stamp ## run the tests, on up to four cores (ARGS="-m slow" for the long ones)
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # tests/support/fast.py says which.

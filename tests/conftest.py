@@ -3,7 +3,6 @@
 `tests/support/fast.py` has the rules.
 """
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +20,6 @@ settings.load_profile("untimed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: interrupts are tested too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(optionalhook=True)  # there is none without xdist
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run one test file more than there are cores: tests wait for browsers, kernels and other processes."""
-    return (os.cpu_count() or 1) + 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
