@@ -14,7 +14,6 @@ import torch
 
 from l2l_core.eps.blocks.layout import Layout
 
-
 _SMALL = 1 << 18  # elements: where there are many, sums of squares in float32 are better made parameter by parameter
 
 
