@@ -9,7 +9,7 @@ chose, the best of the grid that fit and the runners-up make steps in turn; told
 any step of the choice went over the budget (that would be an error, which ends the benchmark).
 
 The grid: micro-batches 1, 2, 4, 8; 0, 1, 2 layers ahead; stash on the device and on the host; 0, a third, two thirds and all
-of the graphs kept, with just the slots for that or with all weights on the device; and, for 1 and 2 ahead, depth first.
+of the graphs kept, with just the slots for that or with all weights on the device; and depth first.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def grid(layers: int) -> list[RelayConfig]:
         for resident in {max(0, keep - ahead - 1), max(0, layers - ahead - 1)}:
             config = RelayConfig(micro_batches=count, ahead=ahead, stash=stash, keep=keep, resident=resident)  # type: ignore[arg-type]
             found[config] = None
-    for count, ahead in product((1, 2, 4, 8), (1, 2)):
+    for count, ahead in product((1, 2, 4, 8), (0, 1, 2)):
         stays = {"keep": layers, "resident": max(0, layers - ahead - 1)}
         found[RelayConfig(micro_batches=count, ahead=ahead, schedule="depth_first", **stays)] = None  # type: ignore[arg-type]
     return list(found)
