@@ -10,11 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from l2l_core.batches import form_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
 from l2l_core.eps import Alone, AloneApart, LayerStore, Place, ScratchResiduals, dry_store
@@ -52,13 +51,6 @@ class Rehearsed:
     seconds: float
 
 
-class _Found(NamedTuple):
-    """What other passes of the kind need not find out again."""
-
-    learned: Metered
-    way: list[Unit]  # through the layers
-
-
 class _Pass(NamedTuple):
     """One step without effect."""
 
@@ -80,7 +72,6 @@ class Rehearsal:
             twice and keeps less meanwhile, so its device peak is lower than that of all later steps, which is what is
             forecast. (ALBERT's one layer is visited once per depth.)
         reduce: what workers would send of their gradients, see `Fleet`: of one alone, "sum".
-        known: by kind of step, what a metered pass has found; filled as rehearsals are made.
     """
 
     parts: Parts
@@ -90,23 +81,22 @@ class Rehearsal:
     place: Callable[[Device, Ledger], Place]
     learn: Callable[[list[Unit]], None] = lambda way: None
     reduce: str = "sum"
-    known: dict[Any, _Found] = field(default_factory=dict, compare=False)
 
     def run(self, micro_batches: Sequence[Any], config: RelayConfig, most_passes: int | None = None) -> Rehearsed:
-        """Rehearse these micro-batches under `config`, once metered unless that is known, then timed, at most so often."""
+        """Rehearse these micro-batches under `config`, once metered, then timed, at most so often."""
         began_s = time.perf_counter()
         config = replace(config, micro_batches=len(micro_batches), seed=0)
         most = MOST_PASSES if most_passes is None else most_passes
         with self._parts_apart() as parts, self._dry_store(parts) as dry:
             passing = partial(self._pass, parts, dry, micro_batches, config)
-            kind = _kind_of(micro_batches, config)
-            if kind not in self.known:
-                self.known[kind] = self._metered(passing)
-            learned, way = self.known[kind]
-            replayed = None if config.meter == "always" else learned
+            metered = passing(None, self.predicted)
+            if metered.way != list(self.predicted):  # some are visited twice, say: prefetch learns, and so do we
+                metered = passing(None, metered.way)
+                self.learn(metered.way)
+            replayed = None if config.meter == "always" else metered.learned
             timed: list[_Pass] = []
             while not timed or (len(timed) < most and sum(one.seconds for one in timed) < ENOUGH_S):
-                timed.append(passing(replayed, way))
+                timed.append(passing(replayed, metered.way))
         usual = sorted(timed, key=lambda one: one.trace.span_s)[(len(timed) - 1) // 2]
         return Rehearsed(
             profile=usual.profile,
@@ -115,13 +105,6 @@ class Rehearsal:
             passes=len(timed),
             seconds=time.perf_counter() - began_s,
         )
-
-    def _metered(self, passing: Callable[[Metered | None, Sequence[Unit]], _Pass]) -> _Found:
-        metered = passing(None, self.predicted)
-        if metered.way != list(self.predicted):  # some are visited twice, say: prefetch learns, and so do we
-            metered = passing(None, metered.way)
-            self.learn(metered.way)
-        return _Found(metered.learned, metered.way)
 
     @contextmanager
     def _parts_apart(self) -> Iterator[Parts]:
@@ -190,12 +173,6 @@ class Rehearsal:
             assert isinstance(parts.scratch, NotedRoom)
             profile = parts.scratch.told(profile)
         return _Pass(trace, profile, seconds, ran.metered, ran.way)
-
-
-def _kind_of(micro_batches: Sequence[Any], config: RelayConfig) -> Any:
-    """Say which passes make the same activations: where no graph is kept, however many layers are loaded ahead."""
-    alike = config if config.keep else replace(config, ahead=0)
-    return alike, tuple(form_of(micro_batch) for micro_batch in micro_batches)
 
 
 def _blocks_of(parts: Parts) -> list[Block]:

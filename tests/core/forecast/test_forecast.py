@@ -50,7 +50,6 @@ from l2l_core import (
     forecast_config,
     simulate,
 )
-from l2l_core.batches import RowsOf
 from l2l_core.forecast import rehearsal
 from l2l_core.forecast.families import shapes_of_config
 from l2l_core.forecast.limits import hiding_micro_batches
@@ -303,48 +302,6 @@ def test_a_failing_rehearsal_leaves_the_relay_as_it_was() -> None:
         with pytest.raises(RuntimeError, match="mat1 and mat2|shape"):
             relay.forecast((torch.zeros(2, 5), torch.zeros(2, 3)))
         assert relay.step(chain_batch(1)).loss > 0
-
-
-@pytest.mark.all_cases
-@pytest.mark.parametrize(
-    "kind", [kind if kind.name in ("unet", "gpt2_padded") else rarely(kind) for kind in BY_NAME.values()], ids=str
-)
-def test_loading_ahead_changes_no_activation(kind: Kind) -> None:
-    """So of rehearsals that differ in nothing else, one meters."""
-    for stash in ("device", "host"):
-        with relay_of(kind, RelayConfig(micro_batches=2, stash=stash)) as relay:
-            found = []
-            for ahead in (1, 0):
-                asked = relay._runner.rehearsal()
-                asked.run(RowsOf(kind.make_batch(4, 0)).split(2), replace(relay.config, ahead=ahead), 1)
-                found += asked.known.values()
-        one, other = (each.learned for each in found)
-        assert (one.events, one.worst, one.gives_aside) == (other.events, other.worst, other.gives_aside), stash
-
-
-def test_rehearsals_meter_once_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    metered: list[str] = []
-
-    def noted(self: rehearsal.Rehearsal, *args: Any) -> Any:
-        metered.append("metered" if args[4] is None else "timed")
-        return make_pass(self, *args)
-
-    make_pass = rehearsal.Rehearsal._pass
-    monkeypatch.setattr(rehearsal.Rehearsal, "_pass", noted)
-    kind = BY_NAME["gpt2"]
-    with relay_of(kind, RelayConfig()) as relay:
-        asked, rows = relay._runner.rehearsal(), RowsOf(kind.make_batch(4, 0))
-        for count, settings, meters in [
-            (2, {}, True),
-            (2, {"ahead": 0}, False),
-            (2, {"stash": "host"}, True),
-            (4, {}, True),
-            (2, {"keep": 2}, True),
-            (2, {"keep": 2, "ahead": 0}, True),  # other graphs are kept, since there are fewer slots
-        ]:
-            metered.clear()
-            asked.run(rows.split(count), RelayConfig(**settings), 1)
-            assert metered[-1] == "timed" and ("metered" in metered) == meters, (count, settings)
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------
