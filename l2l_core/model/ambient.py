@@ -70,11 +70,11 @@ class Ambient(NamedTuple):  # which takes half as long to make as a frozen datac
     attention: tuple[Any, ...]
 
     @staticmethod
-    def take(random: RandomState | None = None) -> Ambient:
-        """Read the thread's state; its mode and hook stacks are left empty. `random` is given by whoever has no use for it."""
+    def take() -> Ambient:
+        """Read the thread's state; its mode and hook stacks are left empty."""
         on, type_of = torch.is_autocast_enabled, torch.get_autocast_dtype
         state = Ambient(
-            random=random or RandomState.take(),
+            random=RandomState.take(),
             grad_enabled=torch.is_grad_enabled(),
             autocast=tuple([(on(kind), type_of(kind)) for kind in _AUTOCAST_TYPES]),
             autocast_cache=torch.is_autocast_cache_enabled(),

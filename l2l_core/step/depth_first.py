@@ -142,7 +142,7 @@ class DepthFirst(Ground):
         self.meter.latest.read_early |= self._watch.read_early
         for gradient in gradients.values():  # of layers that were not called, or share parameters
             gradient.push()
-        slots.check_none_came()
+        slots.check_none_left()
         shell.push(at_once=True)
         return losses
 

@@ -153,7 +153,7 @@ class TrainLoop:
                     self._backward(call, visit)
                     self._run.stash.park(call.k, call.visit)
                 self._push(visit)  # [4]
-        self._slots.check_none_came()
+        self._slots.check_none_left()
         self._shell.push(at_once=True)
         return self._losses
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -66,6 +67,9 @@ class GradientPiece:
     def places(self) -> dict[int, torch.Tensor]:
         """Give where the gradient of every trained parameter is, or would be, by index in the block."""
         return self._places
+
+    def __reduce__(self) -> Any:
+        return GradientPiece, (self.flat, self.trained, self.covers)  # a copy's views are of the copy
 
     @cached_property
     def _places(self) -> dict[int, torch.Tensor]:

@@ -135,11 +135,11 @@ class Gradient:
         for end in self._ends:
             end()
         self._ends = []
-        self._lift(awaited=False)
+        self._lift()
 
-    def _lift(self, awaited: bool) -> None:
+    def _lift(self) -> None:
         for param in self._standing:
-            self._ways.takers.lift(param, awaited)
+            self._ways.takers.lift(param)
         self._standing.clear()
 
     def priors(self, k: int, uses: Callable[[], Counter[torch.Tensor]]) -> list[Root]:
@@ -178,7 +178,7 @@ class Gradient:
                 with ways.clock.stalled():
                     send = partial(ways.push, self.unit.key, k=k, visit=visit)
                     self._buffer.leaving.append(ways.store.take(self.unit, share.block, share.piece, send, k))
-                self._lift(awaited=True)  # it was not known to be apart when the first gradient came
+                self._lift()  # it was not known to be apart when the first gradient came
                 share.touched[:] = [False] * len(share.touched)
 
     def push(self, at_once: bool = False) -> None:
@@ -248,13 +248,13 @@ class GradientSlots:
         """A run of backward begins, in which gradients will be asked whether they are whole."""
         self._ways.takers.begin_run()
 
-    def check_none_came(self) -> None:
-        """Refuse gradients that have come for layers after their last visits.
+    def check_none_left(self) -> None:
+        """Refuse gradients that were set by hand on parameters of layers that backward has left.
 
         Raises:
-            RuntimeError: names a parameter.
+            RuntimeError: names one of the parameters.
         """
-        self._ways.takers.check_none_came()
+        self._ways.takers.check_none_left()
 
     def _next_buffer(self) -> _Buffer:
         buffer = self._buffers[self._next]

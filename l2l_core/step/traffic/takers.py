@@ -18,8 +18,8 @@ from l2l_core.eps.blocks import Block, Unit
 class Takers:
     """Who takes the gradients that autograd accumulates into parameters.
 
-    A hook on each tells of the first one in a visit. Of those to whose place autograd adds there is nothing to tell, unless
-    somebody asks what a run of backward has yet to bring; nor is there of a layer that has been visited, until it is again.
+    A hook on each tells of them, for the length of a pass, but not of those to whose place autograd adds: there is nothing to do
+    with these, unless somebody asks what a run of backward has yet to bring.
 
     Invariant: every gradient is taken by the unit whose backward has made it, or the step ends.
 
@@ -97,9 +97,6 @@ class Takers:
         # pass.
         if self._routes.setdefault(param, take) is not take:
             return lambda: None
-        if param.grad is not None:
-            raise RuntimeError(self._foreign(param))
-        self._listen(param)
         return lambda: self._routes.pop(param)  # type: ignore[func-returns-value]
 
     def let_stand(self, param: torch.Tensor, place: torch.Tensor) -> None:
@@ -109,22 +106,25 @@ class Takers:
             self._handles[param].remove()
             del self._handles[param]  # only now: an interrupt may come at any moment
 
-    def lift(self, param: torch.Tensor, awaited: bool) -> None:
-        """Let nothing be added there any more; `awaited`: and say of what comes."""
+    def lift(self, param: torch.Tensor) -> None:
+        """Let nothing be added there any more, and say of what comes: be it for nobody, and cleared at once, it is refused."""
+        if self._stands_no_more(param):
+            self._listen(param)
+
+    def _stands_no_more(self, param: torch.Tensor) -> bool:
         place, grad = self._standing.pop(param, None), param.grad
         if place is None:
-            return
+            return False
         if grad is not None and grad is not place:  # a hook of the user has put another sum there
             place.copy_(grad)
         param.grad = None
-        if awaited:
-            self._listen(param)
+        return True
 
-    def check_none_came(self) -> None:
-        """Refuse gradients that have come for layers after their last visits, when nobody listened.
+    def check_none_left(self) -> None:
+        """Refuse gradients that somebody has set by hand on parameters of layers that backward has left: no hook tells of those.
 
         Raises:
-            RuntimeError: names a parameter.
+            RuntimeError: names one of the parameters.
         """
         for block, trained in self.trained.items():
             for param in (block.params[i] for i in trained.indices):
@@ -140,7 +140,7 @@ class Takers:
     def close(self) -> None:
         """Take no more gradients."""
         for param in list(self._standing):
-            self.lift(param, awaited=False)
+            self._stands_no_more(param)
         self._routes.clear()
         self._handles.clear()
         # Not by handles: an interrupt may have come before one was kept.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -86,6 +87,9 @@ def test_a_norm_is_of_the_gradient_and_of_no_garbage(
     assert checked(unit, block, whole) == pytest.approx(2 * count**0.5)
     assert (len(whole.parts()) == 1 and whole.parts()[0].numel() == whole.flat.numel()) == in_one
     next(iter(whole.views().values()))[0] = torch.inf
+    other = pickle.loads(pickle.dumps(whole))
+    next(iter(other.views().values())).fill_(7.0)
+    assert (other.flat == 7.0).any() and not (whole.flat == 7.0).any()
     with pytest.raises(NonFiniteError, match=r"Affected: layers\.0\.weight\."):
         checked(unit, block, whole)
 
