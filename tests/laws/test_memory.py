@@ -221,7 +221,7 @@ def test_the_remedy_ahead_0_works() -> None:
     with Relay(Chain(4, 128), loss=squared_error, config=RelayConfig(stash="host", ahead=0)) as relay:
         budget = relay.step(batch).peak_device_bytes
     error = error_of(budget + 1000, Chain(4, 128), batch, stash="host")
-    assert error.settings["ahead"] == 0 and "ahead=0" in str(error)  # what else goes with it is a matter of seconds
+    assert "RelayConfig(ahead=0)" in str(error)
     device, fitting = EmulatedDevice(memory_bytes=budget + 1000), replace(RelayConfig(stash="host"), **error.settings)
     with Relay(Chain(4, 128), device=device, loss=squared_error, config=fitting) as relay:
         relay.step(batch)

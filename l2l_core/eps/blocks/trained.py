@@ -62,18 +62,15 @@ class GradientPiece:
 
     def views(self) -> dict[int, torch.Tensor]:
         """Give the gradient by index of the parameter in its block, of those that have one."""
-        return {i: view for (i, view), has in zip(self.places().items(), self.covers, strict=True) if has}
+        return {i: view for (i, view), has in zip(self.places.items(), self.covers, strict=True) if has}
 
+    @cached_property
     def places(self) -> dict[int, torch.Tensor]:
-        """Give where the gradient of every trained parameter is, or would be, by index in the block."""
-        return self._places
+        """Where the gradient of every trained parameter is, or would be, by index in the block."""
+        return dict(zip(self.trained.indices, self.trained.layout.views(self.flat), strict=True))
 
     def __reduce__(self) -> Any:
         return GradientPiece, (self.flat, self.trained, self.covers)  # a copy's views are of the copy
-
-    @cached_property
-    def _places(self) -> dict[int, torch.Tensor]:
-        return dict(zip(self.trained.indices, self.trained.layout.views(self.flat), strict=True))
 
     def parts(self) -> list[torch.Tensor]:
         """Give what covers the gradient and nothing else: a small buffer in one where no place in it is garbage."""
@@ -83,7 +80,7 @@ class GradientPiece:
     def plus(self, other: GradientPiece) -> GradientPiece:
         """Add another gradient of the same block, in the buffer of this one."""
         mine, added = self.views(), other.views()
-        for place, view in self.places().items():
+        for place, view in self.places.items():
             if place in added:
                 # Not added to zero: what is not covered is garbage, and -0.0 + 0.0 is 0.0
                 view.add_(added[place]) if place in mine else view.copy_(added[place])

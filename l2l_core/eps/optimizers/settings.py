@@ -34,7 +34,7 @@ _NOT_SETTINGS = frozenset({"params", "param_names", "param_groups", "state", "de
 def settings_of(optimizer: Optimizer) -> Settings:
     """Copy the plain values; of the others say only that there are such."""
     return [
-        {name: own(value) if is_plain(value) else _IN_COMMON for name, value in held.items() if _is_setting(name)}
+        {n: own(value) if is_plain(value) else _IN_COMMON for n, value in held.items() if _is_setting(n)}
         for held in _holders(optimizer)
     ]
 
@@ -129,7 +129,7 @@ def differing_settings(one: Settings, other: Settings) -> list[str]:
 
 def own(value: Any) -> Any:
     """Copy a plain value; give the value itself if it is none."""
-    if type(value) in _IMMUTABLE or isinstance(value, _ATOMS) or not is_plain(value):
+    if isinstance(value, _ATOMS) or not is_plain(value):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
@@ -142,7 +142,7 @@ def own(value: Any) -> Any:
 
 def is_plain(value: Any) -> bool:
     """Tell whether it is a number, a string, a small tensor, or a container of such."""
-    if type(value) in _IMMUTABLE or isinstance(value, _ATOMS):
+    if isinstance(value, _ATOMS):
         return True
     if isinstance(value, torch.Tensor):  # of no class of its own, whose copies may be anything
         return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() <= _SMALL

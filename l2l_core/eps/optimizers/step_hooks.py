@@ -127,7 +127,7 @@ class StepHooks:
     def _rows(self, whole: Mapping[Block, GradientPiece]) -> list[_Row]:
         rows = []
         for block, masters in self.masters().items():
-            places, given = (whole[block].places(), whole[block].views()) if block in whole else ({}, {})
+            places, given = (whole[block].places, whole[block].views()) if block in whole else ({}, {})
             for i, row in enumerate(zip(block.names, block.params, masters, block.views, strict=True)):
                 rows.append(_Row(block, *row, places.get(i), i in given))
         return rows

@@ -167,10 +167,7 @@ def test_a_slow_disk_is_what_binds(folder: Path, monkeypatch: pytest.MonkeyPatch
     with compared(folder, kind) as (relay, plain):
         train(relay, plain, 2)
         forward = next(bound for bound in relay.trace.bound_by() if bound.phase == "forward")
-    assert forward.lane == "disk read"
-    assert any(
-        remedy in str(forward) for remedy in ("a disk of", "micro-batches of this size")
-    )  # where compute is slow
+    assert forward.lane == "disk read" and "a disk of" in str(forward)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
