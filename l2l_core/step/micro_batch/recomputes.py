@@ -20,19 +20,15 @@ class Recomputes:
     def __init__(self) -> None:
         self._open: list[tuple[str, torch.Tensor]] = []  # layer, whether it differed
 
-    def sums_of(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
-        """Return what to compare the recompute of these with."""
-        return [_sum(tensor.detach()) for tensor in outputs]
-
-    def compare(self, layer: str, before: Sequence[Sum], outputs: Sequence[torch.Tensor]) -> None:
-        """Compare what a layer has given when it was recomputed.
+    def compare(self, layer: str, before: Sequence[Sum], again: Sequence[Sum]) -> None:
+        """Compare what a layer has given at first and when it was recomputed.
 
         Raises:
             RuntimeError: it gave something else.
         """
-        if len(before) != len(outputs):
+        if len(before) != len(again):
             raise RuntimeError(differs(layer))
-        for old, new in zip(before, self.sums_of(outputs), strict=True):
+        for old, new in zip(before, again, strict=True):
             if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
                 known = torch.isfinite(old[0]) & torch.isfinite(new[0])
                 self._open.append((layer, known & ((old[0] - new[0]).abs() > 1e-5 * new[1])))
@@ -51,6 +47,11 @@ class Recomputes:
                 if is_other:
                     raise RuntimeError(differs(layer))
             self._open.clear()
+
+
+def sums_of(tensors: Sequence[torch.Tensor]) -> list[Sum]:
+    """Return what tensors are compared by."""
+    return [_sum(tensor.detach()) for tensor in tensors]
 
 
 def _sum(tensor: torch.Tensor) -> Sum:

@@ -13,6 +13,7 @@ from l2l_core.step.traffic.gradient import Ways as Ways
 from l2l_core.step.traffic.images import Images as Images
 from l2l_core.step.traffic.lanes import Lane as Lane
 from l2l_core.step.traffic.lanes import Link as Link
+from l2l_core.step.traffic.meter import LastProduct as LastProduct
 from l2l_core.step.traffic.meter import Meter as Meter
 from l2l_core.step.traffic.meter import Metered as Metered
 from l2l_core.step.traffic.meter import NewHabit as NewHabit

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from l2l_core.step.micro_batch import recomputes
-from l2l_core.step.micro_batch.recomputes import Recomputes
+from l2l_core.step.micro_batch.recomputes import Recomputes, sums_of
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Recomputes:
 def test_the_first_layer_that_differs_is_named_when_the_step_is_over(compared: Recomputes) -> None:
     x = torch.randn(4, 8)
     for layer, again in (("layers.0", x), ("layers.1", x + 1), ("layers.2", x + 2)):
-        compared.compare(layer, compared.sums_of([x]), [again])
+        compared.compare(layer, sums_of([x]), sums_of([again]))
     with pytest.raises(RuntimeError, match="layer layers.1 gave other outputs"):
         compared.settle()
 
@@ -27,12 +27,12 @@ def test_the_message_tells_rounding_from_another_value() -> None:
     with pytest.raises(
         RuntimeError, match=r"layer layers.0 gave other outputs .*; their sum was 1 and is 1\.00000012: it depends"
     ):
-        compared.compare("layers.0", compared.sums_of([x]), [torch.full((1,), 1.0) + torch.finfo(torch.float32).eps])
+        compared.compare("layers.0", sums_of([x]), sums_of([torch.full((1,), 1.0) + torch.finfo(torch.float32).eps]))
 
 
 def test_what_is_equal_or_not_finite_passes(compared: Recomputes) -> None:
     x = torch.randn(4, 8)
-    compared.compare("layers.0", compared.sums_of([x]), [x.clone()])
-    compared.compare("layers.1", compared.sums_of([x]), [torch.full_like(x, torch.nan)])
+    compared.compare("layers.0", sums_of([x]), sums_of([x.clone()]))
+    compared.compare("layers.1", sums_of([x]), sums_of([torch.full_like(x, torch.nan)]))
     compared.settle()
     compared.settle()
