@@ -19,18 +19,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import modules_of, parts_of
+from l2l_core.step.graph import written_by
 from l2l_core.step.micro_batch.meanwhile import Meanwhile
 from l2l_core.step.micro_batch.recomputes import Sum, sums_of
 from l2l_core.step.traffic import LastProduct, Metered
@@ -45,7 +47,7 @@ _PRODUCTS = frozenset(
         _aten.convolution.default,
     )
 )
-# What gives a new tensor, or a view, element by element, and draws nothing: from the same operands always the same.
+# What gives a new tensor element by element, and draws nothing: from the same operands always the same.
 _HAND_ON = frozenset(
     (
         _aten.add.Tensor,
@@ -54,6 +56,11 @@ _HAND_ON = frozenset(
         _aten.div.Tensor,
         _aten._to_copy.default,
         _aten.clone.default,
+    )
+)
+# What reads no values: views, and what looks at shapes alone.
+_READ_NOTHING = frozenset(
+    (
         _aten.view.default,
         _aten._unsafe_view.default,
         _aten.t.default,
@@ -62,11 +69,9 @@ _HAND_ON = frozenset(
         _aten.unsqueeze.default,
         _aten.squeeze.dim,
         _aten.expand.default,
-    )
-)
-# What reads no values, only what a tensor is like.
-_LOOK_AT_SHAPES = frozenset(
-    (
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.detach.default,
         _aten.empty_like.default,
         _aten.zeros_like.default,
         _aten.ones_like.default,
@@ -106,12 +111,16 @@ class Endings:
         metered: what is known of passes of this kind, or gets to be known.
         learns: whether this is the metered pass.
         is_weight: whether a tensor lies in a weight, which a recompute finds as the first run did.
+
+    Attributes:
+        watching: the run that is watched now.
     """
 
     def __init__(self, metered: Metered, learns: bool, is_weight: Callable[[torch.Tensor], bool]) -> None:
         self._metered, self._learns, self.is_weight = metered, learns, is_weight
         self._searched: set[Unit] = set()
-        self._watching: _Watching | None = None
+        self._owners: dict[Unit, nn.Module] = {}
+        self.watching: _Watching | None = None
 
     @property
     def listens(self) -> bool:
@@ -120,12 +129,14 @@ class Endings:
 
     def read_past(self, tensor: torch.Tensor) -> None:
         """Somebody is about to read a tensor where no mode sees it."""
-        if self._watching is not None:
-            self._watching.read_past(tensor)
+        if self.watching is not None:
+            self.watching.read_past(tensor)
 
-    def watching(self, run: _Watching) -> AbstractContextManager[None]:
-        """Let this one hear of that in the block."""
-        return Meanwhile(self, "_watching", run)
+    def owner_of(self, unit: Unit, last: LastProduct) -> nn.Module:
+        """Find the module that makes a layer's last product."""
+        if unit not in self._owners:
+            self._owners[unit] = unit.module.get_submodule(last.path)
+        return self._owners[unit]
 
     def forget(self, unit: Unit) -> None:
         """Leave nothing out of this layer any more."""
@@ -171,21 +182,21 @@ class _Ending(_Watching):
     """Watches the first run of a layer from the call of the module that makes its last product on, and notes what goes in.
 
     Attributes:
-        steps: every operation on what comes of the product, with all that is no tensor, and the shapes of those.
-        made: size, strides, type and device of the product.
+        steps: every operation on what comes of the product, with all that is no tensor, and the forms of those.
+        made: what the product is like.
     """
 
     def __init__(self, endings: Endings, unit: Unit, last: LastProduct) -> None:
         super().__init__()
         self._endings, self.unit, self.last = endings, unit, last
-        self._sums: list[Sum] = []
         self.steps: list[Any] = []
         self.made: _Made | None = None
+        self._sums: list[Sum] = []
         self._products = 0
-        self._follows: dict[
-            int, StorageWeakRef
-        ] = {}  # what comes of the product; a reference keeps others from its place
-        self._is_over = False
+        # Storages with what comes of the product; a reference keeps others from taking its place.
+        self._follows: dict[int, StorageWeakRef] = {}
+        self._goes_in: set[int] = set()  # storages of the operands
+        self._has_begun = self._is_over = False
 
     @property
     def is_whole(self) -> bool:
@@ -193,31 +204,34 @@ class _Ending(_Watching):
         return self.made is not None and not self._is_over
 
     def around(self, real: Run) -> Run:
-        owner = self.unit.module.get_submodule(self.last.path)
+        owner = self._endings.owner_of(self.unit, self.last)
 
         def ran(*args: Any, **kwargs: Any) -> Any:
-            depth = torch._C._len_torch_dispatch_stack()
-            with ExitStack() as stack:
-                begun = False
-
-                def begin(*_: Any) -> None:
-                    nonlocal begun
-                    # Under a mode that the layer has put on for a part of itself, this one would stand in its way.
-                    if not begun and torch._C._len_torch_dispatch_stack() == depth:
-                        begun = True
-                        stack.enter_context(self._endings.watching(self))
-                        stack.enter_context(self)
-
-                if owner is self.unit.module:
-                    begin()
-                else:
-                    stack.callback(owner.register_forward_pre_hook(begin).remove)
+            begin = partial(self._begin, torch._C._len_torch_dispatch_stack())
+            if owner is self.unit.module:  # of which only the forward is run
+                begin()
+            # As `register_forward_pre_hook` does, without what it makes to be taken away by: this is done in every call.
+            owner._forward_pre_hooks[id(self)] = begin
+            try:
                 return real(*args, **kwargs)
+            finally:
+                del owner._forward_pre_hooks[id(self)]
+                if self._has_begun:
+                    _pop_mode()
+                    self._endings.watching = None
 
         return ran
 
+    def _begin(self, depth: int, *_: Any) -> None:
+        """Watch from now on. Not under a mode that the layer has put on for a part of itself: that one goes before this."""
+        if not self._has_begun and torch._C._len_torch_dispatch_stack() == depth:
+            self._has_begun = True
+            self._endings.watching = self
+            _push_mode(self)
+
     def sums(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
         others = [each for each in outputs if not self._comes_of_it(each)]
+        self.steps += [_form(each) for each in outputs if self._comes_of_it(each)]
         if len(others) == len(outputs):
             self._is_over = True  # what came of it went where no mode sees it, as into an extension in C++
         self._follows.clear()
@@ -225,42 +239,53 @@ class _Ending(_Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_over or func in _LOOK_AT_SHAPES:
+        if self._is_over or func in _READ_NOTHING:
             return func(*args, **kwargs)
-        if not self._follows:
+        if self.made is None:
             self._products += func in _PRODUCTS
-            if func not in _PRODUCTS or self._products != self.last.number or self.made is not None:
+            if func not in _PRODUCTS or self._products != self.last.number:
                 return func(*args, **kwargs)
-            made = self._product
-        elif not any(map(self._comes_of_it, _tensors((args, kwargs)))):
-            return func(*args, **kwargs)
-        elif func in _HAND_ON:
-            made = _computed
+            self._note(func, args, kwargs)
+            out = self._product(func, args, kwargs)
         else:
-            self._read()
-            return func(*args, **kwargs)
-        self._note(func, args, kwargs)
-        out = made(func, args, kwargs)
+            reads = any(map(self._comes_of_it, _tensors((args, kwargs))))
+            if not reads or func not in _HAND_ON:
+                if reads or self._changes_what_goes_in(func, args):
+                    self._read()
+                return func(*args, **kwargs)
+            self._note(func, args, kwargs)
+            out = func(*args, **kwargs)
         self._follow(out, func, args, kwargs)
         return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
+        step = [func, kwargs]
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                step += _form(arg)
+                if not self._comes_of_it(arg) and not self._endings.is_weight(arg):
+                    self._goes_in.add(arg.untyped_storage()._cdata)
+                    self._sums += sums_of([arg])
+            else:
+                step.append(arg)
+        self.steps.append(step)
 
     def _product(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         out = func(*args, **kwargs)
         self.made = _Made.of(out)
         return out
 
+    def _follow(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> StorageWeakRef:
+        """Note a new tensor that comes of the product."""
+        storage = out.untyped_storage()
+        self._follows[storage._cdata] = ref = StorageWeakRef(storage)
+        return ref
+
     def _comes_of_it(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._follows
 
-    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.steps.append((func, _signature((args, kwargs))))
-        operands = [t for t in _tensors((args, kwargs)) if not self._endings.is_weight(t) and not self._comes_of_it(t)]
-        self._sums += sums_of(operands)
-
-    def _follow(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> None:
-        """Note a tensor that comes of the product."""
-        storage = out.untyped_storage()
-        self._follows.setdefault(storage._cdata, StorageWeakRef(storage))
+    def _changes_what_goes_in(self, func: Any, args: Any) -> bool:
+        return func._schema.is_mutable and not self._goes_in.isdisjoint(written_by(func, args))
 
     def read_past(self, tensor: torch.Tensor) -> None:
         if self._comes_of_it(tensor):
@@ -287,24 +312,18 @@ class _Recomputed(_Ending):
     def close(self) -> None:
         if not all(each.ref.expired() for each in self._missing):
             self._make_up()
+        self._missing.clear()
 
     def _product(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         self.made = self._first.made
         assert self.made is not None
         return self.made.empty() if self.steps == self._first.steps[:1] else func(*args, **kwargs)
 
-    def _follow(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> None:
-        is_view = self._comes_of_it(out)
-        parted = _mapped((args, kwargs), self._part)  # held as numbers: who held what is missing would keep it
-        super()._follow(out, func, args, kwargs)
-        if not is_view:
-            key = out.untyped_storage()._cdata
-            self._missing.append(_Missing(self._follows[key], _Made.of(out), func, *parted))
-
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
-        if not self._comes_of_it(tensor):
-            return tensor
-        return _Part(tensor.untyped_storage()._cdata, tensor.size(), tensor.stride(), tensor.storage_offset())
+    def _follow(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> StorageWeakRef:
+        args = [_Part.of(arg) if isinstance(arg, torch.Tensor) and self._comes_of_it(arg) else arg for arg in args]
+        ref = super()._follow(out, func, args, kwargs)
+        self._missing.append(_Missing(ref, _Made.of(out), func, args, kwargs))
+        return ref
 
     def _read(self) -> None:
         super()._read()
@@ -314,14 +333,10 @@ class _Recomputed(_Ending):
         """Compute what was left out, for those who have it in their hands."""
         self._endings.forget(self.unit)
         values: dict[int, torch.Tensor] = {}
-
-        def whole(leaf: Any) -> Any:
-            return values[leaf.key].as_strided(*leaf[1:]) if isinstance(leaf, _Part) else leaf
-
         with torch.no_grad():
             for each in self._missing:
-                args, kwargs = _mapped((each.args, each.kwargs), whole, _Part)
-                values[each.ref.cdata] = value = each.func(*args, **kwargs)
+                args = [values[arg.key].as_strided(*arg[1:]) if isinstance(arg, _Part) else arg for arg in each.args]
+                values[each.ref.cdata] = value = each.func(*args, **each.kwargs)
                 if not each.ref.expired():
                     storage = torch.UntypedStorage._new_with_weak_ptr(each.ref.cdata)
                     each.made.over(storage).copy_(value)
@@ -349,12 +364,16 @@ class _Made(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Which part of what is missing an operation reads."""
+    """What an operation reads of what is missing, in numbers: who held the tensor would keep it."""
 
     key: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Part:
+        return _Part(tensor.untyped_storage()._cdata, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 class _Missing(NamedTuple):
@@ -363,8 +382,8 @@ class _Missing(NamedTuple):
     ref: StorageWeakRef
     made: _Made
     func: Any
-    args: Any
-    kwargs: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
 
 
 # ---- what the metered step looks for ---------------------------------------------------------------------------------
@@ -404,7 +423,7 @@ class _Search(_Watching):
     def around(self, real: Run) -> Run:
         def ran(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as stack:
-                stack.enter_context(self._endings.watching(self))
+                stack.enter_context(Meanwhile(self._endings, "watching", self))
                 stack.enter_context(self)
                 stack.callback(nn_module.register_module_forward_pre_hook(self._called).remove)
                 stack.callback(nn_module.register_module_forward_hook(self._returned).remove)
@@ -433,8 +452,8 @@ class _Search(_Watching):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         inputs = list(_tensors((args, kwargs)))
-        looked_at = [] if func in _LOOK_AT_SHAPES else inputs
-        before = {each for tensor in looked_at for each in self._followed(tensor) if not each.is_read}
+        read = [] if func in _READ_NOTHING else inputs
+        before = {each for tensor in read for each in self._followed(tensor) if not each.is_read}
         if before and func not in _HAND_ON:
             self._are_read(before)
         elif before:
@@ -491,11 +510,8 @@ def _multiplications(func: Any, out: torch.Tensor, inputs: Sequence[torch.Tensor
     return out.numel() * factor.shape[-1]
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _computed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    return func(*args, **kwargs)
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -506,16 +522,3 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
     elif isinstance(tree, dict):
         yield from _tensors(list(tree.values()))
-
-
-def _mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    if isinstance(tree, kind):
-        return change(tree)
-    if isinstance(tree, tuple | list):
-        return [_mapped(item, change, kind) for item in tree]
-    return {name: _mapped(item, change, kind) for name, item in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _signature(tree: Any) -> Any:
-    """What operations have in common that differ in the values of their tensors alone."""
-    return _mapped(tree, lambda tensor: (tensor.size(), tensor.dtype))
