@@ -80,7 +80,7 @@ class Call:
     attributes: dict[Place, torch.Tensor] = field(default_factory=dict)  # side outputs left there
     left_traces: bool = False  # something else than buffers is not as it was, so that the recompute may differ
     ending: Whole = WHOLE
-    sums: list[Sum] = field(default_factory=list)  # of what to compare the recompute by, the outputs as a rule
+    sums: list[Sum] = field(default_factory=list)  # of the outputs, to compare the recompute with
 
     @staticmethod
     def of(
@@ -175,6 +175,7 @@ class Call:
                 run.attributes.layer_changed(place)
         elif differs is not None:
             self.left_traces = differs()
+        self.ending.made(found.nodes)
         self.sums = self.ending.sums(given.flowing)
         is_kept = keeper.keeps and not (keeper.outlasts and self.left_traces)  # proven by a recompute, then
         self.keeper, self.kept = keeper, graph if is_kept else None
@@ -356,7 +357,7 @@ class Call:
         ):  # type: ignore[union-attr]
             ending = run.endings.again(self.unit, self.ending)
             given, graph = self._run(run, ending)
-            run.recomputes.compare(self.unit.name, self.sums, ending.sums(given.flowing))
+            run.recomputes.compare(self.unit.name, *ending.compared(self.sums, given.flowing))
             if self.side_sinks or self.attributes:
                 graph.sides = self._find_sides(run, seen)
             if self.ambient.autocasts:  # type: ignore[union-attr]  # its casts are of weights that leave with the visit

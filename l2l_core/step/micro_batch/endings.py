@@ -4,15 +4,17 @@ A block with its norms in front ends in a product of weights, dropout and a resi
 that product, and nothing that comes out: the recompute needs its node, not its value. In a transformer of that kind it is a
 third of what a recompute multiplies.
 
-A layer's value must not be wrong where somebody does read it, and a recompute that differs from the first run must be noticed:
+A value must not be wrong where somebody does read it, and a recompute that differs from the first run must be noticed:
 
-- A dispatch mode sees every operation from the call of the module that makes the product until the layer is over. Sums,
-  scalings and views may hand on what is missing; before anything else reads it, it is computed after all. So it is if it
-  outlives the recompute: autograd has saved it, or somebody holds it.
-- The outputs are a function of what goes into the product, and of what is added and multiplied afterwards. The sums of all
-  that, in the first run and in the recompute, are compared instead of theirs.
+- A dispatch mode sees every operation from the call of the module that makes the product until the layer is over. Sums and
+  scalings may hand on what is missing, and views show it; before anything else reads it, it is computed after all. So it is if
+  it outlives the recompute: autograd has saved it, or somebody holds it. Where code of other people's may read it that no mode
+  sees (a function of its own in the graph, a tensor of another class, a mode around the step), nothing is left out.
+- The outputs are a function of what goes into the product, and of what is added and multiplied afterwards. Marks of all that, in
+  the first run and in the recompute, are compared instead of sums of the outputs. If the two do not end alike, everything is
+  computed, and the outputs are compared as ever.
 
-What the metered step has found (`_Search`) only says where it is worth while, so nothing goes wrong if it is not true any more.
+What the metered step has found (`_Search`) only says where it is worth while: every first run looks whether it is still so.
 """
 
 from __future__ import annotations
@@ -21,21 +23,27 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import modules_of, parts_of
-from l2l_core.step.graph import written_by
+from l2l_core.step.graph import is_entry, written_by
 from l2l_core.step.micro_batch.meanwhile import Meanwhile
 from l2l_core.step.micro_batch.recomputes import Sum, sums_of
-from l2l_core.step.traffic import LastProduct, Metered
+from l2l_core.step.traffic import LastProduct, Metered, Watch
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
@@ -71,7 +79,6 @@ _READ_NOTHING = frozenset(
         _aten.expand.default,
         _aten.slice.Tensor,
         _aten.select.int,
-        _aten.detach.default,
         _aten.empty_like.default,
         _aten.zeros_like.default,
         _aten.ones_like.default,
@@ -80,8 +87,10 @@ _READ_NOTHING = frozenset(
         _aten.new_zeros.default,
     )
 )
-# Multiplications from which on to leave a product out gains more than to watch the operations around it costs.
-_WORTH_WHILE = {"cpu": 2**23, "cuda": 2**33}
+# Multiplications from which on to leave a product out gains far more than to watch what is around it costs (0.3 ms, against
+# 3 ms of one core). Elsewhere than on the CPU nobody has measured it.
+_WORTH_WHILE: dict[str, float] = {"cpu": 2**27}
+_NEVER = float("inf")
 
 Run = Callable[..., Any]
 
@@ -93,9 +102,16 @@ class Whole:
         """Wrap the layer's forward."""
         return real
 
+    def made(self, nodes: Iterable[Any]) -> None:
+        """Hear of what graph the run has made."""
+
     def sums(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
-        """Return the sums that tell whether a recompute gave the same."""
+        """Return the sums of what the first run gave out."""
         return sums_of(outputs)
+
+    def compared(self, before: list[Sum], outputs: Sequence[torch.Tensor]) -> tuple[list[Sum], list[Sum]]:
+        """Return what tells whether a recompute gave the same: of the first run, which had the sums `before`, and of this one."""
+        return before, sums_of(outputs)
 
     def close(self) -> None:
         """The run is over, and what it gave out is let go."""
@@ -110,7 +126,7 @@ class Endings:
     Args:
         metered: what is known of passes of this kind, or gets to be known.
         learns: whether this is the metered pass.
-        is_weight: whether a tensor lies in a weight, which a recompute finds as the first run did.
+        is_weight: whether a tensor lies in a weight or buffer.
 
     Attributes:
         watching: the run that is watched now.
@@ -119,7 +135,7 @@ class Endings:
     def __init__(self, metered: Metered, learns: bool, is_weight: Callable[[torch.Tensor], bool]) -> None:
         self._metered, self._learns, self.is_weight = metered, learns, is_weight
         self._searched: set[Unit] = set()
-        self._owners: dict[Unit, nn.Module] = {}
+        self._owners: dict[Unit, nn.Module | None] = {}
         self.watching: _Watching | None = None
 
     @property
@@ -132,12 +148,6 @@ class Endings:
         if self.watching is not None:
             self.watching.read_past(tensor)
 
-    def owner_of(self, unit: Unit, last: LastProduct) -> nn.Module:
-        """Find the module that makes a layer's last product."""
-        if unit not in self._owners:
-            self._owners[unit] = unit.module.get_submodule(last.path)
-        return self._owners[unit]
-
     def forget(self, unit: Unit) -> None:
         """Leave nothing out of this layer any more."""
         self._metered.last_products.pop(unit.key, None)
@@ -145,22 +155,36 @@ class Endings:
     def first(self, unit: Unit) -> Whole:
         """Give the first run of a layer that will be recomputed what it needs."""
         last = None if self._learns or not torch.is_grad_enabled() else self._metered.last_products.get(unit.key)
-        return WHOLE if last is None else _Ending(self, unit, last)
+        if last is None or not all(isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack()):
+            return WHOLE
+        owner = self._owner_of(unit, last)
+        return WHOLE if owner is None else _Ending(self, unit, owner, last.number)
 
     def again(self, unit: Unit, first: Whole) -> Whole:
         """Give the recompute what it needs."""
         if isinstance(first, _Ending) and first.is_whole:
-            return _Recomputed(self, first)
+            return _Recomputed(first)
         if self._learns and unit not in self._searched:
             self._searched.add(unit)
-            if unit.key not in self._metered.gives_aside and not _is_closed(unit.module):
-                return _Search(self, unit, self._metered)
+            least = _least(unit)
+            if least < _NEVER and unit.key not in self._metered.gives_aside and not _is_closed(unit.module):
+                return _Search(self, unit, self._metered, least)
         return WHOLE
+
+    def _owner_of(self, unit: Unit, last: LastProduct) -> nn.Module | None:
+        if unit not in self._owners:
+            self._owners[unit] = dict(unit.module.named_modules()).get(last.path)
+        return self._owners[unit]
 
 
 def _is_closed(layer: nn.Module) -> bool:
     """Whether code of it runs where nobody sees it: a compiled part, a script."""
     return bool(parts_of(layer)) or any(isinstance(module, torch.jit.ScriptModule) for module in modules_of(layer))
+
+
+def _least(unit: Unit) -> float:
+    """Return how many multiplications a product must have."""
+    return max((_WORTH_WHILE.get(param.device.type, _NEVER) for param in unit.params), default=_NEVER)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -182,208 +206,232 @@ class _Ending(_Watching):
     """Watches the first run of a layer from the call of the module that makes its last product on, and notes what goes in.
 
     Attributes:
-        steps: every operation on what comes of the product, with all that is no tensor, and the forms of those.
-        made: what the product is like.
+        steps: every operation on what comes of the product, with all that is no tensor, and the forms of those; and the outputs.
+        marks: of every operand that does not come of the product, and of outputs that do not.
+        product: what that is like; None until it is made.
     """
 
-    def __init__(self, endings: Endings, unit: Unit, last: LastProduct) -> None:
+    def __init__(self, endings: Endings, unit: Unit, owner: nn.Module, number: int) -> None:
         super().__init__()
-        self._endings, self.unit, self.last = endings, unit, last
+        self.endings, self.unit, self.owner, self.number = endings, unit, owner, number
         self.steps: list[Any] = []
-        self.made: _Made | None = None
-        self._sums: list[Sum] = []
+        self.marks: list[Sum] = []
+        self.product: _Form | None = None
         self._products = 0
-        # Storages with what comes of the product; a reference keeps others from taking its place.
-        self._follows: dict[int, StorageWeakRef] = {}
+        # Storages with what comes of the product, and which step made it. A reference keeps others from taking its place.
+        self._follows: dict[int, tuple[StorageWeakRef, int]] = {}
         self._goes_in: set[int] = set()  # storages of the operands
         self._has_begun = self._is_over = False
 
     @property
     def is_whole(self) -> bool:
         """Whether the product was made, and read by nothing but what may hand it on."""
-        return self.made is not None and not self._is_over
+        return self.product is not None and not self._is_over
 
     def around(self, real: Run) -> Run:
-        owner = self._endings.owner_of(self.unit, self.last)
-
         def ran(*args: Any, **kwargs: Any) -> Any:
             begin = partial(self._begin, torch._C._len_torch_dispatch_stack())
-            if owner is self.unit.module:  # of which only the forward is run
-                begin()
-            # As `register_forward_pre_hook` does, without what it makes to be taken away by: this is done in every call.
-            owner._forward_pre_hooks[id(self)] = begin
+            if self.owner is self.unit.module:  # of which the forward alone is run
+                begin(self.owner)
+            # Not a hook of the module's own, which whoever copies the module would copy.
+            handle = nn_module.register_module_forward_pre_hook(begin)
             try:
                 return real(*args, **kwargs)
             finally:
-                del owner._forward_pre_hooks[id(self)]
+                handle.remove()
                 if self._has_begun:
                     _pop_mode()
-                    self._endings.watching = None
+                    self.endings.watching = None
 
         return ran
 
-    def _begin(self, depth: int, *_: Any) -> None:
+    def _begin(self, depth: int, module: nn.Module, *_: Any) -> None:
         """Watch from now on. Not under a mode that the layer has put on for a part of itself: that one goes before this."""
-        if not self._has_begun and torch._C._len_torch_dispatch_stack() == depth:
+        if module is self.owner and not self._has_begun and torch._C._len_torch_dispatch_stack() == depth:
             self._has_begun = True
-            self._endings.watching = self
+            self.endings.watching = self
             _push_mode(self)
 
+    def made(self, nodes: Iterable[Any]) -> None:
+        if any(_is_foreign(node) for node in nodes):
+            self._give_up()
+
     def sums(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
-        others = [each for each in outputs if not self._comes_of_it(each)]
-        self.steps += [_form(each) for each in outputs if self._comes_of_it(each)]
-        if len(others) == len(outputs):
-            self._is_over = True  # what came of it went where no mode sees it, as into an extension in C++
+        self._end(outputs)
+        return sums_of(outputs)
+
+    def _end(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Note what the layer gives out."""
+        if not any(map(self._comes_of_it, outputs)):
+            self._give_up()  # what came of it went where no mode sees it, as into an extension in C++
+        for each in outputs if self.is_whole else ():
+            self.steps.append(self._noted(each))
         self._follows.clear()
-        return sums_of(outputs) if self._is_over else [*self._sums, *sums_of(others)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_over or func in _READ_NOTHING:
+        if self._is_over or (func in _READ_NOTHING and not types):
             return func(*args, **kwargs)
-        if self.made is None:
+        if self.product is None:
             self._products += func in _PRODUCTS
-            if func not in _PRODUCTS or self._products != self.last.number:
+            if func not in _PRODUCTS or self._products != self.number:
                 return func(*args, **kwargs)
-            self._note(func, args, kwargs)
-            out = self._product(func, args, kwargs)
+            make = self._make
         else:
-            reads = any(map(self._comes_of_it, _tensors((args, kwargs))))
-            if not reads or func not in _HAND_ON:
+            reads = bool(types) or any(map(self._comes_of_it, _tensors((args, kwargs))))
+            if not reads or types or func not in _HAND_ON:
                 if reads or self._changes_what_goes_in(func, args):
-                    self._read()
+                    self._give_up()
                 return func(*args, **kwargs)
-            self._note(func, args, kwargs)
-            out = func(*args, **kwargs)
+            make = _computed
+        self.steps.append([func, kwargs, *map(self._noted, args)])
+        out = make(func, args, kwargs)
         self._follow(out, func, args, kwargs)
         return out
 
-    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
-        step = [func, kwargs]
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                step += _form(arg)
-                if not self._comes_of_it(arg) and not self._endings.is_weight(arg):
-                    self._goes_in.add(arg.untyped_storage()._cdata)
-                    self._sums += sums_of([arg])
-            else:
-                step.append(arg)
-        self.steps.append(step)
+    def _noted(self, arg: Any) -> Any:
+        """Return what an argument must have in common with that of the other run, and mark its values."""
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        key = _key(arg)
+        if key in self._follows:
+            return self._follows[key][1], _Form.of(arg)
+        self._goes_in.add(key)
+        self.marks += sums_of([arg]) if self.endings.is_weight(arg) else _marks(arg)
+        return _Form.of(arg)
 
-    def _product(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def _make(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         out = func(*args, **kwargs)
-        self.made = _Made.of(out)
+        self.product = _Form.of(out)
         return out
 
-    def _follow(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> StorageWeakRef:
+    def _follow(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> None:
         """Note a new tensor that comes of the product."""
-        storage = out.untyped_storage()
-        self._follows[storage._cdata] = ref = StorageWeakRef(storage)
-        return ref
+        self._follows[_key(out)] = StorageWeakRef(out.untyped_storage()), len(self.steps)
 
     def _comes_of_it(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._follows
+        return _key(tensor) in self._follows
 
     def _changes_what_goes_in(self, func: Any, args: Any) -> bool:
         return func._schema.is_mutable and not self._goes_in.isdisjoint(written_by(func, args))
 
     def read_past(self, tensor: torch.Tensor) -> None:
         if self._comes_of_it(tensor):
-            self._read()
+            self._give_up()
 
-    def _read(self) -> None:
-        """Something else is about to read what comes of the product: outputs are compared as ever."""
+    def _give_up(self) -> None:
+        """What comes of the product may be read: the recompute is whole, and so are later ones."""
         self._is_over = True
         self._follows.clear()
+        self.endings.forget(self.unit)
 
 
 class _Recomputed(_Ending):
     """Watches a recompute, and leaves the product out of it."""
 
-    def __init__(self, endings: Endings, first: _Ending) -> None:
-        super().__init__(endings, first.unit, first.last)
+    def __init__(self, first: _Ending) -> None:
+        super().__init__(first.endings, first.unit, first.owner, first.number)
         self._first = first
         self._missing: list[_Missing] = []
 
-    def sums(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
-        found = super().sums(outputs)
-        return found if self.is_whole and self.steps == self._first.steps else []  # not even as many as there were
+    def compared(self, before: list[Sum], outputs: Sequence[torch.Tensor]) -> tuple[list[Sum], list[Sum]]:
+        self._end(outputs)
+        if self.is_whole and self.steps == self._first.steps:
+            return self._first.marks, self.marks
+        self._give_up()
+        return super().compared(before, outputs)
 
     def close(self) -> None:
         if not all(each.ref.expired() for each in self._missing):
-            self._make_up()
+            self._give_up()
         self._missing.clear()
 
-    def _product(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        self.made = self._first.made
-        assert self.made is not None
-        return self.made.empty() if self.steps == self._first.steps[:1] else func(*args, **kwargs)
+    def _make(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        self.product = self._first.product
+        assert self.product is not None
+        return self.product.empty() if self.steps == self._first.steps[:1] else func(*args, **kwargs)
 
-    def _follow(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> StorageWeakRef:
+    def _follow(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> None:
         args = [_Part.of(arg) if isinstance(arg, torch.Tensor) and self._comes_of_it(arg) else arg for arg in args]
-        ref = super()._follow(out, func, args, kwargs)
-        self._missing.append(_Missing(ref, _Made.of(out), func, args, kwargs))
-        return ref
+        super()._follow(out, func, args, kwargs)
+        self._missing.append(_Missing(self._follows[_key(out)][0], _Form.of(out), func, args, kwargs))
 
-    def _read(self) -> None:
-        super()._read()
-        self._make_up()
-
-    def _make_up(self) -> None:
-        """Compute what was left out, for those who have it in their hands."""
-        self._endings.forget(self.unit)
+    def _give_up(self) -> None:
+        super()._give_up()
+        missing, self._missing = self._missing, []
         values: dict[int, torch.Tensor] = {}
-        with torch.no_grad():
-            for each in self._missing:
-                args = [values[arg.key].as_strided(*arg[1:]) if isinstance(arg, _Part) else arg for arg in each.args]
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts were made before
+            for each in missing:
+                args = [
+                    values[arg.key].as_strided(*arg.form[:3]) if isinstance(arg, _Part) else arg for arg in each.args
+                ]
                 values[each.ref.cdata] = value = each.func(*args, **each.kwargs)
                 if not each.ref.expired():
                     storage = torch.UntypedStorage._new_with_weak_ptr(each.ref.cdata)
-                    each.made.over(storage).copy_(value)
-        self._missing.clear()
+                    each.form.over(storage).copy_(value)
 
 
-class _Made(NamedTuple):
+class _Form(NamedTuple):
     """What a tensor is like, but for its values."""
 
     size: torch.Size
     stride: tuple[int, ...]
+    offset: int
     dtype: torch.dtype
     device: torch.device
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Made:
-        return _Made(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+    def of(tensor: torch.Tensor) -> _Form:
+        return _Form(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor that lies there."""
-        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, 0, self.size, self.stride)  # type: ignore[call-overload]
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
 
 
 class _Part(NamedTuple):
     """What an operation reads of what is missing, in numbers: who held the tensor would keep it."""
 
     key: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    form: _Form
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Part:
-        return _Part(tensor.untyped_storage()._cdata, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Part(_key(tensor), _Form.of(tensor))
 
 
 class _Missing(NamedTuple):
     """A tensor whose values are missing, or follow from such, and how it is made."""
 
     ref: StorageWeakRef
-    made: _Made
+    form: _Form
     func: Any
     args: list[Any]
     kwargs: dict[str, Any]
+
+
+def _is_foreign(node: Any) -> bool:
+    """Whether a node is a function of somebody's own, in Python or in C++: it may read what no mode sees."""
+    return (isinstance(node, BackwardCFunction) and not is_entry(node)) or type(node).__name__ == "CppFunction"
+
+
+def _marks(tensor: torch.Tensor) -> list[Sum]:
+    """Return numbers that tell a tensor from another one, also from one with the same values in another order."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+    values = values.reshape(-1, values.shape[-1] if values.dim() else 1)
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    rows, columns = values.sum(1, dtype=dtype), values.sum(0, dtype=dtype)
+    return [float((each * _weights(each.numel(), dtype)).sum()) for each in (rows, columns)]
+
+
+@lru_cache(maxsize=64)
+def _weights(count: int, dtype: torch.dtype) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch():  # they stay, and belong to no micro-batch
+        return torch.arange(1, count + 1, dtype=torch.float64).cos().to(dtype)
 
 
 # ---- what the metered step looks for ---------------------------------------------------------------------------------
@@ -411,10 +459,9 @@ class _Open:
 class _Search(_Watching):
     """Watches a whole recompute, for the largest product of which backward reads nothing, nor anything that comes of it."""
 
-    def __init__(self, endings: Endings, unit: Unit, metered: Metered) -> None:
+    def __init__(self, endings: Endings, unit: Unit, metered: Metered, least: float) -> None:
         super().__init__()
-        self._endings, self._unit, self._metered = endings, unit, metered
-        self._least = _least(unit)
+        self._endings, self._unit, self._metered, self._least = endings, unit, metered, least
         self._found: list[_Candidate] = []
         self._follows: dict[int, tuple[StorageWeakRef, set[_Candidate]]] = {}
         self._open: list[_Open] = []
@@ -432,10 +479,10 @@ class _Search(_Watching):
 
         return ran
 
-    def sums(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
+    def compared(self, before: list[Sum], outputs: Sequence[torch.Tensor]) -> tuple[list[Sum], list[Sum]]:
         seen = {each for output in outputs for each in self._followed(output)}
         self._are_read(each for each in self._found if each not in seen)  # where no mode sees it
-        return super().sums(outputs)
+        return super().compared(before, outputs)
 
     def close(self) -> None:
         for ref, candidates in self._follows.values():
@@ -474,11 +521,11 @@ class _Search(_Watching):
                 self._follow(out, {candidate})
 
     def _follow(self, out: torch.Tensor, candidates: set[_Candidate]) -> None:
-        storage = out.untyped_storage()
-        self._follows.setdefault(storage._cdata, (StorageWeakRef(storage), set()))[1].update(candidates)
+        ref = StorageWeakRef(out.untyped_storage())
+        self._follows.setdefault(ref.cdata, (ref, set()))[1].update(candidates)
 
     def _followed(self, tensor: torch.Tensor) -> Iterable[_Candidate]:
-        return self._follows.get(tensor.untyped_storage()._cdata, (None, ()))[1]
+        return self._follows.get(_key(tensor), (None, ()))[1]
 
     def read_past(self, tensor: torch.Tensor) -> None:
         self._are_read(self._followed(tensor))
@@ -496,12 +543,6 @@ class _Search(_Watching):
             pass  # a call that ended in an exception
 
 
-def _least(unit: Unit) -> int:
-    """Return how many multiplications a product must have."""
-    devices = {param.device.type for param in unit.params}
-    return max((_WORTH_WHILE.get(device, _WORTH_WHILE["cuda"]) for device in devices), default=0)
-
-
 def _multiplications(func: Any, out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> int:
     if func is _aten.convolution.default:
         weight = inputs[1]
@@ -510,8 +551,13 @@ def _multiplications(func: Any, out: torch.Tensor, inputs: Sequence[torch.Tensor
     return out.numel() * factor.shape[-1]
 
 
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+def _computed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    return func(*args, **kwargs)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Return the storage of a tensor by number; sparse ones have none."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -1,5 +1,6 @@
 """A recompute leaves out a layer's last product where nothing reads it; whoever does finds it, whenever that begins."""
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from by_hand import chain_of
 from oracle import Both, adamw, assert_equal, both
 from torch import Tensor, nn
 from torch._C import _DisableTorchDispatch
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import WIDTH, Kind
 
@@ -20,7 +22,7 @@ from l2l_core.step.micro_batch import endings
 
 ROWS, LAYERS, MICRO_BATCHES = 4, 3, 2
 DRAWN = random.Random()  # its state is nobody's to put back
-PRODUCTS = {torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.convolution.default}
+OWN = torch.Generator()
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +39,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.gain = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.register_buffer("level", torch.ones(WIDTH))
         self.seen: list[float] = []
         self.hold: Any = None
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         return type(self).end(self, x, self.down(F.gelu(self.up(self.norm(x)))))
@@ -49,26 +53,26 @@ def kind_with(end: Callable[[Any, Tensor, Tensor], Tensor]) -> tuple[Kind, type[
     return chain_of(own, count=LAYERS), own
 
 
-class Counted(TorchDispatchMode):
-    """How many products ran."""
+@pytest.fixture(autouse=True)
+def empty(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is handed on in place of products; it holds what would be noticed."""
+    made: list[Any] = []
+    form = endings._Form.empty
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    def noted(self: Any) -> Tensor:
+        made.append(self)
+        return form(self).fill_(torch.nan)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in PRODUCTS
-        return func(*args, **(kwargs or {}))
+    monkeypatch.setattr(endings._Form, "empty", noted)
+    return made
 
 
-def left_out(sides: Both, kind: Kind) -> int:
-    """How many products the second step does without that the first one, which was metered, has made."""
-    counts = []
+def left_out(sides: Both, kind: Kind, empty: list[Any]) -> int:
+    """How many products the second step leaves out."""
     for seed in range(2):
-        with Counted() as counted:
-            assert_equal([sides.step(kind.make_batch(ROWS, seed))])
-        counts.append(counted.count)
-    return counts[0] - counts[1]
+        empty.clear()
+        assert_equal([sides.step(kind.make_batch(ROWS, seed))])
+    return len(empty)
 
 
 def residual(block: Block, x: Tensor, y: Tensor) -> Tensor:
@@ -88,7 +92,7 @@ def reordered(block: Block, x: Tensor, y: Tensor) -> Tensor:
 
 
 def cut(block: Block, x: Tensor, y: Tensor) -> Tensor:
-    return x + y[..., :1] + y[..., 1, None] - y.detach()
+    return x + y[..., :1] + y[..., 1, None]
 
 
 def as_it_is(block: Block, x: Tensor, y: Tensor) -> Tensor:
@@ -98,10 +102,10 @@ def as_it_is(block: Block, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.all_cases
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize("end", [residual, with_dropout, scaled, reordered, cut, as_it_is])
-def test_what_nobody_reads_is_left_out(end: Callable[..., Tensor], stash: str) -> None:
+def test_what_nobody_reads_is_left_out(end: Callable[..., Tensor], stash: str, empty: list[Any]) -> None:
     kind, _ = kind_with(end)
     with both(kind, RelayConfig(micro_batches=MICRO_BATCHES, stash=stash)) as sides:
-        assert left_out(sides, kind) == (LAYERS - 1) * MICRO_BATCHES  # the last layer is not recomputed
+        assert left_out(sides, kind, empty) == (LAYERS - 1) * MICRO_BATCHES  # the last layer is not recomputed
         assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in (2, 3)])
 
 
@@ -182,6 +186,45 @@ def past_the_dispatcher(block: Block, x: Tensor, y: Tensor) -> Tensor:
     return Extension.apply(x, y)
 
 
+class Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        with _DisableTorchDispatch():
+            ctx.positive = (y > 0).float()
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, grad * ctx.positive
+
+
+def past_the_dispatcher_and_before_it(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    return Beside.apply(x, y)
+
+
+def in_another_class(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    return x + y * float((TwoTensor(y.data, y.data) > 0).a.sum() > 9)
+
+
+def added_to_a_buffer_that_changes(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    z = y + block.level
+    block.level += 1.0
+    return x + (block.gain * z if x.mean() > 0 else z)
+
+
+def read_now_and_then(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    """In a recompute, say, and not in the first run."""
+    block.calls += 1
+    if block.calls % 3 == 0:
+        block.seen.append(y.mean().item())
+    return x + y
+
+
+def beside_a_copy(block: Block, x: Tensor, y: Tensor) -> Tensor:
+    copy.deepcopy(block.down)
+    return x + y
+
+
 def kept_by_a_view(block: Block, x: Tensor, y: Tensor) -> Tensor:
     z = y.unsqueeze(0)
     return (x * z).squeeze(0)
@@ -199,6 +242,11 @@ READERS = [
     seen_from_behind,
     told_as_numbers,
     past_the_dispatcher,
+    past_the_dispatcher_and_before_it,
+    in_another_class,
+    added_to_a_buffer_that_changes,
+    read_now_and_then,
+    beside_a_copy,
     seen_by_numpy_from_behind,
     kept_by_a_view,
 ]
@@ -214,11 +262,11 @@ def test_what_is_read_is_there_from_the_first_step_on(end: Callable[..., Tensor]
 
 @pytest.mark.all_cases
 @pytest.mark.parametrize("end", READERS)
-def test_what_is_read_from_a_later_step_on_is_made_up(end: Callable[..., Tensor]) -> None:
+def test_what_is_read_from_a_later_step_on_is_made_up(end: Callable[..., Tensor], empty: list[Any]) -> None:
     """Nothing relies on what was learned: it only says where to look."""
     kind, own = kind_with(with_dropout)
     with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
-        assert left_out(sides, kind)
+        assert left_out(sides, kind, empty)
         own.end = end
         assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in (2, 3)])
         own.end = with_dropout
@@ -236,13 +284,36 @@ def test_what_is_read_from_a_later_step_on_is_made_up(end: Callable[..., Tensor]
         lambda block, x, y: x + y if DRAWN.random() < 0.5 else x - y,
         lambda block, x, y: F.layer_norm(x + y, (WIDTH,)) if DRAWN.random() < 0.5 else x + y,
         lambda block, x, y: x + y[..., DRAWN.randrange(WIDTH), None],
+        lambda block, x, y: x - y if DRAWN.random() < 0.5 else y - x,
+        lambda block, x, y: x + (y * 2.0 if [y * 3.0, DRAWN.random()][1] < 0.5 else y * 3.0),
+        lambda block, x, y: [x + y, x + 2 * y][DRAWN.randrange(2)],
+        lambda block, x, y: x + y + (block.norm.bias if DRAWN.random() < 0.5 else block.down.bias),
+        lambda block, x, y: x + y * torch.randperm(WIDTH, generator=OWN).float().sub(WIDTH // 2).sign(),
+        lambda block, x, y: x + y * (torch.randperm(x.shape[0] * 2, generator=OWN)[: x.shape[0], None, None] % 2),
+        lambda block, x, y: x + y * block.level.fill_(DRAWN.random()),
     ],
-    ids=["a scale", "a mask", "what is added", "before the product", "a sign", "another end", "another part"],
+    ids=[
+        "a scale",
+        "a mask",
+        "what is added",
+        "before the product",
+        "a sign",
+        "another end",
+        "another part",
+        "which way round",
+        "one of two",
+        "what is given out",
+        "a weight",
+        "a permuted mask",
+        "stochastic depth",
+        "a buffer",
+    ],
 )
 def test_a_recompute_that_differs_is_noticed_though_its_end_is_left_out(end: Callable[..., Tensor]) -> None:
     kind, own = kind_with(residual)
     model = kind.make_model()
     DRAWN.seed(3)
+    OWN.manual_seed(3)
     with Relay(model, adamw(model), loss=kind.loss, config=RelayConfig(micro_batches=4)) as relay:
         for seed in range(2):
             relay.step(kind.make_batch(ROWS, seed))
@@ -294,10 +365,10 @@ class Sideways(Block):
 @pytest.mark.parametrize(
     ("layer", "count"), [(Twice, 0), (Raw, 1), (UnderAModeOfItsOwn, 0), (Sideways, 1)], ids=lambda case: str(case)
 )
-def test_layers_of_other_makes(layer: Callable[[], nn.Module], count: int) -> None:
+def test_layers_of_other_makes(layer: Callable[[], nn.Module], count: int, empty: list[Any]) -> None:
     kind = chain_of(layer, count=LAYERS)
     with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
-        assert left_out(sides, kind) == count * (LAYERS - 1) * MICRO_BATCHES
+        assert left_out(sides, kind, empty) == count * (LAYERS - 1) * MICRO_BATCHES
         assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in (2, 3)])
 
 
@@ -305,41 +376,41 @@ def test_layers_of_other_makes(layer: Callable[[], nn.Module], count: int) -> No
 def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Notes every time that something left out is computed after all."""
     times: list[object] = []
-    make_up = endings._Recomputed._make_up
+    give_up = endings._Recomputed._give_up
 
     def noted(self: Any) -> None:
         times.append(self)
-        make_up(self)
+        give_up(self)
 
-    monkeypatch.setattr(endings._Recomputed, "_make_up", noted)
+    monkeypatch.setattr(endings._Recomputed, "_give_up", noted)
     yield times
 
 
-def test_who_had_to_be_made_up_for_is_not_tried_again(made_up: list[object]) -> None:
+def test_who_had_to_be_made_up_for_is_not_tried_again(made_up: list[object], empty: list[Any]) -> None:
     kind, own = kind_with(residual)
     with both(kind, RelayConfig(micro_batches=1)) as sides:
-        assert left_out(sides, kind) and not made_up
+        assert left_out(sides, kind, empty) and not made_up
         own.end = gained
         for seed in range(2, 5):
             assert_equal([sides.step(kind.make_batch(ROWS, seed))])
         assert len(made_up) == LAYERS - 1
 
 
-def test_meter_always_leaves_nothing_out() -> None:
+def test_meter_always_leaves_nothing_out(empty: list[Any]) -> None:
     kind, _ = kind_with(residual)
     with both(kind, RelayConfig(micro_batches=MICRO_BATCHES, meter="always")) as sides:
-        assert left_out(sides, kind) == 0
+        assert left_out(sides, kind, empty) == 0
 
 
-def test_small_products_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_products_are_not_worth_it(monkeypatch: pytest.MonkeyPatch, empty: list[Any]) -> None:
     monkeypatch.undo()  # of any size, again
     kind, _ = kind_with(residual)
     with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
-        assert left_out(sides, kind) == 0
+        assert left_out(sides, kind, empty) == 0
 
 
 @pytest.mark.parametrize("what", ["attribute", "list"])
-def test_what_somebody_keeps_has_its_values(what: str) -> None:
+def test_what_somebody_keeps_has_its_values(what: str, empty: list[Any]) -> None:
     """On an attribute, or in a list: what is found there after a step is what plain training leaves."""
 
     def end(block: Block, x: Tensor, y: Tensor) -> Tensor:
@@ -351,7 +422,7 @@ def test_what_somebody_keeps_has_its_values(what: str) -> None:
 
     kind, own = kind_with(residual)
     with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
-        assert left_out(sides, kind)
+        assert left_out(sides, kind, empty)
         own.end = end
         assert_equal([sides.step(kind.make_batch(ROWS, 2))])
         for mine, other in zip(sides.relay.model.layers, sides.in_core.model.layers, strict=True):
@@ -361,7 +432,7 @@ def test_what_somebody_keeps_has_its_values(what: str) -> None:
                 assert torch.equal(mine.hold, other.hold)
 
 
-def test_what_was_added_may_be_changed_afterwards() -> None:
+def test_what_was_added_may_be_changed_afterwards(empty: list[Any]) -> None:
     """What is kept was made of values that are gone when the layer is over."""
 
     def end(block: Block, x: Tensor, y: Tensor) -> Tensor:
@@ -373,11 +444,87 @@ def test_what_was_added_may_be_changed_afterwards() -> None:
 
     kind, own = kind_with(residual)
     with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
-        assert left_out(sides, kind)
+        assert left_out(sides, kind, empty)
         own.end = end
         assert_equal([sides.step(kind.make_batch(ROWS, 2))])
         for mine, other in zip(sides.relay.model.layers[:-1], sides.in_core.model.layers[:-1], strict=True):
             assert torch.equal(mine.hold, other.hold)
+
+
+class Module(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+
+class WithAModuleForIt(Raw):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: nn.Module = Module()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.times(F.gelu(x @ self.up), self.down)
+
+
+def test_the_module_that_makes_it_may_go(empty: list[Any]) -> None:
+    kind = chain_of(WithAModuleForIt, count=LAYERS)
+    with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
+        assert left_out(sides, kind, empty)
+        for model in (sides.relay.model, sides.in_core.model):
+            for layer in model.layers:
+                layer.times = Module()
+        assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in (2, 3)])
+
+
+def test_hooks_that_run_in_the_first_run_alone(empty: list[Any]) -> None:
+    """A recompute does not fire them again, and ends in fewer operations."""
+    kind, _ = kind_with(residual)
+    seen: list[Tensor] = []
+    with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
+        assert left_out(sides, kind, empty)
+        for model in (sides.relay.model, sides.in_core.model):
+            model.layers[0].down.register_forward_hook(lambda module, args, out: seen.append(out.data.clone()))
+        assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in (2, 3)])
+    assert len(seen) == 2 * 2 * MICRO_BATCHES and not any(each.isnan().any() for each in seen)
+
+
+def test_what_is_made_up_is_made_outside_of_autocast(empty: list[Any]) -> None:
+    def end(block: Block, x: Tensor, y: Tensor) -> Tensor:
+        return x + (block.gain * y if x.mean() > 0 else y)
+
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x.float())
+
+        end = residual
+
+    kind = chain_of(Own, count=LAYERS)
+    with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides, torch.autocast("cpu", torch.bfloat16):
+        assert left_out(sides, kind, empty)
+        Own.end = end
+        assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in range(2, 6)])
+
+
+class Strict(TorchDispatchMode):
+    """Refuses what is no number, as people who look for it do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and "empty" not in str(func) and out.isnan().any():
+            raise FloatingPointError(f"nan from {func}")
+        return out
+
+
+def test_nothing_is_left_out_before_the_eyes_of_a_mode(empty: list[Any]) -> None:
+    kind, _ = kind_with(residual)
+    with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
+        assert left_out(sides, kind, empty)
+        empty.clear()
+        with Strict():
+            assert_equal([sides.step(kind.make_batch(ROWS, 2))])
+        assert not empty
+        assert_equal([sides.step(kind.make_batch(ROWS, 3))])
+        assert empty
 
 
 def test_no_mode_and_no_hook_is_left_when_a_layer_fails() -> None:
