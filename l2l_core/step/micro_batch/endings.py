@@ -230,7 +230,8 @@ class _Ending(_Watching):
 
     def around(self, real: Run) -> Run:
         def ran(*args: Any, **kwargs: Any) -> Any:
-            begin = partial(self._begin, torch._C._len_torch_dispatch_stack())
+            depth = torch._C._len_torch_dispatch_stack()
+            begin = partial(self._begin, depth)
             if self.owner is self.unit.module:  # of which the forward alone is run
                 begin(self.owner)
             # Not a hook of the module's own, which whoever copies the module would copy.
@@ -239,9 +240,9 @@ class _Ending(_Watching):
                 return real(*args, **kwargs)
             finally:
                 handle.remove()
-                if self._has_begun:
+                self.endings.watching = None
+                while torch._C._len_torch_dispatch_stack() > depth:  # an interrupt comes before or after it is noted
                     _pop_mode()
-                    self.endings.watching = None
 
         return ran
 
