@@ -20,7 +20,7 @@ What the metered step has found (`_Search`) only says where it is worth while: e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -43,7 +43,7 @@ from l2l_core.model import modules_of, parts_of
 from l2l_core.step.graph import is_entry, written_by
 from l2l_core.step.micro_batch.meanwhile import Meanwhile
 from l2l_core.step.micro_batch.recomputes import Sum, sums_of
-from l2l_core.step.traffic import LastProduct, Metered, Watch
+from l2l_core.step.traffic import LastProduct, Metered, Watch, tensors_in
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
@@ -279,7 +279,7 @@ class _Ending(_Watching):
                 return func(*args, **kwargs)
             make = self._make
         else:
-            reads = bool(types) or any(map(self._comes_of_it, _tensors((args, kwargs))))
+            reads = bool(types) or any(map(self._comes_of_it, tensors_in((args, kwargs))))
             if not reads or types or func not in _HAND_ON:
                 if reads or self._changes_what_goes_in(func, args):
                     self._give_up()
@@ -499,7 +499,7 @@ class _Search(_Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
         read = [] if func in _READ_NOTHING else inputs
         before = {each for tensor in read for each in self._followed(tensor) if not each.is_read}
         if before and func not in _HAND_ON:
@@ -559,13 +559,3 @@ def _computed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def _key(tensor: torch.Tensor) -> int:
     """Return the storage of a tensor by number; sparse ones have none."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))

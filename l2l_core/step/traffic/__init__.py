@@ -24,3 +24,4 @@ from l2l_core.step.traffic.slots import Stay as Stay
 from l2l_core.step.traffic.stash import Stash as Stash
 from l2l_core.step.traffic.takers import Takers as Takers
 from l2l_core.step.traffic.watch import Watch as Watch
+from l2l_core.step.traffic.watch import tensors_in as tensors_in

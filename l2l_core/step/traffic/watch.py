@@ -38,7 +38,7 @@ class Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reads = {t.untyped_storage()._cdata: t for t in _tensors((args, kwargs))}
+        reads = {t.untyped_storage()._cdata: t for t in tensors_in((args, kwargs))}
         self._before(func, reads, args)
         out = func(*args, **(kwargs or {}))
         self.made(out, reads)
@@ -84,7 +84,7 @@ class Watch(TorchDispatchMode):
         here, images = self.at_work, self._images
         # What a layer or backward makes is counted, but part of no image before it crosses to the shell (`hold`).
         k = here.k if here.in_shell and here.in_forward else NOBODY
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             key = storage._cdata
             is_new = key not in reads and key not in images.held
@@ -132,12 +132,13 @@ class Watch(TorchDispatchMode):
         )
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Go through the tensors among an operation's arguments or results."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
