@@ -355,7 +355,7 @@ class Call:
             self.ambient.within(run.outside),
             run.sides.watching(self.unit, strong=True) as seen,
         ):  # type: ignore[union-attr]
-            ending = run.endings.again(self.unit, self.ending)
+            ending = run.endings.again(self.unit, self.ending, self.tensors)
             given, graph = self._run(run, ending)
             run.recomputes.compare(self.unit.name, *ending.compared(self.sums, given.flowing))
             if self.side_sinks or self.attributes:

@@ -160,14 +160,15 @@ class Endings:
         owner = self._owner_of(unit, last)
         return WHOLE if owner is None else _Ending(self, unit, owner, last.number)
 
-    def again(self, unit: Unit, first: Whole) -> Whole:
-        """Give the recompute what it needs."""
+    def again(self, unit: Unit, first: Whole, inputs: Sequence[torch.Tensor]) -> Whole:
+        """Give the recompute what it needs; `inputs` are the layer's."""
         if isinstance(first, _Ending) and first.is_whole:
             return _Recomputed(first)
         if self._learns and unit not in self._searched:
             self._searched.add(unit)
             least = _least(unit)
-            if least < _NEVER and unit.key not in self._metered.gives_aside and not _is_closed(unit.module):
+            is_large = _most(unit, inputs) >= least
+            if is_large and unit.key not in self._metered.gives_aside and not _is_closed(unit.module):
                 return _Search(self, unit, self._metered, least)
         return WHOLE
 
@@ -185,6 +186,14 @@ def _is_closed(layer: nn.Module) -> bool:
 def _least(unit: Unit) -> float:
     """Return how many multiplications a product must have."""
     return max((_WORTH_WHILE.get(param.device.type, _NEVER) for param in unit.params), default=_NEVER)
+
+
+def _most(unit: Unit, inputs: Sequence[torch.Tensor]) -> int:
+    """Return about how many multiplications its largest product with a weight can have: no small layer need be searched."""
+    rows = max(
+        (each.numel() // (each.shape[-1] or 1) if 0 < each.dim() < 4 else each.numel() for each in inputs), default=0
+    )
+    return rows * max((param.numel() for param in unit.params), default=0)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
