@@ -41,9 +41,8 @@ from torch.utils._python_dispatch import (
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import modules_of, parts_of
 from l2l_core.step.graph import is_entry, written_by
-from l2l_core.step.micro_batch.meanwhile import Meanwhile
 from l2l_core.step.micro_batch.recomputes import Sum, sums_of
-from l2l_core.step.traffic import LastProduct, Metered, Watch, tensors_in
+from l2l_core.step.traffic import LastProduct, Metered, Watch, before_reads, tensors_in
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
@@ -141,7 +140,7 @@ class Endings:
     @property
     def listens(self) -> bool:
         """Whether it has to hear of reads past the dispatcher (`read_past`)."""
-        return torch.is_grad_enabled() and (self._learns or bool(self._metered.last_products))
+        return torch.is_grad_enabled() and not self._learns and bool(self._metered.last_products)
 
     def read_past(self, tensor: torch.Tensor) -> None:
         """Somebody is about to read a tensor where no mode sees it."""
@@ -169,7 +168,7 @@ class Endings:
             least = _least(unit)
             is_large = _most(unit, inputs) >= least
             if is_large and unit.key not in self._metered.gives_aside and not _is_closed(unit.module):
-                return _Search(self, unit, self._metered, least)
+                return _Search(unit, self._metered, least)
         return WHOLE
 
     def _owner_of(self, unit: Unit, last: LastProduct) -> nn.Module | None:
@@ -469,9 +468,9 @@ class _Open:
 class _Search(_Watching):
     """Watches a whole recompute, for the largest product of which backward reads nothing, nor anything that comes of it."""
 
-    def __init__(self, endings: Endings, unit: Unit, metered: Metered, least: float) -> None:
+    def __init__(self, unit: Unit, metered: Metered, least: float) -> None:
         super().__init__()
-        self._endings, self._unit, self._metered, self._least = endings, unit, metered, least
+        self._unit, self._metered, self._least = unit, metered, least
         self._found: list[_Candidate] = []
         self._follows: dict[int, tuple[StorageWeakRef, set[_Candidate]]] = {}
         self._open: list[_Open] = []
@@ -480,7 +479,7 @@ class _Search(_Watching):
     def around(self, real: Run) -> Run:
         def ran(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as stack:
-                stack.enter_context(Meanwhile(self._endings, "watching", self))
+                stack.enter_context(before_reads(self.read_past))
                 stack.enter_context(self)
                 stack.callback(nn_module.register_module_forward_pre_hook(self._called).remove)
                 stack.callback(nn_module.register_module_forward_hook(self._returned).remove)
