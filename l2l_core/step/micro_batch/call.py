@@ -42,10 +42,9 @@ from l2l_core.step.graph import (
 from l2l_core.step.micro_batch.arguments import NO_ARGUMENTS, Arguments, Given, Graph, Input
 from l2l_core.step.micro_batch.attributes import Place
 from l2l_core.step.micro_batch.crossing import Crossing
-from l2l_core.step.micro_batch.endings import WHOLE, Whole
 from l2l_core.step.micro_batch.hooks import Locator, alive
 from l2l_core.step.micro_batch.keepers import Keeper
-from l2l_core.step.micro_batch.recomputes import Sum, differs
+from l2l_core.step.micro_batch.recomputes import WHOLE, Sum, Whole, differs
 from l2l_core.step.micro_batch.shared import Pass
 from l2l_core.step.micro_batch.traces import Traces
 from l2l_core.step.micro_batch.trees import unflatten

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 Sum = (
     complex | torch.Tensor
 )  # of all elements; where sums are made in any order, with that of their sizes, (2,) on the GPU
+
+
+Run = Callable[..., Any]
 
 
 class Recomputes:
@@ -47,6 +51,31 @@ class Recomputes:
                 if is_other:
                     raise RuntimeError(differs(layer))
             self._open.clear()
+
+
+class Whole:
+    """A run that computes all there is, and whose outputs are compared."""
+
+    def around(self, real: Run) -> Run:
+        """Wrap the layer's forward."""
+        return real
+
+    def made(self, nodes: Iterable[Any]) -> None:
+        """Hear of what graph the run has made."""
+
+    def sums(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
+        """Return the sums of what the first run gave out."""
+        return sums_of(outputs)
+
+    def compared(self, before: list[Sum], outputs: Sequence[torch.Tensor]) -> tuple[list[Sum], list[Sum]]:
+        """Return what tells whether a recompute gave the same: of the first run, which had the sums `before`, and of this one."""
+        return before, sums_of(outputs)
+
+    def close(self) -> None:
+        """The run is over, and what it gave out is let go."""
+
+
+WHOLE = Whole()
 
 
 def sums_of(tensors: Sequence[torch.Tensor]) -> list[Sum]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import WIDTH, Kind
 
 from l2l_core import Relay, RelayConfig
-from l2l_core.step.micro_batch import endings
+from l2l_core.step.micro_batch import endings, last_product, unread
 
 ROWS, LAYERS, MICRO_BATCHES = 4, 3, 2
 DRAWN = random.Random()  # its state is nobody's to put back
@@ -27,7 +27,7 @@ OWN = torch.Generator()
 
 @pytest.fixture(autouse=True)
 def any_size_is_worth_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(endings._WORTH_WHILE, "cpu", 0)
+    monkeypatch.setitem(last_product.WORTH_WHILE, "cpu", 0)
 
 
 class Block(nn.Module):
@@ -57,13 +57,13 @@ def kind_with(end: Callable[[Any, Tensor, Tensor], Tensor]) -> tuple[Kind, type[
 def empty(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is handed on in place of products; it holds what would be noticed."""
     made: list[Any] = []
-    form = endings._Form.empty
+    form = unread.Form.empty
 
     def noted(self: Any) -> Tensor:
         made.append(self)
         return form(self).fill_(torch.nan)
 
-    monkeypatch.setattr(endings._Form, "empty", noted)
+    monkeypatch.setattr(unread.Form, "empty", noted)
     return made
 
 

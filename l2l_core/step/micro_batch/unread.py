@@ -1,0 +1,133 @@
+"""What may be missing in a recompute: which operations hand on a value that nobody has made, and how it is made up for.
+
+A tensor is held here by a weak reference to its storage, and by numbers: who held it would be one who may read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from l2l_core.step.micro_batch.recomputes import Sum
+
+_aten = torch.ops.aten
+PRODUCTS = frozenset(
+    (
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.convolution.default,
+    )
+)
+# What gives a new tensor element by element, and draws nothing: from the same operands always the same.
+HAND_ON = frozenset(
+    (
+        _aten.add.Tensor,
+        _aten.sub.Tensor,
+        _aten.mul.Tensor,
+        _aten.div.Tensor,
+        _aten._to_copy.default,
+        _aten.clone.default,
+    )
+)
+# What reads no values: views, and what looks at shapes alone.
+READ_NOTHING = frozenset(
+    (
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.permute.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+        _aten.expand.default,
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.empty_like.default,
+        _aten.zeros_like.default,
+        _aten.ones_like.default,
+        _aten.rand_like.default,
+        _aten.new_empty.default,
+        _aten.new_zeros.default,
+    )
+)
+
+
+class Form(NamedTuple):
+    """What a tensor is like, but for its values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Form:
+        return Form(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor that lies there."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+
+
+class Part(NamedTuple):
+    """What an operation reads of what is missing, in numbers: who held the tensor would keep it."""
+
+    key: int
+    form: Form
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Part:
+        return Part(key_of(tensor), Form.of(tensor))
+
+
+class Missing(NamedTuple):
+    """A tensor whose values are missing, or follow from such, and how it is made."""
+
+    ref: StorageWeakRef
+    form: Form
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+def make_up(missing: Sequence[Missing]) -> None:
+    """Compute what is missing, in the order in which it was made, where anybody still has it."""
+    values: dict[int, torch.Tensor] = {}
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts were made before
+        for each in missing:
+            args = [values[arg.key].as_strided(*arg.form[:3]) if isinstance(arg, Part) else arg for arg in each.args]
+            values[each.ref.cdata] = value = each.func(*args, **each.kwargs)
+            if not each.ref.expired():
+                storage = torch.UntypedStorage._new_with_weak_ptr(each.ref.cdata)
+                each.form.over(storage).copy_(value)
+
+
+def marks_of(tensor: torch.Tensor) -> list[Sum]:
+    """Return numbers that tell a tensor from another one, also from one with the same values in another order."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+    values = values.reshape(-1, values.shape[-1] if values.dim() else 1)
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    rows, columns = values.sum(1, dtype=dtype), values.sum(0, dtype=dtype)
+    return [float((each * _weights(each.numel(), dtype)).sum()) for each in (rows, columns)]
+
+
+@lru_cache(maxsize=64)
+def _weights(count: int, dtype: torch.dtype) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch():  # they stay, and belong to no micro-batch
+        return torch.arange(1, count + 1, dtype=torch.float64).cos().to(dtype)
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """Return the storage of a tensor by number; sparse ones have none."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
