@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -154,18 +155,21 @@ class BufferOrder:
 
 def written_by(func: Any, args: Sequence[Any]) -> set[int]:
     """Find the storages that an operation changes, by key."""
+    changed = (args[at] for at in _positions_written(func) if at < len(args))
+    return {value.untyped_storage()._cdata for value in changed if isinstance(value, torch.Tensor)}
+
+
+@cache
+def _positions_written(func: Any) -> tuple[int, ...]:
+    """Say which arguments of an operation it changes: it is asked for each time that one runs."""
     schema = func._schema
-    if not schema.is_mutable and not any(part in schema.name for part in _WRITES_STATISTICS):
-        return set()
-    hidden = not schema.is_mutable
-    arguments = zip(schema.arguments, args, strict=False)
-    changed = [
-        value
-        for argument, value in arguments
+    hidden = not schema.is_mutable and any(part in schema.name for part in _WRITES_STATISTICS)
+    return tuple(
+        at
+        for at, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or (hidden and argument.name.startswith("running_"))
-    ]
-    return {value.untyped_storage()._cdata for value in changed if isinstance(value, torch.Tensor)}
+    )
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

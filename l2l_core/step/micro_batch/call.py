@@ -169,8 +169,8 @@ class Call:
             if any(block.shared for block in self.unit.blocks):
                 raise RuntimeError(nested(f"layer {self.unit.name}"))
         if traces is not None:
-            self.left_traces = traces.differ()
-            for place in traces.changed():
+            self.left_traces, changed = traces.look()
+            for place in changed:
                 run.attributes.layer_changed(place)
         elif differs is not None:
             self.left_traces = differs()

@@ -190,7 +190,7 @@ class _Ending(Whole, TorchDispatchMode):
                 return func(*args, **kwargs)
             make = partial(self._make, func)
         else:
-            reads = bool(types) or any(map(self._comes_of_it, tensors_in((args, kwargs))))
+            reads = bool(types) or any(map(self._comes_of_it, tensors_in(*args, kwargs)))
             if not reads or types or func not in HAND_ON:
                 if reads or self._changes_what_goes_in(func, args):
                     self._give_up()

@@ -117,7 +117,7 @@ class _Search(Whole, TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in(*args, kwargs)
         read = [] if func in READ_NOTHING else inputs
         before = {each for tensor in read for each in self._followed(tensor) if not each.is_read}
         if before and func not in HAND_ON:

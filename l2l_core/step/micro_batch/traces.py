@@ -23,20 +23,21 @@ class Traces:
         self._modules = list(layer.modules())
         self._before, self._random = self._now(), _numpy_state()
 
-    def differ(self) -> bool:
-        """Whether a recompute could find something else than this run did, as far as can be seen from outside."""
+    def look(self) -> tuple[bool, list[Place]]:
+        """Look again, when it has run.
+
+        Returns whether a recompute could find something else than this run did, as far as can be seen from outside; and where
+        something else is kept than before, or what is kept has changed in place.
+        """
         now = self._now()
-        return (
+        differs = (
             now.keys() != self._before.keys()
             or any(
                 now[at].value is not held.value or now[at].extent != held.extent for at, held in self._before.items()
             )
             or _numpy_state() != self._random
         )
-
-    def changed(self) -> list[Place]:
-        """Find where something else is kept than before, or what is kept has changed in place."""
-        return [at for at, held in self._now().items() if not held.is_same(self._before.get(at))]
+        return differs, [at for at, held in now.items() if not held.is_same(self._before.get(at))]
 
     def _now(self) -> dict[Place, _Held]:
         kept = ((m, name, value) for m in self._modules for name, value in vars(m).items() if name not in OF_MODULES)
@@ -44,7 +45,7 @@ class Traces:
 
 
 class Glances:
-    """Whether a run of a layer has left traces, seen at a glance: what `Traces.differ` finds, without a copy of everything.
+    """Whether a run of a layer has left traces, seen at a glance: what `Traces.look` finds, without a copy of everything.
 
     Most runs change nothing, so what each layer keeps is only compared with what it kept before, object by object.
     """

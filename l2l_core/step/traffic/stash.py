@@ -60,6 +60,7 @@ class Stash:
         clock: Clock,
     ) -> None:
         self._device, self.images, self.at_work = device, images, at_work
+        self._kind = device.torch_device.type
         self._room, self.moves, self._overlap, self.metering = room, moves, moves and overlap, metering
         self.looks_ahead = room.looks_ahead if self._overlap else 0  # turns after the next one, see `foresee`
         self._h2d, self._d2h, self._clock = h2d, d2h, clock
@@ -74,7 +75,7 @@ class Stash:
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the kind of device that images live on."""
-        return tensor.device.type == self._device.torch_device.type
+        return tensor.device.type == self._kind
 
     def hold(self, tensor: torch.Tensor, k: int, category: str, owner: str, fresh: bool = False) -> None:
         """Make `tensor`'s storage part of image `k` and book it exactly.

@@ -6,7 +6,7 @@ what is away is brought back first, and what was made for another micro-batch is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reads = {t.untyped_storage()._cdata: t for t in tensors_in((args, kwargs))}
+        reads = {t.untyped_storage()._cdata: t for t in tensors_in(*args, kwargs)}
         self._before(func, reads, args)
         out = func(*args, **(kwargs or {}))
         self.made(out, reads)
@@ -132,13 +132,14 @@ class Watch(TorchDispatchMode):
         )
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Go through the tensors among an operation's arguments or results."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
+def tensors_in(*trees: Any) -> list[torch.Tensor]:
+    """List the tensors among an operation's arguments or results, in order."""
+    found: list[torch.Tensor] = []
+    for tree in trees:  # a loop and no generator: every operation that is watched comes by here
+        if isinstance(tree, torch.Tensor):
+            found.append(tree)
+        elif isinstance(tree, (tuple, list)):
+            found += tensors_in(*tree)
+        elif isinstance(tree, dict):
+            found += tensors_in(*tree.values())
+    return found
