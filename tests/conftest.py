@@ -3,6 +3,7 @@
 `tests/support/fast.py` has the rules.
 """
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         taken = sample([item.nodeid for item in items])
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
         items[:] = [item for item in items if item.nodeid in taken]
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay. Without them a full collection of garbage takes a tenth as long, and tests have a thousand of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

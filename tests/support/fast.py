@@ -15,7 +15,7 @@ from pathlib import Path
 SUPPORT = Path(__file__).resolve().parent
 FOLDERS = ("browser", "notebooks")
 ONE_OF = 6  # functions, of each file
-CASES = 2
+FEW = 2  # cases, which are two ways to go; more are a sweep
 
 
 def is_left_out(file: Path) -> bool:
@@ -32,11 +32,12 @@ def _starts_processes(file: Path) -> bool:
 
 
 def rare_cases(names: Iterable[str]) -> set[str]:
-    """Return the node ids of a function's cases beyond `CASES`, drawn. Functions with the same parameters keep others."""
+    """Return the node ids of all but one case of every sweep. Functions with the same parameters draw others."""
     functions: dict[str, list[str]] = defaultdict(list)
     for name in names:
         functions[name.partition("[")[0]].append(name)
-    return {name for cases in functions.values() for name in sorted(cases, key=_draw)[CASES:]}
+    sweeps = [cases for cases in functions.values() if len(cases) > FEW]
+    return {name for cases in sweeps for name in sorted(cases, key=_draw)[1:]}
 
 
 def sample(names: Iterable[str]) -> set[str]:
