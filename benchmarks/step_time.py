@@ -1,11 +1,13 @@
 """Relay against in-core training with activation recompute: the same model, batch, optimizer and micro-batches.
 
     python benchmarks/step_time.py
+    python benchmarks/step_time.py --keep               (everything fits: nobody recomputes)
     python benchmarks/step_time.py --precision bf16     (in core: autocast; also both sides in float32)
     python benchmarks/step_time.py --precision bf16 --dropout 0 --rounds 5
 
 12 GPT-2 blocks 768 wide, 4 micro-batches of 4 x 128 tokens, fused AdamW. All sides run in turn in one process; the relay with
-copies and updates beside compute (ahead=1), and with ahead=0, where the thread that computes makes them.
+copies and updates beside compute (ahead=1), and with ahead=0, where the thread that computes makes them. With --keep the relay
+goes depth first and all weights stay, which is what config="auto" chooses where everything fits; in core is plain accumulation.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
 def in_core(args: argparse.Namespace, batch: dict[str, torch.Tensor], precision: str) -> Callable[[], None]:
-    """A step of plain training: gradient accumulation, with activation recompute."""
+    """A step of plain training: gradient accumulation, with activation recompute unless everything is kept."""
     model = make_gpt2(args.layers, args.width, args.length, args.dropout)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not args.keep:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = make_optimizer(model.parameters())
 
     def step() -> None:
@@ -40,6 +43,13 @@ def in_core(args: argparse.Namespace, batch: dict[str, torch.Tensor], precision:
         optimizer.zero_grad()
 
     return step
+
+
+def settings(args: argparse.Namespace, precision: str, ahead: int) -> RelayConfig:
+    """The relay's."""
+    config = RelayConfig(micro_batches=args.micro_batches, stash=args.stash, precision=precision, ahead=ahead)
+    stays = {"keep": args.layers, "resident": max(0, args.layers - ahead - 1), "schedule": "depth_first"}
+    return replace(config, **stays) if args.keep else config  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -54,6 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--stash", default="device", choices=["device", "host"])
+    parser.add_argument("--keep", action="store_true", help="all graphs and weights")
     args = parser.parse_args()
 
     batch = make_batch(args.rows * args.micro_batches, args.length)
@@ -61,10 +72,9 @@ def main() -> None:
     with ExitStack() as stack:
         for precision in dict.fromkeys((args.precision, "fp32")):
             sides[f"in core {precision}"] = in_core(args, batch, precision)
-            config = RelayConfig(micro_batches=args.micro_batches, stash=args.stash, precision=precision)
             for name, ahead in RELAYS.items():
                 model = make_gpt2(args.layers, args.width, args.length, args.dropout)
-                relay = Relay(model, make_optimizer, EmulatedDevice(), config=replace(config, ahead=ahead))
+                relay = Relay(model, make_optimizer, EmulatedDevice(), config=settings(args, precision, ahead))
                 stack.enter_context(relay).step(batch)  # metered
                 sides[f"{name} {precision}"] = partial(relay.step, batch)
         seconds = alternate(sides, args.rounds)
@@ -74,7 +84,7 @@ def main() -> None:
     ratios = {f"{mine} / {other}": ratio(seconds, mine, other) for mine, other in pairs}
     show(("side", "median s per step"), medians(seconds).items())
     show(("ratio", "median", "min", "max"), [(name, *spread.values()) for name, spread in ratios.items()])
-    report(f"step_time_{args.precision}", {"settings": vars(args), "median_s": medians(seconds), "ratios": ratios})
+    report(f"step_time_{'keep_' * args.keep}{args.precision}", {"settings": vars(args), "median_s": medians(seconds), "ratios": ratios})
 
 
 if __name__ == "__main__":
