@@ -84,7 +84,8 @@ def main() -> None:
     ratios = {f"{mine} / {other}": ratio(seconds, mine, other) for mine, other in pairs}
     show(("side", "median s per step"), medians(seconds).items())
     show(("ratio", "median", "min", "max"), [(name, *spread.values()) for name, spread in ratios.items()])
-    report(f"step_time_{'keep_' * args.keep}{args.precision}", {"settings": vars(args), "median_s": medians(seconds), "ratios": ratios})
+    name = f"step_time_keep_{args.precision}" if args.keep else f"step_time_{args.precision}"
+    report(name, {"settings": vars(args), "median_s": medians(seconds), "ratios": ratios})
 
 
 if __name__ == "__main__":
