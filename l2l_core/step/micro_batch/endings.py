@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class _Ending(Whole, TorchDispatchMode):
     def around(self, real: Run) -> Run:
         def ran(*args: Any, **kwargs: Any) -> Any:
             depth = torch._C._len_torch_dispatch_stack()
-            begin = partial(self._begin, depth)
+            begin = partial(self._begin, depth, get_ident())
             # Not a hook of the module's own, which whoever copies the module would copy.
             handle = nn_module.register_module_forward_pre_hook(begin)
             try:
@@ -157,9 +158,13 @@ class _Ending(Whole, TorchDispatchMode):
 
         return ran
 
-    def _begin(self, depth: int, module: nn.Module, *_: Any) -> None:
-        """Watch from now on. Not under a mode that the layer has put on for a part of itself: that one goes before this."""
-        if module is self.owner and not self._has_begun and torch._C._len_torch_dispatch_stack() == depth:
+    def _begin(self, depth: int, thread: int, module: nn.Module, *_: Any) -> None:
+        """Watch from now on. Not under a mode that the layer has put on for a part of itself: that one goes before this.
+
+        Nor in a thread of the layer's own, where the mode would stay.
+        """
+        is_here = thread == get_ident() and torch._C._len_torch_dispatch_stack() == depth
+        if module is self.owner and not self._has_begun and is_here:
             self._has_begun = True
             self.endings.watching = self
             _push_mode(self)

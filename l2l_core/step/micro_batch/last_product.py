@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class _Search(Whole, TorchDispatchMode):
         self._follows: dict[int, tuple[StorageWeakRef, set[_Candidate]]] = {}
         self._open: list[_Open] = []
         self._calls: Counter[nn.Module] = Counter()
+        self._thread = get_ident()  # the layer may call modules in others
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -132,7 +134,7 @@ class _Search(Whole, TorchDispatchMode):
         for each in self._open:
             each.products += 1
         here = self._open[-1]
-        is_plain = all(type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided for t in inputs)
+        is_plain = all(map(_is_plain, inputs))
         if is_plain and here.depth == self._open[0].depth:
             candidate = _Candidate(here.module, here.products, _multiplications(func, out, inputs))
             if candidate.multiplications >= self._least:
@@ -155,11 +157,16 @@ class _Search(Whole, TorchDispatchMode):
 
     def _called(self, module: nn.Module, *_: Any) -> None:
         self._calls[module] += 1
-        self._open.append(_Open(module, torch._C._len_torch_dispatch_stack()))
+        if get_ident() == self._thread:
+            self._open.append(_Open(module, torch._C._len_torch_dispatch_stack()))
 
     def _returned(self, module: nn.Module, *_: Any) -> None:
-        while len(self._open) > 1 and self._open.pop().module is not module:
+        while get_ident() == self._thread and len(self._open) > 1 and self._open.pop().module is not module:
             pass  # a call that ended in an exception
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _multiplications(func: Any, out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> int:

@@ -5,6 +5,7 @@ A tensor is held here by a weak reference to its storage, and by numbers: who he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -114,18 +115,25 @@ def make_up(missing: Sequence[Missing]) -> None:
 
 
 def marks_of(tensor: torch.Tensor) -> list[Sum]:
-    """Return numbers that tell a tensor from another one, also from one with the same values in another order."""
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+    """Return a number that tells a tensor from another one, also from one with the same values in other places.
+
+    Every row and every column has a weight of its own: sums of rows and columns stay the same where rows are exchanged by a
+    product with a permutation, or signs in pairs.
+    """
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.detach()
+    if not values.numel():
+        return [0.0]
     values = values.reshape(-1, values.shape[-1] if values.dim() else 1)
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    rows, columns = values.sum(1, dtype=dtype), values.sum(0, dtype=dtype)
-    return [float((each * _weights(each.numel(), dtype)).sum()) for each in (rows, columns)]
+    # Not a product with a vector: in what order that adds may depend on where the tensor lies.
+    rows = (values * _weights(values.shape[1], 1.0, dtype)).sum(1, dtype=torch.float64)
+    return [float((rows * _weights(len(rows), math.sqrt(2), torch.float64)).sum())]
 
 
 @lru_cache(maxsize=64)
-def _weights(count: int, dtype: torch.dtype) -> torch.Tensor:
+def _weights(count: int, step: float, dtype: torch.dtype) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():  # they stay, and belong to no micro-batch
-        return torch.arange(1, count + 1, dtype=torch.float64).cos().to(dtype)
+        return (step * torch.arange(1, count + 1, dtype=torch.float64)).cos().to(dtype)
 
 
 def key_of(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._C import _DisableTorchDispatch
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import WIDTH, Kind
+from zoo import WIDTH, Chain, Kind
 
 from l2l_core import Relay, RelayConfig
 from l2l_core.step.micro_batch import endings, last_product, unread
@@ -273,6 +274,10 @@ def test_what_is_read_from_a_later_step_on_is_made_up(end: Callable[..., Tensor]
         assert_equal([sides.step(kind.make_batch(ROWS, 4))])
 
 
+def _signs(count: int) -> Tensor:
+    return 1.0 - 2.0 * (torch.arange(count) % 2)
+
+
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
     "end",
@@ -291,6 +296,7 @@ def test_what_is_read_from_a_later_step_on_is_made_up(end: Callable[..., Tensor]
         lambda block, x, y: x + y * torch.randperm(WIDTH, generator=OWN).float().sub(WIDTH // 2).sign(),
         lambda block, x, y: x + y * (torch.randperm(x.shape[0] * 2, generator=OWN)[: x.shape[0], None, None] % 2),
         lambda block, x, y: x + y * block.level.fill_(DRAWN.random()),
+        lambda block, x, y: x + y * (DRAWN.choice([1.0, -1.0]) * torch.outer(_signs(x.shape[1]), _signs(WIDTH))),
     ],
     ids=[
         "a scale",
@@ -307,6 +313,7 @@ def test_what_is_read_from_a_later_step_on_is_made_up(end: Callable[..., Tensor]
         "a permuted mask",
         "stochastic depth",
         "a buffer",
+        "a chequerboard",
     ],
 )
 def test_a_recompute_that_differs_is_noticed_though_its_end_is_left_out(end: Callable[..., Tensor]) -> None:
@@ -341,6 +348,45 @@ class Raw(nn.Module):
         return x + F.gelu(x @ self.up) @ self.down
 
 
+class OfFewTokens(Block):
+    """Attention to some of the tokens, of which there may be none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        some = h[:, h[:, :, 0].amax(0) > 1.2]
+        return x + torch.bmm(torch.bmm(h, some.transpose(1, 2)), some)
+
+
+class Complex(Chain):
+    def walk(self, x: Tensor) -> Tensor:
+        h = torch.complex(x, 0.5 * x)
+        for layer in self.layers:
+            h = layer(h)
+        return torch.view_as_real(h)[..., 0]
+
+
+class Conjugate(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.complex(self.norm(x.real), self.norm(x.imag))
+        weight = torch.complex(*self.down.weight.chunk(2, dim=1))
+        return x + (h.flatten(0, 1) @ weight.conj().T).view_as(x)
+
+
+class Permuted(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.eye(x.shape[1])
+        if self.hold:
+            order = order[DRAWN.sample(range(len(order)), len(order))]
+        return x + torch.bmm(order.repeat(len(x), 1, 1), self.up(self.norm(x))[..., :WIDTH])
+
+
+class OfNested(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.nested.as_nested_tensor([row[: 2 + at % 2] for at, row in enumerate(self.norm(x).unbind())])
+        own = torch.bmm(torch.bmm(h, h.transpose(1, 2)), h)
+        return x + torch.nested.to_padded_tensor(own, 0.0, tuple(x.shape))
+
+
 class Own(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -362,14 +408,70 @@ class Sideways(Block):
 
 
 @pytest.mark.all_cases
-@pytest.mark.parametrize(
-    ("layer", "count"), [(Twice, 0), (Raw, 1), (UnderAModeOfItsOwn, 0), (Sideways, 1)], ids=lambda case: str(case)
-)
+@pytest.mark.parametrize(("layer", "count"), [(Twice, 0), (Raw, 1), (UnderAModeOfItsOwn, 0), (Sideways, 1)], ids=str)
 def test_layers_of_other_makes(layer: Callable[[], nn.Module], count: int, empty: list[Any]) -> None:
     kind = chain_of(layer, count=LAYERS)
     with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
         assert left_out(sides, kind, empty) == count * (LAYERS - 1) * MICRO_BATCHES
         assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in (2, 3)])
+
+
+@pytest.mark.parametrize(("layer", "shell"), [(OfFewTokens, Chain), (Conjugate, Complex)])
+def test_operands_without_elements_and_conjugate_ones(layer: Callable[[], nn.Module], shell: type[Chain]) -> None:
+    kind = chain_of(layer, shell=shell, count=LAYERS)
+    with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
+        assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in range(6)])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of PyTorch, wherever one is made
+def test_products_of_nested_tensors_are_not_looked_at() -> None:
+    kind = chain_of(OfNested, count=LAYERS)
+    with both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
+        assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in range(3)])
+
+
+def test_a_product_with_another_permutation_is_noticed(empty: list[Any]) -> None:
+    """The sums of its rows and columns are the same."""
+    kind = chain_of(Permuted, count=LAYERS)
+    model = kind.make_model()
+    with Relay(model, adamw(model), loss=kind.loss, config=RelayConfig(micro_batches=MICRO_BATCHES)) as relay:
+        for seed in range(2):
+            relay.step(kind.make_batch(ROWS, seed))
+        assert empty
+        for layer in model.layers:
+            layer.hold = True
+        with pytest.raises(RuntimeError, match="gave other outputs when it was recomputed"):
+            relay.step(kind.make_batch(ROWS, 2))
+
+
+class Probed(Block):
+    """Looks at what its last module gives in a thread of its own."""
+
+    pool: ThreadPoolExecutor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(self.norm(x)))
+        if self.hold:
+            self.pool.submit(self._look, h.detach()).result()
+        return x + self.down(h)
+
+    def _look(self, h: Tensor) -> None:
+        with torch.no_grad():
+            self.down(h)
+
+
+def test_a_module_that_is_called_in_another_thread_leaves_no_mode_there(
+    empty: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = chain_of(Probed, count=LAYERS)
+    with ThreadPoolExecutor(1) as pool, both(kind, RelayConfig(micro_batches=MICRO_BATCHES)) as sides:
+        monkeypatch.setattr(Probed, "pool", pool, raising=False)
+        assert left_out(sides, kind, empty)
+        for model in (sides.relay.model, sides.in_core.model):
+            for layer in model.layers:
+                layer.hold = True
+        assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in (2, 3)])
+        assert pool.submit(torch._C._len_torch_dispatch_stack).result() == 0
 
 
 @pytest.fixture
