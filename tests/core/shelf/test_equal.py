@@ -167,7 +167,9 @@ def test_a_slow_disk_is_what_binds(folder: Path, monkeypatch: pytest.MonkeyPatch
     with compared(folder, kind) as (relay, plain):
         train(relay, plain, 2)
         forward = next(bound for bound in relay.trace.bound_by() if bound.phase == "forward")
-    assert forward.lane == "disk read" and "a disk of" in str(forward)
+    assert forward.lane == "disk read"
+    # Which of the two helps is for the compute to say, which takes as long as the machine lets it.
+    assert "a disk of" in str(forward) or forward.settings["micro_batches"] > relay.config.micro_batches
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
