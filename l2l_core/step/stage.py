@@ -42,7 +42,7 @@ class Stage(Ground):
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
         sides = SideOutputs(self.meter.latest, self.meter.learns)
         attributes = Attributes(parts.shell_modules(), parts.layers, self._asides, sides, self.meter.learns)
-        endings = Endings(self.meter.latest, self.meter.learns, self.stash.images.is_exempt)
+        endings = Endings(self.meter.latest, self.meter.learns, self.stash.images.is_weight)
         if endings.listens:
             enter(before_reads(endings.read_past))
         layers = {unit.module: unit for unit in parts.layers}

@@ -61,7 +61,7 @@ class Endings:
     Args:
         metered: what is known of passes of this kind, or gets to be known.
         learns: whether this is the metered pass.
-        is_weight: whether a tensor lies in a weight or buffer.
+        is_weight: whether a tensor lies in a weight.
 
     Attributes:
         watching: the run that is watched now.
@@ -214,6 +214,7 @@ class _Ending(Whole, TorchDispatchMode):
         if key in self._follows:
             return self._follows[key][1], Form.of(arg)
         self._goes_in.add(key)
+        # Weights lie side by side, so that their offset tells which one it is.
         self.marks += sums_of([arg]) if self.endings.is_weight(arg) else marks_of(arg)
         return Form.of(arg)
 

@@ -139,6 +139,10 @@ class Images:
         """Whether `tensor` lies in a storage of the model or of the engine."""
         return tensor.untyped_storage()._cdata in self._exempt
 
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in a storage of weights; buffers have others."""
+        return tensor.untyped_storage()._cdata in self.weights
+
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def count(self, held: Held) -> None:

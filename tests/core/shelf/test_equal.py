@@ -163,13 +163,13 @@ def test_lanes_of_the_disk_are_in_the_trace(folder: Path, tmp_path: Path) -> Non
 
 def test_a_slow_disk_is_what_binds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, read = stack(5), direct.DirectFiles.read
-    monkeypatch.setattr(direct.DirectFiles, "read", lambda *args: (time.sleep(0.05), read(*args))[1])
+    monkeypatch.setattr(
+        direct.DirectFiles, "read", lambda *args: (time.sleep(0.15), read(*args))[1]
+    )  # however busy the machine
     with compared(folder, kind) as (relay, plain):
         train(relay, plain, 2)
         forward = next(bound for bound in relay.trace.bound_by() if bound.phase == "forward")
-    assert forward.lane == "disk read"
-    # Which of the two helps is for the compute to say, which takes as long as the machine lets it.
-    assert "a disk of" in str(forward) or forward.settings["micro_batches"] > relay.config.micro_batches
+    assert forward.lane == "disk read" and "a disk of" in str(forward)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -380,6 +380,19 @@ class Permuted(Block):
         return x + torch.bmm(order.repeat(len(x), 1, 1), self.up(self.norm(x))[..., :WIDTH])
 
 
+class Signed(Block):
+    """Has two masks of signs; the sum of both is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("even", _signs(WIDTH))
+        self.register_buffer("odd", -_signs(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs = self.odd if self.hold and DRAWN.random() < 0.5 else self.even
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * signs
+
+
 class OfNested(Block):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.nested.as_nested_tensor([row[: 2 + at % 2] for at, row in enumerate(self.norm(x).unbind())])
@@ -430,16 +443,18 @@ def test_products_of_nested_tensors_are_not_looked_at() -> None:
         assert_equal([sides.step(kind.make_batch(ROWS, seed)) for seed in range(3)])
 
 
-def test_a_product_with_another_permutation_is_noticed(empty: list[Any]) -> None:
-    """The sums of its rows and columns are the same."""
-    kind = chain_of(Permuted, count=LAYERS)
+@pytest.mark.parametrize("layer", [Permuted, Signed])
+def test_other_operands_with_the_same_sums_are_noticed(layer: Callable[[], nn.Module], empty: list[Any]) -> None:
+    """Of all elements, of rows and of columns; drawn anew in a recompute, or a buffer."""
+    kind = chain_of(layer, count=LAYERS)
+    DRAWN.seed(3)
     model = kind.make_model()
     with Relay(model, adamw(model), loss=kind.loss, config=RelayConfig(micro_batches=MICRO_BATCHES)) as relay:
         for seed in range(2):
             relay.step(kind.make_batch(ROWS, seed))
         assert empty
-        for layer in model.layers:
-            layer.hold = True
+        for each in model.layers:
+            each.hold = True
         with pytest.raises(RuntimeError, match="gave other outputs when it was recomputed"):
             relay.step(kind.make_batch(ROWS, 2))
 
