@@ -147,15 +147,21 @@ def _likes(params: Sequence[nn.Parameter], state: Any, noise: torch.Generator) -
     Those that the optimizer has a state of stand for themselves, since a count in the group belongs to such a state.
     """
     likes: list[nn.Parameter] = []
-    for dims in sorted({param.dim() for param in params}):
+    for dims, length in dims_of(params).items():
         known = [param for param in params if param.dim() == dims and param in state]
         known.sort(key=lambda param: (param.numel() < _LONG, param.numel()))
-        longest = max(param.numel() for param in params if param.dim() == dims)
-        length = min(max(longest, _LONG // 64), _LONG)
         shapes = ((length,), (length * 3 // 4,)) if dims == 1 else _SHAPES.get(dims, ((4,) * dims, (4,) * dims))
         new = [nn.Parameter(0.1 * torch.randn(shape, generator=noise)) for shape in shapes]
         likes += known[:2] if known else new
     return likes
+
+
+def dims_of(params: Sequence[nn.Parameter]) -> dict[int, int]:
+    """Return how many dimensions there are, each with the length that a vector of a toy has."""
+    longest: dict[int, int] = {}
+    for param in params:
+        longest[param.dim()] = max(param.numel(), longest.get(param.dim(), 0))
+    return {dims: min(max(longest[dims], _LONG // 64), _LONG) for dims in sorted(longest)}
 
 
 def _side_by_side(tensors: Sequence[torch.Tensor]) -> list[nn.Parameter]:

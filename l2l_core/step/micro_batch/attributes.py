@@ -11,7 +11,7 @@ Reads and writes are seen by descriptors on the classes of the shell's own modul
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -65,7 +65,7 @@ class Attributes:
         self._read: dict[Place, int] = {}  # the last micro-batch that has read what others left
         self._set: dict[Place, int] = {}
         self._on_layers: dict[Unit, set[Place]] = {}  # what the shell has set there
-        self._spies: dict[tuple[type, str], tuple[_Spy, Any]] = {}  # with what the class itself had there
+        self._spies: dict[tuple[type, str], tuple[Any, Any]] = {}  # with what the class itself had there
         self._undo = ExitStack()
 
     def __enter__(self) -> Attributes:
@@ -73,7 +73,10 @@ class Attributes:
         names |= {(type(m), name) for m in self._unit_of for name in self._numbers_of(m)}
         for cls, name in names:
             self._spy(cls, name)
-        self._plain_set = self._undo.enter_context(_told_of_sets(self.was_set))
+        # All are looked up before any is replaced: a class may get its own from another one.
+        setters = {cls: cls.__setattr__ for cls in {type(m) for m in (*self._shell, *self._unit_of)}}
+        for cls, plain in setters.items():
+            self._stand(cls, "__setattr__", _telling(plain, self.was_set))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -91,7 +94,10 @@ class Attributes:
         found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
         if hasattr(type(found), "__set__"):
             return  # a property: instances hold nothing under this name
-        self._spies[cls, name] = _Spy(self, name, found), vars(cls).get(name, _MISSING)
+        self._stand(cls, name, _Spy(self, name, found))
+
+    def _stand(self, cls: type, name: str, spy: Any) -> None:
+        self._spies[cls, name] = spy, vars(cls).get(name, _MISSING)
         self._set_up(cls, name)
         self._undo.callback(self._take_away, cls, name)
 
@@ -123,11 +129,9 @@ class Attributes:
         spied = [(cls, name) for cls, name in self._spies if cls in classes]
         for cls, name in spied:
             self._take_away(cls, name)
-        told, nn.Module.__setattr__ = nn.Module.__setattr__, self._plain_set  # type: ignore[method-assign]
         try:
             yield
         finally:
-            nn.Module.__setattr__ = told  # type: ignore[method-assign]
             for cls, name in spied:
                 self._set_up(cls, name)
         for place in [(m, n) for m in modules for n in vars(m) if n not in OF_MODULES]:
@@ -276,21 +280,12 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-@contextmanager
-def _told_of_sets(listener: Any) -> Iterator[Any]:
-    """Call `listener` with every module and name that is assigned to, in the block, where no spy stands yet.
-
-    Yields what assigned before.
-    """
-    before = nn.Module.__setattr__
+def _telling(plain: Callable[..., None], listener: Callable[[nn.Module, str], None]) -> Callable[..., None]:
+    """Make a `__setattr__` that calls `listener` with every module and name that is assigned to, where no spy stands yet."""
 
     def setting(self: nn.Module, name: str, value: Any) -> None:
-        before(self, name, value)
+        plain(self, name, value)
         if not isinstance(vars(type(self)).get(name), _Spy):
             listener(self, name)
 
-    nn.Module.__setattr__ = setting  # type: ignore[method-assign]
-    try:
-        yield before
-    finally:
-        nn.Module.__setattr__ = before  # type: ignore[method-assign]
+    return setting

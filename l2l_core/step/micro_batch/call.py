@@ -46,7 +46,6 @@ from l2l_core.step.micro_batch.hooks import Locator, alive
 from l2l_core.step.micro_batch.keepers import Keeper
 from l2l_core.step.micro_batch.recomputes import WHOLE, Sum, Whole, differs
 from l2l_core.step.micro_batch.shared import Pass
-from l2l_core.step.micro_batch.traces import Traces
 from l2l_core.step.micro_batch.trees import unflatten
 from l2l_core.step.traffic import Stay
 from l2l_core.surgery import same_random_numbers
@@ -146,7 +145,7 @@ class Call:
             self.versions = [tensor._version for tensor in self.tensors]
         # Autograd numbers nodes as they are made: by these numbers it is told later whose code has made one.
         began, stamps = sequence_number(), stamps_of(self.unit.params)
-        traces = Traces(self.unit.module) if run.stash.metering else None
+        traces = run.glances.traces(self.unit.module) if run.stash.metering else None
         differs = run.glances.look(self.unit.module) if traces is None and keeper.outlasts else None
         run.user_hooks.adopt(self.unit.module)
         self.ending = WHOLE if keeper.keeps else run.endings.first(self.unit)

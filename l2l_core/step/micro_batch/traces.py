@@ -19,9 +19,10 @@ from l2l_core.step.micro_batch.attributes import OF_MODULES, Place, is_plain
 class Traces:
     """What a layer's modules keep as attributes, and NumPy's random state, to see whether a run has changed any of it."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, drawn: Callable[[], bool]) -> None:
+        """`drawn` tells whether NumPy's generator has been drawn from since."""
         self._modules = list(layer.modules())
-        self._before, self._random = self._now(), _numpy_state()
+        self._before, self._drawn = self._now(), drawn
 
     def look(self) -> tuple[bool, list[Place]]:
         """Look again, when it has run.
@@ -35,7 +36,7 @@ class Traces:
             or any(
                 now[at].value is not held.value or now[at].extent != held.extent for at, held in self._before.items()
             )
-            or _numpy_state() != self._random
+            or self._drawn()
         )
         return differs, [at for at, held in now.items() if not held.is_same(self._before.get(at))]
 
@@ -53,6 +54,10 @@ class Glances:
     def __init__(self) -> None:
         self._known: dict[nn.Module, _Glance] = {}
         self._numpy = _NumpyGlance()
+
+    def traces(self, layer: nn.Module) -> Traces:
+        """Look closely at a layer before its run."""
+        return Traces(layer, self._numpy.look())
 
     def look(self, layer: nn.Module) -> Callable[[], bool]:
         """Look at a layer before its run; calling the result tells whether the run has changed something that may matter."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from l2l_core import Freeze, Insert, Relay, RelayConfig
+from l2l_core.eps.optimizers import blockwise
 from l2l_core.eps.optimizers.blockwise import check_blockwise
 from l2l_core.eps.optimizers.settings import is_same
 
@@ -309,6 +310,42 @@ def test_it_is_found_out_which_optimizers_add_elements_up() -> None:
     assert check_blockwise(AdamW(params)).elementwise and check_blockwise(AdamW(params, fused=True)).elementwise
     assert not check_blockwise(torch.optim.Adafactor(params)).elementwise
     assert not check_blockwise(ScalesByTheMean(params)).elementwise
+
+
+def test_what_is_known_of_one_of_torchs_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(blockwise, "_FOUND", {})
+    monkeypatch.setattr(blockwise, "_try", lambda form: tried.append(form.name))
+
+    class Own(SGD):
+        pass
+
+    def counts(**changes: Any) -> int:
+        before = len(tried)
+        check_blockwise(SGD(Net().parameters(), **{"lr": 0.1, **changes}))
+        return len(tried) - before
+
+    assert counts() == 1 and counts() == 0
+    assert counts(nesterov=True, momentum=1) == 1, "other settings"
+    assert counts(nesterov=True, momentum=1.0) == 1, "equal numbers of other types"
+    assert counts(lr=torch.tensor(0.1)) == 1 and counts(lr=torch.tensor(0.2)) == 1
+    wide, deep = nn.Linear(100, 1), nn.Conv2d(1, 1, 1)
+    check_blockwise(SGD(wide.parameters(), lr=0.1)), check_blockwise(SGD(deep.parameters(), lr=0.1))
+    assert tried == ["SGD"] * 7, "other lengths and dimensions"
+
+    for _ in range(2):
+        check_blockwise(Own(Net().parameters(), lr=0.1))  # whose code may be anything
+        patched = SGD(Net().parameters(), lr=0.1)
+        patched.step = patched.step  # as schedulers do
+        check_blockwise(patched)
+        hooked = SGD(Net().parameters(), lr=0.1)
+        hooked.register_step_pre_hook(lambda *args: None)
+        check_blockwise(hooked)
+        one = SGD(Net().parameters(), lr=0.1, momentum=0.9)
+        for param in Net().parameters():
+            one.state[one.param_groups[0]["params"][0]] = {"momentum_buffer": torch.zeros_like(param)}
+        check_blockwise(one)
+    assert tried[7:] == ["Own", "SGD", "SGD", "SGD"] * 2
 
 
 # -- what is refused at the start ---------------------------------------------------------------------------------------
