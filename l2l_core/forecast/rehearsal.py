@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from l2l_core.batches import form_of
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice, Ledger
 from l2l_core.eps import Alone, AloneApart, LayerStore, Place, ScratchResiduals, dry_store
@@ -61,6 +62,13 @@ class _Pass(NamedTuple):
     way: list[Unit]  # through the layers
 
 
+class _Known(NamedTuple):
+    """What a metered pass finds out."""
+
+    way: list[Unit]  # through the layers
+    learned: Metered
+
+
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """A relay's parts, as a rehearsal needs them.
@@ -72,6 +80,8 @@ class Rehearsal:
             twice and keeps less meanwhile, so its device peak is lower than that of all later steps, which is what is
             forecast. (ALBERT's one layer is visited once per depth.)
         reduce: what workers would send of their gradients, see `Fleet`: of one alone, "sum".
+        metered: by kind of step, what a metered pass of it has learned. How far ahead weights are loaded, and which of them
+            stay, changes nothing of that, and a search asks for both.
     """
 
     parts: Parts
@@ -81,6 +91,7 @@ class Rehearsal:
     place: Callable[[Device, Ledger], Place]
     learn: Callable[[list[Unit]], None] = lambda way: None
     reduce: str = "sum"
+    metered: dict[Any, _Known] = field(default_factory=dict)
 
     def run(self, micro_batches: Sequence[Any], config: RelayConfig, most_passes: int | None = None) -> Rehearsed:
         """Rehearse these micro-batches under `config`, once metered, then timed, at most so often."""
@@ -89,14 +100,14 @@ class Rehearsal:
         most = MOST_PASSES if most_passes is None else most_passes
         with self._parts_apart() as parts, self._dry_store(parts) as dry:
             passing = partial(self._pass, parts, dry, micro_batches, config)
-            metered = passing(None, self.predicted)
-            if metered.way != list(self.predicted):  # some are visited twice, say: prefetch learns, and so do we
-                metered = passing(None, metered.way)
-                self.learn(metered.way)
-            replayed = None if config.meter == "always" else metered.learned
+            kind = replace(config, ahead=0, resident=0), tuple(map(form_of, micro_batches))
+            if kind not in self.metered:
+                self.metered[kind] = self._meter(passing)
+            known = self.metered[kind]
+            replayed = None if config.meter == "always" else known.learned
             timed: list[_Pass] = []
             while not timed or (len(timed) < most and sum(one.seconds for one in timed) < ENOUGH_S):
-                timed.append(passing(replayed, metered.way))
+                timed.append(passing(replayed, known.way))
         usual = sorted(timed, key=lambda one: one.trace.span_s)[(len(timed) - 1) // 2]
         return Rehearsed(
             profile=usual.profile,
@@ -105,6 +116,14 @@ class Rehearsal:
             passes=len(timed),
             seconds=time.perf_counter() - began_s,
         )
+
+    def _meter(self, passing: Callable[[Metered | None, Sequence[Unit]], _Pass]) -> _Known:
+        """Make a metered pass; two where the way that it finds is not the one that was predicted."""
+        found = passing(None, self.predicted)
+        if found.way != list(self.predicted):  # some are visited twice, say: prefetch learns, and so do we
+            found = passing(None, found.way)
+            self.learn(found.way)
+        return _Known(found.way, found.learned)
 
     @contextmanager
     def _parts_apart(self) -> Iterator[Parts]:
