@@ -1,4 +1,8 @@
-"""One JupyterLab and one chromium for all tests of this folder, and for every test a fresh page that knows of no other one."""
+"""One JupyterLab and one chromium for all tests of this folder, and one page in which test after test opens its notebook.
+
+To load JupyterLab takes a page as long as a test. What a test has opened is closed after it, and its kernels are ended; after one
+that fails the page goes as well.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import importlib.util
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from lab import Lab, Notebook, find_chromium, keep, serve_lab
@@ -15,8 +19,7 @@ from patience import HANG_S
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-WIDTH, HEIGHT = 1440, 2700  # px: a whole workbench is in sight
-
+SIZE: Any = {"width": 1440, "height": 2700}  # px: a whole workbench is in sight
 
 HERE = Path(__file__).parent
 RUNNING = pytest.StashKey[tuple["Browser", ExitStack]]()
@@ -82,13 +85,29 @@ def browser(chromium: Browser, lab: Lab) -> Browser:
 @pytest.fixture
 def page(browser: Browser, lab: Lab, request: pytest.FixtureRequest) -> Iterator[Page]:
     failed_before = request.session.testsfailed
-    with browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}) as context:
-        context.set_default_timeout(1000 * HANG_S)
-        made = context.new_page()
-        yield made
-        if request.session.testsfailed > failed_before:
-            keep(made, f"failed_{request.node.name}")
+    made = next((page for context in browser.contexts for page in context.pages), None) or new_page(browser)
+    made.set_viewport_size(SIZE)
+    yield made
+    if request.session.testsfailed > failed_before:
+        keep(made, f"failed_{request.node.name}")
+        made.context.close()
+    elif not lab.close_all(made):
+        made.context.close()
     lab.shut_down_kernels()
+
+
+@pytest.fixture
+def first_page(browser: Browser) -> Iterator[Page]:
+    """One of somebody who has never been here."""
+    made = new_page(browser)
+    yield made
+    made.context.close()
+
+
+def new_page(browser: Browser) -> Page:
+    context = browser.new_context(viewport=SIZE)
+    context.set_default_timeout(1000 * HANG_S)
+    return context.new_page()
 
 
 @pytest.fixture

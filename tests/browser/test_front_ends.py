@@ -190,11 +190,11 @@ def test_exported_html_shows_the_pictures_without_a_network(template: str, brows
         keep(still, f"exported_{template}")
 
 
-def test_the_first_launch_asks_nothing(lab: Lab, page: Page) -> None:
+def test_the_first_launch_asks_nothing(lab: Lab, first_page: Page) -> None:
     """The server's folders of settings are new, and so is the browser's profile."""
     written = lab.write("first.ipynb", ["1 + 1"])
-    page.goto(f"{lab.address}/lab/tree/{written}?token={TOKEN}")
-    page.locator("#jp-main-statusbar", has_text="| Idle").wait_for()  # a kernel was chosen without a question
-    page.wait_for_timeout(3000)  # news would be asked for by now
-    assert page.locator(".jp-Dialog, .Toastify__toast, .jp-toastContainer .jp-Notification-Toast").count() == 0
-    keep(page, "first_launch")
+    first_page.goto(f"{lab.address}/lab/tree/{written}?token={TOKEN}")
+    first_page.locator("#jp-main-statusbar", has_text="| Idle").wait_for()  # a kernel was chosen without a question
+    first_page.wait_for_timeout(3000)  # news would be asked for by now
+    assert first_page.locator(".jp-Dialog, .Toastify__toast, .jp-toastContainer .jp-Notification-Toast").count() == 0
+    keep(first_page, "first_launch")

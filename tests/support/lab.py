@@ -38,13 +38,14 @@ def find_chromium() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lab:
-    """JupyterLab as it runs: its address, the folder that it serves, its process."""
+    """JupyterLab as it runs: its address, the folder that it serves, its process, its theme."""
 
     address: str
     folder: Path
     process: psutil.Process
+    theme: str = "JupyterLab Light"
 
     def write(self, name: str, cells: list[str]) -> str:
         """A notebook of these code cells; its path below the folder."""
@@ -63,10 +64,15 @@ class Lab:
         return notebook.name
 
     def set_theme(self, name: str) -> None:
-        """The theme of pages that are opened from now on."""
+        """The theme of what is opened from now on."""
+        self.theme = name
         path = self.folder / ".jupyter/config" / THEMES
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"theme": name}))
+
+    def close_all(self, page: Page) -> bool:
+        """Close what is open in JupyterLab, without being asked; tells whether the page is as it was when that had loaded."""
+        return bool(page.evaluate(_CLOSE_ALL))
 
     def kernels(self) -> list[psutil.Process]:
         """The processes of all kernels."""
@@ -91,7 +97,11 @@ def serve_lab(folder: Path) -> Iterator[Lab]:
     """JupyterLab on `folder`, with settings of its own as on a first launch; nothing of it is left at the end."""
     port = free_port()
     command = lab_command(folder, "", port, no_browser=True, as_root=True)
-    command += [f"--IdentityProvider.token={TOKEN}", "--ServerApp.port_retries=0"]
+    command += [
+        f"--IdentityProvider.token={TOKEN}",
+        "--ServerApp.port_retries=0",
+        "--LabApp.expose_app_in_browser=True",
+    ]
     with serve(folder, command, f"http://127.0.0.1:{port}/api/status?token={TOKEN}") as server:
         yield Lab(f"http://127.0.0.1:{port}", folder, server)
 
@@ -132,12 +142,34 @@ def serve(folder: Path, command: list[str], address: str) -> Iterator[psutil.Pro
                 process.kill()
 
 
+# JupyterLab shows itself to scripts as `jupyterapp`.
+_OPEN = """async ([path, theme]) => {
+    const app = window.jupyterapp;
+    if (!app) return false;
+    await app.commands.execute("apputils:change-theme", {theme});
+    await app.commands.execute("docmanager:open", {path});
+    return true;
+}"""
+_CLOSE_ALL = """async () => {
+    clearInterval(window.watching);
+    if (!window.jupyterapp) return false;
+    for (const widget of [...window.jupyterapp.shell.widgets("main")]) {
+        if (widget.context) widget.context.model.dirty = false;
+        widget.close();
+    }
+    const left = () => document.querySelector(".jp-NotebookPanel, .jp-Dialog");
+    for (let tries = 0; left() && tries < 100; tries++) await new Promise(resolve => setTimeout(resolve, 20));
+    return !left();
+}"""
+
+
 class Notebook:
     """A notebook open in JupyterLab, as a person sees it."""
 
     def __init__(self, page: Page, lab: Lab, path: str) -> None:
         self.page, self.path = page, path
-        page.goto(f"{lab.address}/lab/tree/{path}?token={TOKEN}&reset")
+        if not page.evaluate(_OPEN, [path, lab.theme]):
+            page.goto(f"{lab.address}/lab/tree/{path}?token={TOKEN}&reset")
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
         self.panel.locator(".jp-Cell").first.wait_for(timeout=1000 * HANG_S)
         self.panel.locator(".jp-Spinner").wait_for(state="detached")
