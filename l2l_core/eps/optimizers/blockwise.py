@@ -14,7 +14,6 @@ What it is not: a proof for every input. An optimizer that couples layers from i
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +26,6 @@ from l2l_core.eps.optimizers.parts import scale_rate, slice_of, step_alone, upda
 from l2l_core.eps.optimizers.settings import (
     Changes,
     differing_settings,
-    is_plain,
     is_same,
     merge,
     put,
@@ -130,12 +128,15 @@ def _question(optimizer: Optimizer) -> Hashable:
     if not is_as_made or optimizer.state or any(held[name] for name in held if name.endswith("_hooks")):
         return None
     groups = optimizer.param_groups
+    tensors: Tensors = {}
     known = [optimizer.defaults, *({n: v for n, v in group.items() if n != "params"} for group in groups)]
-    if not all(map(is_plain, known)):
+    try:
+        plain = encode(known, "settings", tensors)
+    except ValueError:
         return None
-    # Pickled, since 1, 1.0 and True are equal, and other settings.
-    dims = tuple(pickle.dumps(dims_of(group["params"])) for group in groups)
-    return kind, kind.step, torch.get_default_dtype(), torch.get_default_device(), pickle.dumps(known), dims
+    # In words, since 1, 1.0 and True are equal, and other settings.
+    words = repr((plain, [dims_of(group["params"]) for group in groups]))
+    return None if tensors else (kind, kind.step, torch.get_default_dtype(), torch.get_default_device(), words)
 
 
 @cache
