@@ -2,6 +2,7 @@
 
     python benchmarks/crowded.py
     python benchmarks/crowded.py --rounds 7 --width 256
+    python benchmarks/crowded.py --alone --layers 24 --width 256    (without a foreign process, OpenMP as it comes)
 
 A GPT-2 of 6 layers, fused AdamW, emulated device; compute on all cores. The link is set so that each direction's copies take
 0.4 of a step. Every round makes one step on each side, in turn: without limits and behind the link, alone and beside a process
@@ -38,6 +39,7 @@ WAYS: dict[str, tuple[dict[str, str], int]] = {  # environment, cores less for c
     "a longer while": ({"GOMP_SPINCOUNT": "50000"}, 0),
     "one core less": ({}, 1),
 }
+COMPANY = {"alone": "", "crowded": ", crowded"}  # what sides are called
 
 
 @contextmanager
@@ -70,6 +72,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 
         sides: dict[str, Callable[[], Any]] = {"free": partial(step_on, {}), "link": partial(step_on, link)}
         alone = alternate(sides, args.rounds)
+        if args.alone:
+            return alone
         with company():
             crowded = alternate(sides, args.rounds)
         return alone | {f"{name}, crowded": seconds for name, seconds in crowded.items()}
@@ -85,13 +89,14 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--stash", default="device", choices=["device", "host"])
+    parser.add_argument("--alone", action="store_true", help="without a foreign process, and OpenMP as it comes")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # how the processes of this program call it
     args = parser.parse_args()
     if args.way:
         print(json.dumps(measure(args)))
         return
     rows, results = [], {}
-    for way, (environment, _) in WAYS.items():
+    for way, (environment, _) in list(WAYS.items())[: 1 if args.alone else None]:
         done = subprocess.run(
             [sys.executable, __file__, "--way", way, *sys.argv[1:]],
             env={**os.environ, **environment},
@@ -100,14 +105,17 @@ def main() -> None:
             check=True,
         )
         seconds = json.loads(done.stdout.splitlines()[-1])
-        results[way] = {"seconds": seconds, "alone": ratio(seconds, "link", "free")} | {
-            "crowded": ratio(seconds, "link, crowded", "free, crowded")
+        spreads = {
+            name: ratio(seconds, f"link{where}", f"free{where}")
+            for name, where in COMPANY.items()
+            if f"link{where}" in seconds
         }
-        each = medians(seconds)
-        spreads = [results[way][name] for name in ("alone", "crowded")]
-        rows.append([way, *each.values(), *(f"{r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})" for r in spreads)])
+        results[way], each = {"seconds": seconds, **spreads}, medians(seconds)
+        told = [f"{r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})" for r in spreads.values()]
+        heads = ["OpenMP waits", *(f"{side} s" for side in each), *(f"link / free, {name}" for name in spreads)]
+        rows.append([way, *each.values(), *told])
     report("crowded", {"settings": vars(args), "results": results})
-    show(["OpenMP waits", "free s", "link s", "free, crowded s", "link, crowded s", "link / free", "in company"], rows)
+    show(heads, rows)
 
 
 if __name__ == "__main__":
