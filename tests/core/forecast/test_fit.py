@@ -65,6 +65,23 @@ def test_a_price_is_what_a_rehearsal_of_the_very_step_finds(kind: Kind, ahead: i
                 assert found == need if keep in (0, visits) else 0.88 * need < found < 1.01 * need, asked
 
 
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_a_kind_of_step_is_metered_once_however_far_ahead_it_loads(stash: Any) -> None:
+    kind = BY_NAME["gpt2"]
+    batch, kept = kind.make_batch(6, 0), {"keep": 2, "resident": 2}
+    settings: list[Any] = [{"ahead": 0}, {"ahead": 1}, {"ahead": 0, **kept}, {"ahead": 1, **kept}]
+    with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
+        rehearsal = relay._runner.rehearsal()
+        for changes in settings:
+            config = RelayConfig(micro_batches=3, stash=stash, **changes)
+            shared, alone = (
+                device_bytes(costs_of_rehearsal(each, split(batch, 3), config, 1))
+                for each in (rehearsal, relay._runner.rehearsal())
+            )
+            assert shared == alone
+        assert len(rehearsal.metered) == 2
+
+
 def test_few_steps_are_rehearsed() -> None:
     kind = BY_NAME["gpt2"]
     with relay_of(kind) as relay, torch.enable_grad(), relay._caches.off():
