@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from l2l_core.step.micro_batch.meanwhile import Meanwhile
 Place = tuple[nn.Module, str]
 
 _MISSING = object()
+_STANDING = RLock()  # passes in several threads may have spies on the same class
+_AT_WORK: list[Attributes] = []
 _KEPT_BY: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()  # numbers that layers of a class set
 OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
@@ -34,7 +37,7 @@ OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 class Attributes:
     """Sees which micro-batch reads and sets which attribute. Use as a context manager around a pass.
 
-    Invariant: after the block every class is as it was before.
+    Invariant: after the block every class is as it was before, also where passes in several threads overlap.
 
     Args:
         shell: modules of the shell; those of torch's own classes set nothing in their forward.
@@ -69,6 +72,9 @@ class Attributes:
         self._undo = ExitStack()
 
     def __enter__(self) -> Attributes:
+        with _STANDING:
+            _AT_WORK.append(self)
+        self._undo.callback(_AT_WORK.remove, self)  # last of all
         names = {(type(m), name) for m in self._shell for name in vars(m) if name not in OF_MODULES}
         names |= {(type(m), name) for m in self._unit_of for name in self._numbers_of(m)}
         for cls, name in names:
@@ -76,11 +82,15 @@ class Attributes:
         # All are looked up before any is replaced: a class may get its own from another one.
         setters = {cls: cls.__setattr__ for cls in {type(m) for m in (*self._shell, *self._unit_of)}}
         for cls, plain in setters.items():
-            self._stand(cls, "__setattr__", _telling(plain, self.was_set))
+            self._stand(cls, "__setattr__", _telling(plain, self))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._undo.close()
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a module is of this pass, and not of one in another thread."""
+        return module in self._shell or module in self._unit_of
 
     def _numbers_of(self, module: nn.Module) -> Iterable[str]:
         """List the names of what a layer's module may keep, which the shell may read before the layer has run."""
@@ -92,14 +102,29 @@ class Attributes:
 
     def _spy(self, cls: type, name: str) -> None:
         found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
-        if hasattr(type(found), "__set__"):
+        below = found if isinstance(found, _Spy) and found.attributes is not self else None
+        if below is not None:
+            found = below.default
+        elif hasattr(type(found), "__set__"):
             return  # a property: instances hold nothing under this name
-        self._stand(cls, name, _Spy(self, name, found))
+        self._stand(cls, name, _Spy(self, name, found, below))
 
     def _stand(self, cls: type, name: str, spy: Any) -> None:
-        self._spies[cls, name] = spy, vars(cls).get(name, _MISSING)
-        self._set_up(cls, name)
-        self._undo.callback(self._take_away, cls, name)
+        with _STANDING:
+            self._spies[cls, name] = spy, vars(cls).get(name, _MISSING)
+            self._set_up(cls, name)
+        self._undo.callback(self._leave, cls, name)
+
+    def _leave(self, cls: type, name: str) -> None:
+        """Take a spy away for good, also from below that of a pass in another thread, which began later."""
+        with _STANDING:
+            spy, own = self._spies[cls, name]
+            if vars(cls).get(name) is spy:
+                self._take_away(cls, name)
+            for other in _AT_WORK:
+                above, below = other._spies.get((cls, name), (None, None))
+                if below is spy:
+                    other._spies[cls, name] = above, own
 
     def _set_up(self, cls: type, name: str) -> None:
         setattr(cls, name, self._spies[cls, name][0])
@@ -181,7 +206,7 @@ class Attributes:
         if self._read.get(place, -1) > self._k:
             self._refuse(place)
         self._set[place] = max(self._k, self._set.get(place, -1))
-        if name in vars(module) and not isinstance(vars(type(module)).get(name), _Spy):
+        if name in vars(module) and (type(module), name) not in self._spies:
             self._spy(type(module), name)
 
     def layer_changed(self, place: Place) -> None:
@@ -242,23 +267,31 @@ class _Turn(AbstractContextManager[None]):
 
 
 class _Spy:
-    """Stands on a class in place of an attribute of its instances, and tells of reads and writes."""
+    """Stands on a class in place of an attribute of its instances, and tells of reads and writes.
 
-    def __init__(self, attributes: Attributes, name: str, default: Any) -> None:
-        self._attributes, self._name, self._default = attributes, name, default
+    `below` is that of a pass in another thread, which it stands before.
+    """
+
+    def __init__(self, attributes: Attributes, name: str, default: Any, below: _Spy | None) -> None:
+        self.attributes, self._name, self.default, self._below = attributes, name, default, below
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         held = {} if instance is None else vars(instance)
         if self._name in held:
-            return self._attributes.was_read(instance, self._name)
-        if self._default is _MISSING:
+            if self._below is not None and not self.attributes.knows(instance):
+                return self._below.__get__(instance, owner)
+            return self.attributes.was_read(instance, self._name)
+        if self.default is _MISSING:
             raise AttributeError(f"{owner.__name__ if owner else instance!r} has no attribute {self._name!r}")
-        get = getattr(type(self._default), "__get__", None)
-        return self._default if get is None else get(self._default, instance, owner)
+        get = getattr(type(self.default), "__get__", None)
+        return self.default if get is None else get(self.default, instance, owner)
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self._name] = value
-        self._attributes.was_set(instance, self._name)
+        if self._below is not None and not self.attributes.knows(instance):
+            self._below.attributes.was_set(instance, self._name)
+        else:
+            self.attributes.was_set(instance, self._name)
 
     def __delete__(self, instance: Any) -> None:
         if vars(instance).pop(self._name, _MISSING) is _MISSING:
@@ -280,12 +313,13 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _telling(plain: Callable[..., None], listener: Callable[[nn.Module, str], None]) -> Callable[..., None]:
-    """Make a `__setattr__` that calls `listener` with every module and name that is assigned to, where no spy stands yet."""
+def _telling(plain: Callable[..., None], attributes: Attributes) -> Callable[..., None]:
+    """Make a `__setattr__` that tells of every module and name that is assigned to, where no spy stands yet."""
 
     def setting(self: nn.Module, name: str, value: Any) -> None:
         plain(self, name, value)
-        if not isinstance(vars(type(self)).get(name), _Spy):
-            listener(self, name)
+        spy = vars(type(self)).get(name)
+        if not isinstance(spy, _Spy) or spy.attributes is not attributes:
+            attributes.was_set(self, name)
 
     return setting

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from oracle import assert_equal, assert_state, both, copy_state, run_both
+from patience import HANG_S
 from torch import Tensor
 from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp
 
@@ -51,6 +54,46 @@ def test_notes_of_the_shell_are_its_own(model: Any, stash: str) -> None:
 
     kind = Kind("notes", make_model, chain.make_batch, chain.loss)
     assert_equal(run_both(kind, 3, RelayConfig(micro_batches=3, stash=stash), rows=7))
+
+
+class Waits(NotesNumber):
+    """Waits in its forward until it may go on."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        self.entered.set()
+        assert self.may_go_on.wait(HANG_S)
+        return super().walk(h)
+
+
+def test_passes_in_two_threads_leave_classes_as_they_were() -> None:
+    """The one that begins first ends first, while the spies of the other one stand before its own."""
+    chain = BY_NAME["chain"]
+
+    def make_model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = Waits([ResidualMlp() for _ in range(3)])
+        for dropout in [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]:
+            dropout.p = 0.0  # the process has one stream of random numbers
+        model.__dict__.update(entered=Event(), may_go_on=Event())
+        model.may_go_on.set()
+        return model
+
+    kind, config = Kind("waits", make_model, chain.make_batch, chain.loss), RelayConfig(micro_batches=3)
+    before = {cls: dict(vars(cls)) for cls in (torch.nn.Module, torch.nn.Linear, ResidualMlp, *Waits.__mro__[:3])}
+    with both(kind, config) as first, both(kind, config) as second, ThreadPoolExecutor(2) as pool:
+        assert_equal(
+            [sides.step(kind.make_batch(7, 0)) for sides in (first, second)]
+        )  # learns which attributes there are
+        running = []
+        for sides in (first, second):
+            model = sides.relay.model
+            model.entered.clear(), model.may_go_on.clear()
+            running.append(pool.submit(sides.step, kind.make_batch(7, 1)))
+            assert model.entered.wait(HANG_S)
+        for sides, step in zip((first, second), running, strict=True):
+            sides.relay.model.may_go_on.set()
+            assert_equal([step.result(HANG_S)])
+    assert {cls: dict(vars(cls)) for cls in before} == before
 
 
 # -- what layers note on themselves ------------------------------------------------------------------------------------
