@@ -288,8 +288,11 @@ class _Spy:
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self._name] = value
+        self._was_set(instance)
+
+    def _was_set(self, instance: Any) -> None:
         if self._below is not None and not self.attributes.knows(instance):
-            self._below.attributes.was_set(instance, self._name)
+            self._below._was_set(instance)
         else:
             self.attributes.was_set(instance, self._name)
 
