@@ -88,12 +88,16 @@ def page(browser: Browser, lab: Lab, request: pytest.FixtureRequest) -> Iterator
     made = next((page for context in browser.contexts for page in context.pages), None) or new_page(browser)
     made.set_viewport_size(SIZE)
     yield made
-    if request.session.testsfailed > failed_before:
-        keep(made, f"failed_{request.node.name}")
-        made.context.close()
-    elif not lab.close_all(made):
-        made.context.close()
-    lab.shut_down_kernels()
+    stays = False
+    try:
+        if request.session.testsfailed > failed_before:
+            keep(made, f"failed_{request.node.name}")
+        else:
+            stays = lab.close_all(made)
+    finally:
+        if not stays:
+            made.context.close()
+        lab.shut_down_kernels()
 
 
 @pytest.fixture
