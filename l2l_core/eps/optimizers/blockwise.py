@@ -6,7 +6,7 @@ what a save would hold of the first. Weights, state and settings of all three mu
 elements and more, in the dimensions that the model's have: quantised state, say, begins there. On the way a block has no
 gradient for two steps, as a frozen layer has none.
 
-What was found of one of torch's own, which settings and shapes determine, holds for as long as the process lives.
+What was found of one of torch's own holds for as long as the process lives, by what determines it (`known.py`).
 
 What it is not: a proof for every input. An optimizer that couples layers from its eleventh step on is not found out here;
 `settings.merge` refuses what it then makes of its settings.
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
+from l2l_core.eps.optimizers.known import key_of
 from l2l_core.eps.optimizers.parts import scale_rate, slice_of, step_alone, update_part
 from l2l_core.eps.optimizers.settings import (
     Changes,
@@ -34,7 +34,7 @@ from l2l_core.eps.optimizers.settings import (
     to_save,
 )
 from l2l_core.eps.optimizers.states import clone_state, differing
-from l2l_core.eps.optimizers.toys import RATE, Form, Grads, Toy, check_keys, dims_of, fill, mixed
+from l2l_core.eps.optimizers.toys import RATE, Form, Grads, Toy, check_keys, fill, mixed
 from l2l_core.model import Tensors, copies_of, decode, encode
 from l2l_core.surgery import same_random_numbers
 
@@ -106,9 +106,9 @@ def check_blockwise(optimizer: Optimizer) -> Findings:
         ValueError: they differ (it couples parameters, keeps state outside of them or draws random numbers), it does not
             step, or what it keeps cannot be saved or copied.
     """
-    question = _question(optimizer)
-    if question in _FOUND:
-        return _FOUND[question]
+    known = key_of(optimizer)
+    if known in _FOUND:
+        return _FOUND[known]
     with same_random_numbers():
         form = Form(optimizer)
         _try(form)
@@ -116,33 +116,9 @@ def check_blockwise(optimizer: Optimizer) -> Findings:
         if any(isinstance(rate, float) and rate < RATE for rate in rates):
             _try_at_a_rate_that_shows(optimizer)
         findings = Findings(_is_elementwise(form), _newcomers(form), _follows_rate(form))
-    if question is not None:
-        _FOUND[question] = findings
+    if known is not None:
+        _FOUND[known] = findings
     return findings
-
-
-def _question(optimizer: Optimizer) -> Hashable:
-    """Return what determines the findings; None where more might: of all but new optimizers of torch's own, as it makes them."""
-    kind, held = type(optimizer), vars(optimizer)
-    is_as_made = f"{kind.__module__}.".startswith("torch.optim.") and held.keys() <= _names()
-    if not is_as_made or optimizer.state or any(held[name] for name in held if name.endswith("_hooks")):
-        return None
-    groups = optimizer.param_groups
-    tensors: Tensors = {}
-    known = [optimizer.defaults, *({n: v for n, v in group.items() if n != "params"} for group in groups)]
-    try:
-        plain = encode(known, "settings", tensors)
-    except ValueError:
-        return None
-    # In words, since 1, 1.0 and True are equal, and other settings.
-    words = repr((plain, [dims_of(group["params"]) for group in groups]))
-    return None if tensors else (kind, kind.step, torch.get_default_dtype(), torch.get_default_device(), words)
-
-
-@cache
-def _names() -> set[str]:
-    """Of what torch keeps on an optimizer of its own."""
-    return set(vars(torch.optim.AdamW([torch.zeros(())], fused=True)))
 
 
 def _try_at_a_rate_that_shows(optimizer: Optimizer) -> None:

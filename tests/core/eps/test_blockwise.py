@@ -341,10 +341,10 @@ def test_what_is_known_of_one_of_torchs_is_not_tried_again(monkeypatch: pytest.M
         hooked = SGD(Net().parameters(), lr=0.1)
         hooked.register_step_pre_hook(lambda *args: None)
         check_blockwise(hooked)
-        one = SGD(Net().parameters(), lr=0.1, momentum=0.9)
-        for param in Net().parameters():
-            one.state[one.param_groups[0]["params"][0]] = {"momentum_buffer": torch.zeros_like(param)}
-        check_blockwise(one)
+        trained = SGD(Net().parameters(), lr=0.1, momentum=0.9)
+        first = trained.param_groups[0]["params"][0]
+        trained.state[first] = {"momentum_buffer": torch.zeros_like(first)}
+        check_blockwise(trained)
     assert tried[7:] == ["Own", "SGD", "SGD", "SGD"] * 2
 
 
