@@ -5,15 +5,14 @@ micro-batch has noted meanwhile. So what a micro-batch has set is set again befo
 next (a memory of the last forward) can only be had in the order of plain training; where turns change that order, it is
 refused. So is a number that the shell sets on a layer anew for every micro-batch: the layer would run with another's.
 
-Reads and writes are seen by descriptors on the classes of the shell's own modules, for the length of a pass.
+Reads and writes are seen by spies on the classes of the model's own modules (`spies.py`), for the length of a pass.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from threading import RLock
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,12 +23,11 @@ from l2l_core.model import modules_of
 from l2l_core.step.graph import Asides
 from l2l_core.step.micro_batch.hooks import SideOutputs
 from l2l_core.step.micro_batch.meanwhile import Meanwhile
+from l2l_core.step.micro_batch.spies import Spies
 
 Place = tuple[nn.Module, str]
 
 _MISSING = object()
-_STANDING = RLock()  # passes in several threads may have spies on the same class
-_AT_WORK: list[Attributes] = []
 _KEPT_BY: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()  # numbers that layers of a class set
 OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
@@ -68,25 +66,19 @@ class Attributes:
         self._read: dict[Place, int] = {}  # the last micro-batch that has read what others left
         self._set: dict[Place, int] = {}
         self._on_layers: dict[Unit, set[Place]] = {}  # what the shell has set there
-        self._spies: dict[tuple[type, str], tuple[Any, Any]] = {}  # with what the class itself had there
-        self._undo = ExitStack()
+        self._spies = Spies(self)
 
     def __enter__(self) -> Attributes:
-        with _STANDING:
-            _AT_WORK.append(self)
-        self._undo.callback(_AT_WORK.remove, self)  # last of all
+        self._spies.begin()
         names = {(type(m), name) for m in self._shell for name in vars(m) if name not in OF_MODULES}
         names |= {(type(m), name) for m in self._unit_of for name in self._numbers_of(m)}
         for cls, name in names:
-            self._spy(cls, name)
-        # All are looked up before any is replaced: a class may get its own from another one.
-        setters = {cls: cls.__setattr__ for cls in {type(m) for m in (*self._shell, *self._unit_of)}}
-        for cls, plain in setters.items():
-            self._stand(cls, "__setattr__", _telling(plain, self))
+            self._spies.see(cls, name)
+        self._spies.see_all_sets({type(m) for m in (*self._shell, *self._unit_of)})
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._undo.close()
+        self._spies.end()
 
     def knows(self, module: nn.Module) -> bool:
         """Whether a module is of this pass, and not of one in another thread."""
@@ -99,41 +91,6 @@ class Attributes:
         if not self._metering:
             return _KEPT_BY.get(type(module), ())
         return [name for name, value in vars(module).items() if name not in OF_MODULES and is_plain(value)]
-
-    def _spy(self, cls: type, name: str) -> None:
-        found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
-        below = found if isinstance(found, _Spy) and found.attributes is not self else None
-        if below is not None:
-            found = below.default
-        elif hasattr(type(found), "__set__"):
-            return  # a property: instances hold nothing under this name
-        self._stand(cls, name, _Spy(self, name, found, below))
-
-    def _stand(self, cls: type, name: str, spy: Any) -> None:
-        with _STANDING:
-            self._spies[cls, name] = spy, vars(cls).get(name, _MISSING)
-            self._set_up(cls, name)
-        self._undo.callback(self._leave, cls, name)
-
-    def _leave(self, cls: type, name: str) -> None:
-        """Take a spy away for good, also from below that of a pass in another thread, which began later."""
-        with _STANDING:
-            spy, own = self._spies[cls, name]
-            if vars(cls).get(name) is spy:
-                self._take_away(cls, name)
-            for other in _AT_WORK:
-                above, below = other._spies.get((cls, name), (None, None))
-                if below is spy:
-                    other._spies[cls, name] = above, own
-
-    def _set_up(self, cls: type, name: str) -> None:
-        setattr(cls, name, self._spies[cls, name][0])
-
-    def _take_away(self, cls: type, name: str) -> None:
-        if (own := self._spies[cls, name][1]) is _MISSING:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, own)
 
     def turn(self, k: int, own: dict[Place, Any]) -> AbstractContextManager[None]:
         """Micro-batch `k` is at work in the block; `own` is what it has set so far, and gets what it sets."""
@@ -151,14 +108,8 @@ class Attributes:
             if place[0] in self._shell:
                 self.was_read(*place)
         classes = {cls for kind in {type(module) for module in modules} for cls in kind.__mro__}
-        spied = [(cls, name) for cls, name in self._spies if cls in classes]
-        for cls, name in spied:
-            self._take_away(cls, name)
-        try:
+        with self._spies.away_from(classes):
             yield
-        finally:
-            for cls, name in spied:
-                self._set_up(cls, name)
         for place in [(m, n) for m in modules for n in vars(m) if n not in OF_MODULES]:
             if vars(place[0])[place[1]] is not before.get(place, _MISSING):
                 self.was_set(*place)
@@ -206,8 +157,8 @@ class Attributes:
         if self._read.get(place, -1) > self._k:
             self._refuse(place)
         self._set[place] = max(self._k, self._set.get(place, -1))
-        if name in vars(module) and (type(module), name) not in self._spies:
-            self._spy(type(module), name)
+        if name in vars(module):
+            self._spies.see(type(module), name)
 
     def layer_changed(self, place: Place) -> None:
         """A layer has changed what it keeps, for the micro-batch at work, in a way that need not show when it is set."""
@@ -266,41 +217,6 @@ class _Turn(AbstractContextManager[None]):
         self._attributes._k, self._attributes._own = -1, {}
 
 
-class _Spy:
-    """Stands on a class in place of an attribute of its instances, and tells of reads and writes.
-
-    `below` is that of a pass in another thread, which it stands before.
-    """
-
-    def __init__(self, attributes: Attributes, name: str, default: Any, below: _Spy | None) -> None:
-        self.attributes, self._name, self.default, self._below = attributes, name, default, below
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        held = {} if instance is None else vars(instance)
-        if self._name in held:
-            if self._below is not None and not self.attributes.knows(instance):
-                return self._below.__get__(instance, owner)
-            return self.attributes.was_read(instance, self._name)
-        if self.default is _MISSING:
-            raise AttributeError(f"{owner.__name__ if owner else instance!r} has no attribute {self._name!r}")
-        get = getattr(type(self.default), "__get__", None)
-        return self.default if get is None else get(self.default, instance, owner)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self._name] = value
-        self._was_set(instance)
-
-    def _was_set(self, instance: Any) -> None:
-        if self._below is not None and not self.attributes.knows(instance):
-            self._below._was_set(instance)
-        else:
-            self.attributes.was_set(instance, self._name)
-
-    def __delete__(self, instance: Any) -> None:
-        if vars(instance).pop(self._name, _MISSING) is _MISSING:
-            raise AttributeError(self._name)
-
-
 def _unsteady(module: nn.Module, name: str) -> str:
     return (
         f"the model reads attribute {name!r} of {type(module).__name__}, which a layer counts on from what it found there: "
@@ -314,15 +230,3 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _telling(plain: Callable[..., None], attributes: Attributes) -> Callable[..., None]:
-    """Make a `__setattr__` that tells of every module and name that is assigned to, where no spy stands yet."""
-
-    def setting(self: nn.Module, name: str, value: Any) -> None:
-        plain(self, name, value)
-        spy = vars(type(self)).get(name)
-        if not isinstance(spy, _Spy) or spy.attributes is not attributes:
-            attributes.was_set(self, name)
-
-    return setting

@@ -81,9 +81,8 @@ def test_passes_in_two_threads_leave_classes_as_they_were() -> None:
     kind, config = Kind("waits", make_model, chain.make_batch, chain.loss), RelayConfig(micro_batches=3)
     before = {cls: dict(vars(cls)) for cls in (torch.nn.Module, torch.nn.Linear, ResidualMlp, *Waits.__mro__[:3])}
     with both(kind, config) as first, both(kind, config) as second, ThreadPoolExecutor(2) as pool:
-        assert_equal(
-            [sides.step(kind.make_batch(7, 0)) for sides in (first, second)]
-        )  # learns which attributes there are
+        # The first steps learn which attributes there are.
+        assert_equal([sides.step(kind.make_batch(7, 0)) for sides in (first, second)])
         running = []
         for sides in (first, second):
             model = sides.relay.model

@@ -32,9 +32,8 @@ def relay(threads_end: None) -> Iterator[Relay]:
 
 def test_pictures_show_each_micro_batch_by_itself(session: Session) -> None:
     panels = [kind(session) for kind in (RelayPanel, TimelinePanel, MemoryPanel)]
-    session.reconfigure(
-        micro_batches=4
-    )  # so that the phase in the middle is long, and its name has room, whatever else runs
+    # The phase in the middle is long then, and its name has room, whatever else runs.
+    session.reconfigure(micro_batches=4)
     train(session, 2)
     for panel in panels:
         shown(panel)
