@@ -71,7 +71,7 @@ class Lab:
         path.write_text(json.dumps({"theme": name}))
 
     def close_all(self, page: Page) -> bool:
-        """Close what is open in JupyterLab, without being asked; tells whether the page is as it was when that had loaded."""
+        """Close what is open in JupyterLab, without being asked; tells whether nothing but its launcher is left."""
         return bool(page.evaluate(_CLOSE_ALL))
 
     def kernels(self) -> list[psutil.Process]:
@@ -150,16 +150,19 @@ _OPEN = """async ([path, theme]) => {
     await app.commands.execute("docmanager:open", {path});
     return true;
 }"""
+# Where nothing is left open, JupyterLab opens its launcher some time later, in front of whatever is there by then.
 _CLOSE_ALL = """async () => {
     clearInterval(window.watching);
     if (!window.jupyterapp) return false;
     for (const widget of [...window.jupyterapp.shell.widgets("main")]) {
-        if (widget.context) widget.context.model.dirty = false;
+        if (!widget.context) continue;
+        widget.context.model.dirty = false;
         widget.close();
     }
-    const left = () => document.querySelector(".jp-NotebookPanel, .jp-Dialog");
-    for (let tries = 0; left() && tries < 100; tries++) await new Promise(resolve => setTimeout(resolve, 20));
-    return !left();
+    const find = selector => document.querySelector(selector);
+    const isClear = () => find(".jp-Launcher") && !find(".jp-NotebookPanel, .jp-Dialog");
+    for (let tries = 0; !isClear() && tries < 500; tries++) await new Promise(resolve => setTimeout(resolve, 20));
+    return Boolean(isClear());
 }"""
 
 
