@@ -150,6 +150,14 @@ _OPEN = """async ([path, theme]) => {
     await app.commands.execute("docmanager:open", {path});
     return true;
 }"""
+# What has just gone can hand its place to the launcher after something else was opened. A person would click at the tab.
+_IN_FRONT = """path => {
+    const { shell } = window.jupyterapp;
+    const isIt = widget => widget?.context?.path === path;
+    if (isIt(shell.currentWidget)) return true;
+    for (const widget of shell.widgets("main")) if (isIt(widget)) shell.activateById(widget.id);
+    return false;
+}"""
 # Where nothing is left open, JupyterLab opens its launcher some time later, in front of whatever is there by then.
 _CLOSE_ALL = """async () => {
     clearInterval(window.watching);
@@ -176,6 +184,7 @@ class Notebook:
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
         self.panel.locator(".jp-Cell").first.wait_for(timeout=1000 * HANG_S)
         self.panel.locator(".jp-Spinner").wait_for(state="detached")
+        until(lambda: page.evaluate(_IN_FRONT, path), page, f"{path} to be in front")
         self.wait_until_idle()
 
     def cell(self, number: int) -> Locator:

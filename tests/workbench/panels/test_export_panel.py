@@ -137,7 +137,10 @@ def test_the_report_of_a_replay_is_of_the_moment_that_is_seen(tmp_path: Path, mo
     text = (tmp_path / "exports" / "step_4_report.html").read_text(encoding="utf-8")
     assert "far away, after step 4" in text and "A machine elsewhere" in text
     assert (
-        "held out 77.25" in text and "66.12" not in text and "10 steps" not in text and "Step 4, event by event" in text
+        "held out 77.25" in text
+        and "held out 66.12" not in text
+        and "10 steps" not in text
+        and "Step 4, event by event" in text
     )
     find(panel, "Perfetto").click()
     assert (tmp_path / "exports" / "step_4.json.gz").is_file()
