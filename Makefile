@@ -31,10 +31,12 @@ setup: .venv/.stamp ## make .venv and install everything into it, in the tested 
 
 # The stamp is younger than the last complete installation, so a change of dependencies installs again.
 # Nothing is compiled now: modules are when they are first imported, and most of what is installed never is.
+# The pip that comes with Python 3.11 takes half as long again.
 .venv/.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
 	  echo "setup needs Python 3.11 or 3.12 and tried $(PYTHON); name another: make setup PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt -e ".[test,browser]"
 	@touch $@
 
