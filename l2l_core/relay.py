@@ -590,6 +590,7 @@ class Relay:
             self._caches.off(),
             self._company.together("forecast", partial(self._facts, batch)),
             self._company.seen_whole(),
+            self._runner.rehearsing(fleet) as rehearsal,
         ):
             check_model(self.model, self._runner.parts.units)
             self._runner.rows_of(batch)
@@ -599,7 +600,7 @@ class Relay:
             asked = self._runner.settled(self.config if config is None else config, batch)
             where = self._on_disk(asked, disk, fleet)
             return forecast_step(
-                self._runner.rehearsal(fleet),
+                rehearsal,
                 batch,
                 asked,
                 self.device if device is None else device,

@@ -120,8 +120,8 @@ class Runner:
         kind = self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
         known = self.learned.kept_of(kind)
         if None in (counts := self._company.every([known], "say how many graphs are kept")):
-            with self._company.seen_whole():
-                mine = layers_within(self.rehearsal(), batch, config, nbytes) if known is None else known
+            with self._company.seen_whole(), self.rehearsing() as rehearsal:
+                mine = layers_within(rehearsal, batch, config, nbytes) if known is None else known
             counts = self._company.every([mine], "count the graphs that are kept")
         kept = min(counts)  # what fits everywhere: all must load the same layers
         self.learned.keeps(kind, kept)
@@ -183,7 +183,8 @@ class Runner:
             if isinstance(error, NewHabit):
                 self.learned.distrust()
             if isinstance(error, DeviceOutOfMemory) and self._company.can_rehearse:
-                advise(error, self.rehearsal(), batch, config)
+                with self.rehearsing() as rehearsal:
+                    advise(error, rehearsal, batch, config)
             if updated:
                 raise self._torn(error, updated) from error
             raise
@@ -248,7 +249,12 @@ class Runner:
         """Return the mean loss of a batch, of all workers' rows, in evaluation mode."""
         rows, micro_batches = self.split(batch)
         divisors = mean.divisors(rows, micro_batches)
-        losses = self.infer(micro_batches, self._call.objective)
+        put_buffers_back = self.parts.copy_buffers()
+        try:
+            with same_random_numbers():
+                losses = self.infer(micro_batches, self._call.objective)
+        finally:
+            put_buffers_back()
         return float(sum(self._company.every([loss / n for loss, n in zip(losses, divisors, strict=True)])))
 
     def _losses_of(self, small: Sequence[Any], shaken: bool) -> list[float]:
@@ -282,6 +288,16 @@ class Runner:
         place = self._company.place_apart
         return Rehearsal(self.parts, self._store, self.learned.way, self._call.objective, place, learn, reduce)
 
+    @contextmanager
+    def rehearsing(self, fleet: Fleet | None = None) -> Iterator[Rehearsal]:
+        """Give a rehearsal whose passes leave no trace: what a forward counts, notes or draws is as before after the block."""
+        put_back = keep_attributes(self._model.modules())
+        try:
+            with same_random_numbers():
+                yield self.rehearsal(fleet)
+        finally:
+            put_back()
+
     def fleet(self, **other: Any) -> Fleet:
         """Say who trains along, for forecasts; `other` is what is asked for instead."""
         settings = self._company.settings
@@ -308,7 +324,8 @@ class Runner:
         with company.whole():
             if company.rank == looks:
                 args = fixed, Room.least(rooms), most_s, min(counts), self.fleet()
-                found = [fit_step(self.rehearsal(), batch, asked, *args)]
+                with self.rehearsing() as rehearsal:
+                    found = [fit_step(rehearsal, batch, asked, *args)]
             [fit] = company.every(found, "hear which settings were found")
         return fit
 

@@ -19,6 +19,7 @@ from l2l_core.devices.process import Process as Process
 from l2l_core.devices.threads import Hands as Hands
 from l2l_core.devices.threads import InTurn as InTurn
 from l2l_core.devices.threads import Job as Job
+from l2l_core.devices.threads import Unseen as Unseen
 from l2l_core.devices.threads import serial_thread as serial_thread
 from l2l_core.devices.threads import sleep_until as sleep_until
 from l2l_core.devices.waiting import HostRoom as HostRoom

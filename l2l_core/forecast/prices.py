@@ -100,6 +100,7 @@ class Prices:
 
     def _depth_first(self, config: RelayConfig, costs: Costs) -> Priced | None:
         """Price a step that is told by no other one: where micro-batches come one after another, the very step is rehearsed."""
+        config = config.over(len(self._rehearsal.parts.layers))  # a layer has one slot, however often it is visited
         layer = 4 * max((unit.gradient_numel for unit in self._rehearsal.parts.layers), default=0)
         in_core = device_bytes(costs) + self.visits * (
             _graph_bytes(costs) + slot_bytes(self._rehearsal, config) + layer

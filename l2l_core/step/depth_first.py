@@ -26,6 +26,7 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 
+from l2l_core.devices import Unseen
 from l2l_core.eps import LayerStore, NonFiniteError
 from l2l_core.eps.blocks import SHELL, Buffers, Stamp, Unit, check_stamps, refuse_cached, stamps_of
 from l2l_core.model import Ambient, call_of
@@ -295,7 +296,8 @@ class DepthFirst(Ground):
             store.raise_failure()  # of the EPS: the rest of backward would be in vain
             unit = whole.pop().unit
             if gradients[unit].is_whole:  # older code than the layer's may use its parameters too
-                gradients.pop(unit).push()
+                with Unseen():  # what the host makes room for is not for a watch over the device
+                    gradients.pop(unit).push()
 
     # -- what is told --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -69,13 +69,19 @@ class Attributes:
         self._spies = Spies(self)
 
     def __enter__(self) -> Attributes:
+        with ExitStack() as undo:
+            undo.callback(self._spies.end)
+            self._begin()
+            undo.pop_all()
+        return self
+
+    def _begin(self) -> None:
         self._spies.begin()
         names = {(type(m), name) for m in self._shell for name in vars(m) if name not in OF_MODULES}
         names |= {(type(m), name) for m in self._unit_of for name in self._numbers_of(m)}
         for cls, name in names:
             self._spies.see(cls, name)
         self._spies.see_all_sets({type(m) for m in (*self._shell, *self._unit_of)})
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._spies.end()

@@ -53,22 +53,24 @@ class Spies:
 
     def see(self, cls: type, name: str) -> None:
         """See who reads and sets the attribute `name` of instances, from now on."""
-        if (cls, name) in self._standing:
-            return
-        found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
-        below = found if isinstance(found, _Spy) and found.spies is not self else None
-        if below is not None:
-            found = below.default
-        elif hasattr(type(found), "__set__"):
-            return  # a property: instances hold nothing under this name
-        self._stand(cls, name, _Spy(self, name, found, below))
+        with _STANDING:  # from the look at what stands there
+            if (cls, name) in self._standing:
+                return
+            found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
+            below = found if isinstance(found, _Spy) and found.spies is not self else None
+            if below is not None:
+                found = below.default
+            elif hasattr(type(found), "__set__"):
+                return  # a property: instances hold nothing under this name
+            self._stand(cls, name, _Spy(self, name, found, below))
 
     def see_all_sets(self, classes: Collection[type]) -> None:
         """See whatever is set on instances of these."""
         # All are looked up before any is replaced: a class may get its own from another one.
-        setters = {cls: cls.__setattr__ for cls in classes}
-        for cls, plain in setters.items():
-            self._stand(cls, "__setattr__", self._telling(plain))
+        with _STANDING:
+            setters = {cls: cls.__setattr__ for cls in classes}
+            for cls, plain in setters.items():
+                self._stand(cls, "__setattr__", self._telling(plain))
 
     @contextmanager
     def away_from(self, classes: Collection[type]) -> Iterator[None]:
@@ -80,13 +82,12 @@ class Spies:
             yield
         finally:
             for cls, name in there:
-                setattr(cls, name, self._standing[cls, name][0])
+                type.__setattr__(cls, name, self._standing[cls, name][0])
 
     def _stand(self, cls: type, name: str, spy: Any) -> None:
-        with _STANDING:
-            self._standing[cls, name] = spy, vars(cls).get(name, _MISSING)
-            setattr(cls, name, spy)
+        self._standing[cls, name] = spy, vars(cls).get(name, _MISSING)
         self._undo.callback(self._leave, cls, name)
+        type.__setattr__(cls, name, spy)  # a metaclass may refuse, or do something else
 
     def _leave(self, cls: type, name: str) -> None:
         with _STANDING:
@@ -100,9 +101,9 @@ class Spies:
 
     def _take_away(self, cls: type, name: str) -> None:
         if (own := self._standing[cls, name][1]) is _MISSING:
-            delattr(cls, name)
+            type.__delattr__(cls, name)
         else:
-            setattr(cls, name, own)
+            type.__setattr__(cls, name, own)
 
     def _telling(self, plain: Callable[..., None]) -> Callable[..., None]:
         """Make a `__setattr__` that tells of every name that is assigned to, where no spy of these stands yet."""
