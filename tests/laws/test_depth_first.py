@@ -195,7 +195,20 @@ def test_nothing_stays_booked(meter: Any) -> None:
     with both(kind, config_of(kind, meter=meter)) as pair:
         peaks = [pair.step(kind.make_batch(6, step)).result.peak_device_bytes for step in range(3)]
         assert pair.relay.device.ledger.total == 0, pair.relay.device.ledger.by_category()
-    assert peaks[1] == peaks[2] > 0
+    assert peaks[0] == peaks[1] == peaks[2] > 0
+
+
+def test_gradients_on_the_host_are_none_of_the_devices() -> None:
+    """The emulated device is the host itself, and the EPS makes room for them while backward goes on, in a metered step too."""
+    kind, peaks = BY_NAME["chain"], set()
+    for settings in (
+        {"update": "eager"},
+        {"update": "deferred", "ahead": 0},
+        {"update": "deferred", "meter": "always"},
+    ):
+        with both(kind, config_of(kind, **settings)) as pair:
+            peaks |= {pair.step(kind.make_batch(3, step)).result.peak_device_bytes for step in range(3)}
+    assert len(peaks) == 1
 
 
 # --- programs -------------------------------------------------------------------------------------------------------------

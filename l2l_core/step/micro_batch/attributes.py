@@ -5,7 +5,9 @@ micro-batch has noted meanwhile. So what a micro-batch has set is set again befo
 next (a memory of the last forward) can only be had in the order of plain training; where turns change that order, it is
 refused. So is a number that the shell sets on a layer anew for every micro-batch: the layer would run with another's.
 
-Reads and writes are seen by spies on the classes of the model's own modules (`spies.py`), for the length of a pass.
+Reads and writes are seen by spies on the classes of the model's own modules (`spies.py`), for the length of a pass. What goes
+past them (a hook's note on a module of torch's own, `object.__setattr__`, another submodule in a place) is found by a look at
+what modules hold, before and after each turn: at all of them while metering, later where something was found, or has come.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ Place = tuple[nn.Module, str]
 
 _MISSING = object()
 _KEPT_BY: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()  # numbers that layers of a class set
+_WRITTEN_PAST: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that are written to past the spies
 OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
 
@@ -38,7 +42,7 @@ class Attributes:
     Invariant: after the block every class is as it was before, also where passes in several threads overlap.
 
     Args:
-        shell: modules of the shell; those of torch's own classes set nothing in their forward.
+        shell: modules of the shell; those of torch's own classes set nothing in their forward, so no spies stand there.
         layers: the layers.
         asides: told what a layer keeps on itself, and for which micro-batch it ran.
         sides: knows which layers keep what can be differentiated.
@@ -58,7 +62,10 @@ class Attributes:
         self._unsteady: set[Place] = set()  # numbers that a recompute would set to something else
         self._plain: dict[tuple[Place, int], Any] = {}  # numbers that layers keep on themselves, by micro-batch
         self._left: dict[Place, list[weakref.ref[torch.Tensor]]] = {}  # what layers keep on themselves
-        self._shell = {module for module in shell if not type(module).__module__.startswith("torch.")}
+        self._shell = dict.fromkeys(shell)
+        tops = [unit.module for unit in layers if _is_torchs(unit.module)]
+        self._held = [(m, held) for m in (*self._shell, *tops) for held in (vars(m), m._modules)]
+        self._looked_at = [(m, held) for m, held in self._held if metering or m in _WRITTEN_PAST]
         self._unit_of = {module: unit for unit in layers for module in modules_of(unit.module)}
         self._k = -1  # whose turn it is
         self._own: dict[Place, Any] = {}  # what that micro-batch has set so far
@@ -77,11 +84,12 @@ class Attributes:
 
     def _begin(self) -> None:
         self._spies.begin()
-        names = {(type(m), name) for m in self._shell for name in vars(m) if name not in OF_MODULES}
+        own = [module for module in self._shell if not _is_torchs(module)]
+        names = {(type(m), name) for m in own for name in vars(m) if name not in OF_MODULES}
         names |= {(type(m), name) for m in self._unit_of for name in self._numbers_of(m)}
         for cls, name in names:
             self._spies.see(cls, name)
-        self._spies.see_all_sets({type(m) for m in (*self._shell, *self._unit_of)})
+        self._spies.see_all_sets({type(m) for m in (*own, *self._unit_of)})
 
     def __exit__(self, *exc: object) -> None:
         self._spies.end()
@@ -92,7 +100,7 @@ class Attributes:
 
     def _numbers_of(self, module: nn.Module) -> Iterable[str]:
         """List the names of what a layer's module may keep, which the shell may read before the layer has run."""
-        if type(module).__module__.startswith("torch."):
+        if _is_torchs(module):
             return ()
         if not self._metering:
             return _KEPT_BY.get(type(module), ())
@@ -149,13 +157,13 @@ class Attributes:
             return
         if module in self._shell:
             self._note_set(module, name)
-            if name in vars(module):
-                self._own[module, name] = vars(module)[name]
+            if name in (held := holder_of(module, name)):
+                self._own[module, name] = held[name]
         elif module in self._unit_of and self._in_layer:
             self._layer_keeps(module, name)
         elif module in self._unit_of:
             if is_plain(value := vars(module).get(name)):
-                self._plain[(module, name), self._k] = value
+                self._plain[(module, name), self._k] = self._own[module, name] = value
             self._on_layers.setdefault(self._unit_of[module], set()).add((module, name))
 
     def _note_set(self, module: nn.Module, name: str) -> None:
@@ -216,11 +224,41 @@ class _Turn(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         for (module, name), value in self._own.items():
-            vars(module)[name] = value  # another micro-batch has left its own there
+            holder_of(module, name)[name] = value  # another micro-batch has left its own there
         self._attributes._k, self._attributes._own = self._k, self._own
+        self._sizes = [len(held) for _, held in self._attributes._held]
+        self._before = [(module, held, dict(held)) for module, held in self._attributes._looked_at]
 
-    def __exit__(self, *exc: object) -> None:
-        self._attributes._k, self._attributes._own = -1, {}
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            if kind is None:
+                for module, name in dict.fromkeys((*self._come(), *self._changed())):
+                    _WRITTEN_PAST.add(module)
+                    self._attributes.was_set(module, name)
+        finally:
+            self._attributes._k, self._attributes._own = -1, {}
+
+    def _come(self) -> Iterator[Place]:
+        """List what there was not when the turn began, where their number tells."""
+        for (module, held), size in zip(self._attributes._held, self._sizes, strict=True):
+            if len(held) > size:
+                yield from ((module, name) for name in [*held][size:] if name not in OF_MODULES)
+
+    def _changed(self) -> Iterator[Place]:
+        """List what is another object now than when the turn began, or new, on modules that are looked at."""
+        for module, held, before in self._before:
+            if len(before) != len(held) or not all(map(is_, before.values(), held.values())):
+                names = [name for name, value in held.items() if before.get(name, _MISSING) is not value]
+                yield from ((module, name) for name in names if name not in OF_MODULES)
+
+
+def holder_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Where a module holds an attribute of this name."""
+    return module._modules if name in module._modules else vars(module)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
 
 
 def _unsteady(module: nn.Module, name: str) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 
 from l2l_core.eps.blocks import SHELL, Unit
 from l2l_core.model import Ambient, call_of
-from l2l_core.step.micro_batch.attributes import Place
+from l2l_core.step.micro_batch.attributes import Place, holder_of
 from l2l_core.step.micro_batch.call import Call
 from l2l_core.step.micro_batch.crossing import Crossing
 from l2l_core.step.micro_batch.keepers import RECOMPUTE, Keeper
@@ -157,7 +157,7 @@ class Forward:
         self._run.runs[call.unit] += 1
         self._attributes.update(call.attributes)
         for module, name in self._attributes:  # a layer that runs again may keep something else there, without a graph
-            self._attributes[module, name] = vars(module).get(name)
+            self._attributes[module, name] = holder_of(module, name).get(name)
         if shell.autocasts:
             torch.clear_autocast_cache()  # it would keep casted copies of evicted weights
         if call.needs_backward:

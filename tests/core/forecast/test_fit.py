@@ -237,6 +237,15 @@ def test_where_everything_fits_a_step_is_one_in_core() -> None:
     assert found.better is None and "Next better" not in str(found)
 
 
+def test_a_layer_that_is_called_many_times_has_one_slot_depth_first() -> None:
+    kind, fixed = BY_NAME["albert"], ["micro_batches", "schedule"]
+    with relay_of(kind, RelayConfig(micro_batches=2, schedule="depth_first")) as relay:
+        batch = kind.make_batch(4)
+        found = relay.fit(batch, fixed=fixed)
+        assert found.config.schedule == "depth_first" and found.config.keep == len(relay.stack)
+        assert found.forecast.peak_device_bytes == relay.step(batch).peak_device_bytes
+
+
 def test_a_schedule_that_is_held_stays_and_everything_is_kept_in_it() -> None:
     kind = BY_NAME["gpt2"]
     with relay_of(kind, RelayConfig(micro_batches=2)) as relay:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from oracle import assert_equal, assert_state, both, copy_state, run_both
 from patience import HANG_S
-from torch import Tensor
+from torch import Tensor, nn
 from zoo import BY_NAME, WIDTH, Chain, Kind, ResidualMlp
 
 from l2l_core import RelayConfig
+from l2l_core.step.micro_batch.spies import Spies
 
 
 class NotesNumber(Chain):
@@ -54,6 +55,132 @@ def test_notes_of_the_shell_are_its_own(model: Any, stash: str) -> None:
 
     kind = Kind("notes", make_model, chain.make_batch, chain.loss)
     assert_equal(run_both(kind, 3, RelayConfig(micro_batches=3, stash=stash), rows=7))
+
+
+def by_super(model: nn.Module, value: float) -> None:
+    super(Chain, model).__setattr__("note", value)
+
+
+def by_object(model: nn.Module, value: float) -> None:
+    object.__setattr__(model, "note", value)
+
+
+def by_dict(model: nn.Module, value: float) -> None:
+    vars(model)["note"] = value
+
+
+def on_torchs_own(model: Any, value: float) -> None:
+    model.head.note = value
+
+
+def as_submodule(model: Any, value: float) -> None:
+    model.note = nn.Threshold(-9.0, value)
+
+
+PAST_SPIES = [by_super, by_object, by_dict, on_torchs_own, as_submodule]
+
+
+class NotesPastSpies(Chain):
+    """Notes a number in a way that no spy sees, before the layers, and reads it after them; at once or from its third step on."""
+
+    way: Callable[[Any, float], None]
+    begins, forwards = 0, 0
+
+    def walk(self, h: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards > self.begins:
+            NotesPastSpies.way(self, float(h.detach().mean()))
+        h = super().walk(h)
+        note = vars(self).get("note", vars(self.head).get("note", self._modules.get("note", 1.0)))
+        return h * (note.value if isinstance(note, nn.Module) else note)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("begins", [0, 6])
+@pytest.mark.parametrize("way", PAST_SPIES)
+def test_what_no_spy_sees_is_the_micro_batchs_own(way: Any, begins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = BY_NAME["chain"]
+    monkeypatch.setattr(NotesPastSpies, "way", staticmethod(way), raising=False)
+    monkeypatch.setattr(NotesPastSpies, "begins", begins)
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        return NotesPastSpies([ResidualMlp() for _ in range(3)])
+
+    kind = Kind("past spies", make_model, chain.make_batch, chain.loss)
+    assert_equal(run_both(kind, 4, RelayConfig(micro_batches=3), rows=7))
+
+
+class Hooked(nn.Module):
+    """Hooks on modules of torch's own, in the shell and as layers, note numbers there, which the model reads in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        for module in (self.stem, *self.layers):
+            module.register_forward_hook(lambda module, _, out: setattr(module, "note", float(out.detach().mean())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        return h * (1 + self.stem.note + sum(layer.note for layer in self.layers))
+
+
+def test_what_hooks_note_on_modules_of_torchs_own() -> None:
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        return Hooked()
+
+    def make_batch(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        drawn = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, WIDTH, generator=drawn), torch.randn(rows, WIDTH, generator=drawn)
+
+    def loss(out: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(out, batch[1])
+
+    assert_equal(run_both(Kind("hooked", make_model, make_batch, loss), 4, RelayConfig(micro_batches=3), rows=7))
+
+
+class Sealed(type):
+    """Nothing is set on its classes."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise TypeError(f"{cls.__name__} is sealed")
+
+
+class NotesOnSealed(NotesNumber, metaclass=Sealed):
+    """Its class may not be changed."""
+
+
+def test_a_class_that_lets_nothing_be_set_is_seen_as_any_other() -> None:
+    chain = BY_NAME["chain"]
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        return NotesOnSealed([ResidualMlp() for _ in range(3)])
+
+    before = {cls: dict(vars(cls)) for cls in (nn.Module, nn.Linear, ResidualMlp, *NotesOnSealed.__mro__[:4])}
+    kind = Kind("sealed", make_model, chain.make_batch, chain.loss)
+    assert_equal(run_both(kind, 3, RelayConfig(micro_batches=3), rows=7))
+    assert {cls: dict(vars(cls)) for cls in before} == before
+
+
+def test_spies_that_cannot_stand_leave_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt may come while they take their places."""
+
+    def interrupted(spies: Spies, classes: Any) -> None:
+        see_all_sets(spies, classes)
+        raise KeyboardInterrupt
+
+    chain, see_all_sets = BY_NAME["chain"], Spies.see_all_sets
+    before = {cls: dict(vars(cls)) for cls in (nn.Module, nn.Linear, ResidualMlp, Chain)}
+    with both(chain, RelayConfig(micro_batches=3)) as pair:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Spies, "see_all_sets", interrupted)
+            pair.relay.step(chain.make_batch(7, 0))
+        assert {cls: dict(vars(cls)) for cls in before} == before
+        assert_equal([pair.step(chain.make_batch(7, seed)) for seed in range(2)])
 
 
 class Waits(NotesNumber):
