@@ -135,6 +135,11 @@ class State:
         """Go through all buffers (non-persistent ones too), by name, each with the unit that it is in."""
         shell, *layers = self.units
         for name, buffer in shell.module.named_buffers():  # the shell's module is the whole model
+            if buffer.layout is not torch.strided:
+                raise ValueError(
+                    f"buffer {name!r} is a tensor of layout {buffer.layout}, which files of safetensors do not hold: keep its "
+                    "indices and values as buffers, or the tensor as a plain attribute"
+                )
             yield next((unit for unit in layers if name.startswith(f"{unit.name}.")), shell), name, buffer
 
     def residuals(self) -> dict[str, dict[str, torch.Tensor]]:

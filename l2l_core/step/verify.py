@@ -220,8 +220,9 @@ def _buffers(model: nn.Module, twin: nn.Module) -> dict[int, Pair]:
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     """Return the largest difference of two tensors that differ; infinite if they cannot be subtracted."""
-    if one is None or other is None or one.shape != other.shape:
+    if one is None or other is None or one.shape != other.shape or one.layout is not other.layout:
         return math.inf
+    one, other = one.to_dense(), other.to_dense()
     differ = one != other
     off = (one[differ].double() - other[differ].double()).abs()
     return float(off.nan_to_num(math.inf).max()) if off.numel() else 0.0

@@ -155,7 +155,8 @@ def assert_equal(steps: list[Compared]) -> None:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and all buffers, those that no state_dict shows among them."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+    buffers = {name: b.to_dense() if b.layout is not torch.strided else b for name, b in model.named_buffers()}
+    return dict(model.named_parameters()) | buffers
 
 
 def differences(model: nn.Module, other: nn.Module) -> dict[str, float]:

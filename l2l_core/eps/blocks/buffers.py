@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from l2l_core.devices import Device
+from l2l_core.model import pieces_of, same_numbers
 
 Place = tuple[nn.Module, str]
 
@@ -44,7 +45,7 @@ class Buffers:
     def equal(self, values: Sequence[torch.Tensor | None]) -> bool:
         """Compare by value, since BatchNorm changes its statistics without counting a version. A GPU is waited for."""
         return all(
-            a is b if a is None or b is None else a.shape == b.shape and torch.equal(a.to(_CPU), b)
+            a is b if a is None or b is None else same_numbers(a.to(_CPU), b)
             for a, b in zip(self.now(), values, strict=True)
         )
 
@@ -70,7 +71,8 @@ class Buffers:
             yield []
             return
         homes = self.now()
-        nbytes = sum(home.nbytes for home in {id(home): home for home in homes if home is not None}.values())
+        once = {id(home): home for home in homes if home is not None}.values()
+        nbytes = sum(piece.nbytes for home in once for piece in pieces_of(home))
         device.ledger.book("weights", owner, nbytes)
         copies: dict[int, torch.Tensor] = {}  # one tensor under two names stays one
         try:
@@ -98,7 +100,7 @@ class Buffers:
             value = buffer.detach().to(_CPU)
             # Into the host's own tensor, since others may hold it; what has not changed keeps its version counter too
             same = home is not None and home.shape == value.shape and home.dtype == value.dtype
-            if same and torch.equal(home, value):  # type: ignore[arg-type]
+            if same and same_numbers(home, value):  # type: ignore[arg-type]
                 continue
             if same and _fits(home, value):  # type: ignore[arg-type]
                 with torch.no_grad():
@@ -109,4 +111,6 @@ class Buffers:
 
 def _fits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     """Tell whether `value` can be written into `buffer`: an expanded tensor has fewer places than elements."""
+    if buffer.layout is not torch.strided:
+        return buffer.layout is value.layout is torch.sparse_coo and buffer.shape == value.shape
     return buffer.shape == value.shape and 0 not in buffer.stride()

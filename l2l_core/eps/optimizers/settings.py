@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from l2l_core.model import same_numbers
+
 Settings = list[dict[str, Any]]  # of the instance, of its defaults, of each group
 Changes = dict[tuple[int, str], Any]  # which of these, name -> value
 
@@ -158,7 +160,7 @@ def is_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):  # 1, 1.0 and True are equal, and a save tells them apart
         return False
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and (torch.equal(one, other) or _same_with_nan(one, other))
+        return one.dtype == other.dtype and (same_numbers(one, other) or _same_with_nan(one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_same(item, other[key]) for key, item in one.items())
     if isinstance(one, deque) and one.maxlen != other.maxlen:
@@ -169,7 +171,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _same_with_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same_shape = one.shape == other.shape and one.is_floating_point()
+    same_shape = one.shape == other.shape and one.layout is other.layout is torch.strided and one.is_floating_point()
     return same_shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 

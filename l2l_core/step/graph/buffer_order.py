@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from l2l_core.eps.blocks import Buffers, Place
+from l2l_core.model import key_of, same_numbers
 
 _WRITES_STATISTICS = ("batch_norm", "instance_norm")  # operations that change arguments without saying so
 
@@ -32,7 +33,7 @@ class BufferOrder:
 
     def __init__(self, shell: Buffers, layers: Iterable[Buffers], attributes: Iterable[torch.Tensor]) -> None:
         self._shell, self._of_shell = shell, set(shell.places)
-        self._viewed = {tensor.untyped_storage()._cdata for tensor in attributes}
+        self._viewed = {key_of(tensor) for tensor in attributes}
         self._places: defaultdict[int, set[Place]] = defaultdict(set)  # by storage
         self._stand: dict[Place, torch.Tensor | None] = {}  # held, so that nothing else gets their addresses
         for buffers in (shell, *layers):
@@ -55,10 +56,10 @@ class BufferOrder:
 
     def _put(self, place: Place, tensor: torch.Tensor | None) -> None:
         if (before := self._stand.get(place)) is not None:
-            self._places[before.untyped_storage()._cdata].discard(place)
+            self._places[key_of(before)].discard(place)
         self._stand[place] = tensor
         if tensor is not None:
-            self._places[tensor.untyped_storage()._cdata].add(place)
+            self._places[key_of(tensor)].add(place)
 
     # -- what layers do ------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class BufferOrder:
         for place in self._fresh:
             module, name = place
             buffer = module._buffers[name]
-            if buffer is None or buffer.untyped_storage()._cdata in self._viewed:
+            if buffer is None or key_of(buffer) in self._viewed:
                 continue
             self._homes.setdefault(place, buffer)
             module._buffers[name] = own = buffer.detach().clone()
@@ -156,7 +157,7 @@ class BufferOrder:
 def written_by(func: Any, args: Sequence[Any]) -> set[int]:
     """Find the storages that an operation changes, by key."""
     changed = (args[at] for at in _positions_written(func) if at < len(args))
-    return {value.untyped_storage()._cdata for value in changed if isinstance(value, torch.Tensor)}
+    return {key_of(value) for value in changed if isinstance(value, torch.Tensor)}
 
 
 @cache
@@ -173,4 +174,4 @@ def _positions_written(func: Any) -> tuple[int, ...]:
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and a.shape == b.shape and torch.equal(a, b))
+    return a is b or (a is not None and b is not None and same_numbers(a, b))

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
+from l2l_core.model import key_of
 from l2l_core.step.graph import (
     Asides,
     Segment,
@@ -107,6 +108,11 @@ class Crossing(TorchFunctionMode):
 
     def leave(self, tensor: torch.Tensor, sink: Sink) -> torch.Tensor:
         """Show `tensor`, which a layer gives out, as the following segment shall see it."""
+        if tensor.layout is not torch.strided:  # no view of it can stand for it
+            raise TypeError(
+                f"a layer gives out a tensor of layout {tensor.layout} through which gradients go: let it give out its "
+                "indices and values, and make the tensor in the model's own code"
+            )
         shown = enter(tensor, sink)
         self._outputs[shown.grad_fn] = Extent.of(tensor)
         self._entered(shown, sink)
@@ -335,14 +341,14 @@ class Crossing(TorchFunctionMode):
     def _check_unchanged(self, tensor: torch.Tensor, node: Any) -> None:
         """Refuse a tensor that was changed through a view after a layer call: its own graph does not know it."""
         entry = self._entries.get((node, tensor.output_nr))
-        if self._changed and node._sequence_nr() < self._changed.get(tensor.untyped_storage()._cdata, 0):
+        if self._changed and node._sequence_nr() < self._changed.get(key_of(tensor), 0):
             raise RuntimeError(_changes_view(tensor))
         if entry is not None and entry is not tensor and _is_changed(entry):
             raise RuntimeError(_changes_view(tensor))
 
     def _note_changed(self, tensor: torch.Tensor) -> None:
         self._was_in_place = True
-        self._changed[tensor.untyped_storage()._cdata] = sequence_number()
+        self._changed[key_of(tensor)] = sequence_number()
 
     def _refuse_backward(self, func: Any) -> None:
         raise RuntimeError(

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from l2l_core.model import keys_of
 from l2l_core.step.graph import unasked
 
 NOBODY = -1
@@ -59,7 +60,7 @@ class AtWork:
     def turn(self, k: int, owner: str, inputs: Iterable[torch.Tensor] | None = None) -> AbstractContextManager[None]:
         """Micro-batch `k` is at work in the block, in `owner`; `inputs` are given while a layer runs."""
         with unasked():
-            given = None if inputs is None else {t.untyped_storage()._cdata for t in inputs}
+            given = None if inputs is None else set(keys_of(inputs))
         return _Turn(self, (k, owner, given))
 
     @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from l2l_core.devices import Device, Spot, Ticket, WaitingRoom
+from l2l_core.model import key_of, keys_of, storage_of
 from l2l_core.step.graph import unasked
 from l2l_core.step.traffic.at_work import NOBODY, AtWork
 
@@ -57,7 +58,7 @@ class Images:
         self._device, self._room, self._at_work = device, room, at_work
         self.held: dict[int, Held] = {}
         self._by_k: dict[int, dict[int, Held]] = {}
-        self._exempt = {tensor.untyped_storage()._cdata for tensor in exempt}
+        self._exempt = set(keys_of(exempt))
         self.weights: set[int] = set()  # storages in which a forward may change nothing
 
     # -- what belongs to whom ------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class Images:
     def find(self, tensors: Iterable[torch.Tensor]) -> list[Moving]:
         """Find the held storages in which tensors lie, each once."""
         with unasked():
-            keys = dict.fromkeys([t.untyped_storage()._cdata for t in tensors])
+            keys = dict.fromkeys(keys_of(tensors))
         return [(s, h) for key in keys if (h := self.held.get(key)) is not None and (s := h.ref()) is not None]
 
     def add(self, storage: torch.UntypedStorage, k: int, category: str, exact: bool, owner: str | None = None) -> Held:
@@ -90,7 +91,7 @@ class Images:
         Storages of the model itself (a slice of a weight or of a position table) are part of no image, nor are those without
         memory: zeros that forward-mode differentiation makes.
         """
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         held = self.held.get(storage._cdata)
         if storage._cdata in self._exempt or (held is None and not is_new) or tensor._is_zerotensor():
             return
@@ -121,14 +122,14 @@ class Images:
 
     def exempt(self, tensors: Iterable[torch.Tensor], weights: bool = False) -> None:
         """Keep storages of these out of all images; in those of `weights` a forward may change nothing."""
-        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        keys = set(keys_of(tensors))
         self._exempt |= keys
         self.weights |= keys if weights else set()
 
     @contextmanager
     def exempting(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Keep storages of these out of all images in the block."""
-        keys = {tensor.untyped_storage()._cdata for tensor in tensors} - self._exempt
+        keys = set(keys_of(tensors)) - self._exempt
         self._exempt |= keys
         try:
             yield
@@ -137,11 +138,11 @@ class Images:
 
     def is_exempt(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a storage of the model or of the engine."""
-        return tensor.untyped_storage()._cdata in self._exempt
+        return key_of(tensor) in self._exempt
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a storage of weights; buffers have others."""
-        return tensor.untyped_storage()._cdata in self.weights
+        return key_of(tensor) in self.weights
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 

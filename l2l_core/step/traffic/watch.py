@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core.eps.blocks import weights_changed
+from l2l_core.model import key_of, pieces_of
 from l2l_core.step.graph import BufferOrder, written_by
 from l2l_core.step.traffic.at_work import NOBODY
 from l2l_core.step.traffic.images import Held
@@ -99,7 +100,7 @@ class Watch(TorchDispatchMode):
         Raises:
             RuntimeError: another micro-batch, or a layer that was not given it.
         """
-        key, here = tensor.untyped_storage()._cdata, self.at_work
+        key, here = key_of(tensor), self.at_work
         is_given = maker == here.k and (here.layer_inputs is None or key in here.layer_inputs)
         if here.k != NOBODY and not is_given:
             mark = tensor._relay_aside  # type: ignore[attr-defined]
@@ -133,11 +134,11 @@ class Watch(TorchDispatchMode):
 
 
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
-    """List the tensors among an operation's arguments or results, in order."""
+    """List the tensors among an operation's arguments or results, in order; of sparse ones indices and values."""
     found: list[torch.Tensor] = []
     for tree in trees:  # a loop and no generator: every operation that is watched comes by here
         if isinstance(tree, torch.Tensor):
-            found.append(tree)
+            found += pieces_of(tree)
         elif isinstance(tree, (tuple, list)):
             found += tensors_in(*tree)
         elif isinstance(tree, dict):

@@ -1,0 +1,54 @@
+"""What a tensor consists of: a sparse one of indices and values, which lie in storages as other tensors do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+_INDICES = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """List the dense tensors of which a tensor consists: itself, or indices and values."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    with torch._C.DisableTorchFunctionSubclass():  # nobody is asked whether it may be read
+        tensor = tensor.detach()  # of which it has them without a graph
+        if tensor.layout is torch.sparse_coo:
+            return tensor._indices(), tensor._values()  # those of an uncoalesced one, too
+        if tensor.layout in _INDICES:
+            return (*(getattr(tensor, name)() for name in _INDICES[tensor.layout]), tensor.values())
+    raise TypeError(
+        f"a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)} has no storages that a relay could count or move: "
+        "make it dense (`to_dense()`), or sparse of another layout"
+    )
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return where a tensor's numbers are; of a sparse one its values."""
+    return pieces_of(tensor)[-1].untyped_storage()
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """Return the storage of a tensor's numbers by number, as long as somebody holds it."""
+    if tensor.layout is torch.strided:  # first: every operation that is watched comes by here
+        return tensor.untyped_storage()._cdata
+    return storage_of(tensor)._cdata
+
+
+def keys_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the storages of all pieces of tensors, by number, in order."""
+    return [piece.untyped_storage()._cdata for tensor in tensors for piece in pieces_of(tensor)]
+
+
+def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare two tensors of one device, of any layout, by value: sparse ones place by place as they are stored."""
+    if a.layout is not b.layout or a.shape != b.shape:
+        return False
+    return all(map(torch.equal, pieces_of(a), pieces_of(b)))
