@@ -32,6 +32,7 @@ from l2l_core.model.memento import keep_attributes as keep_attributes
 from l2l_core.model.memento import keep_without as keep_without
 from l2l_core.model.modules import modules_of as modules_of
 from l2l_core.model.modules import name_in as name_in
+from l2l_core.model.pieces import is_sparse as is_sparse
 from l2l_core.model.pieces import key_of as key_of
 from l2l_core.model.pieces import keys_of as keys_of
 from l2l_core.model.pieces import pieces_of as pieces_of

@@ -14,20 +14,21 @@ _INDICES = {
 }
 
 
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor consists of indices and values."""
+    layout = tensor.layout
+    return layout is not torch.strided and (layout is torch.sparse_coo or layout in _INDICES)
+
+
 def pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """List the dense tensors of which a tensor consists: itself, or indices and values."""
-    if tensor.layout is torch.strided:
+    if not is_sparse(tensor):
         return (tensor,)
     with torch._C.DisableTorchFunctionSubclass():  # nobody is asked whether it may be read
         tensor = tensor.detach()  # of which it has them without a graph
         if tensor.layout is torch.sparse_coo:
             return tensor._indices(), tensor._values()  # those of an uncoalesced one, too
-        if tensor.layout in _INDICES:
-            return (*(getattr(tensor, name)() for name in _INDICES[tensor.layout]), tensor.values())
-    raise TypeError(
-        f"a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)} has no storages that a relay could count or move: "
-        "make it dense (`to_dense()`), or sparse of another layout"
-    )
+        return (*(getattr(tensor, name)() for name in _INDICES[tensor.layout]), tensor.values())
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

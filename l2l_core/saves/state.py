@@ -14,7 +14,7 @@ from l2l_core.edits import Values
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Layout, Piece, Unit, is_absent
 from l2l_core.eps.optimizers import state_bytes
-from l2l_core.model import RandomState
+from l2l_core.model import RandomState, is_sparse
 from l2l_core.saves.codec import Part
 from l2l_core.saves.stacks import Edited
 from l2l_core.surgery import ties_of
@@ -135,7 +135,7 @@ class State:
         """Go through all buffers (non-persistent ones too), by name, each with the unit that it is in."""
         shell, *layers = self.units
         for name, buffer in shell.module.named_buffers():  # the shell's module is the whole model
-            if buffer.layout is not torch.strided:
+            if is_sparse(buffer):
                 raise ValueError(
                     f"buffer {name!r} is a tensor of layout {buffer.layout}, which files of safetensors do not hold: keep its "
                     "indices and values as buffers, or the tensor as a plain attribute"

@@ -20,7 +20,7 @@ from l2l_core.batches import map_tensors
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.eps.optimizers import clone_state, differing, differing_settings, is_same, settings_of
-from l2l_core.model import deep_copy, train_step
+from l2l_core.model import deep_copy, is_sparse, train_step
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import StepResult
 
@@ -222,7 +222,8 @@ def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     """Return the largest difference of two tensors that differ; infinite if they cannot be subtracted."""
     if one is None or other is None or one.shape != other.shape or one.layout is not other.layout:
         return math.inf
-    one, other = one.to_dense(), other.to_dense()
+    if is_sparse(one):
+        one, other = one.to_dense(), other.to_dense()
     differ = one != other
     off = (one[differ].double() - other[differ].double()).abs()
     return float(off.nan_to_num(math.inf).max()) if off.numel() else 0.0

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from l2l_core.devices import Device
-from l2l_core.model import pieces_of, same_numbers
+from l2l_core.model import is_sparse, pieces_of, same_numbers
 
 Place = tuple[nn.Module, str]
 
@@ -111,6 +111,6 @@ class Buffers:
 
 def _fits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     """Tell whether `value` can be written into `buffer`: an expanded tensor has fewer places than elements."""
-    if buffer.layout is not torch.strided:
+    if is_sparse(buffer) or is_sparse(value):
         return buffer.layout is value.layout is torch.sparse_coo and buffer.shape == value.shape
     return buffer.shape == value.shape and 0 not in buffer.stride()

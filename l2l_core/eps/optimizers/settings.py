@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from l2l_core.model import same_numbers
+from l2l_core.model import is_sparse, same_numbers
 
 Settings = list[dict[str, Any]]  # of the instance, of its defaults, of each group
 Changes = dict[tuple[int, str], Any]  # which of these, name -> value
@@ -171,7 +171,9 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _same_with_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same_shape = one.shape == other.shape and one.layout is other.layout is torch.strided and one.is_floating_point()
+    same_shape = (
+        one.shape == other.shape and one.layout is other.layout and not is_sparse(one) and one.is_floating_point()
+    )
     return same_shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from l2l_core.model import key_of
+from l2l_core.model import is_sparse, key_of
 from l2l_core.step.graph import (
     Asides,
     Segment,
@@ -108,7 +108,7 @@ class Crossing(TorchFunctionMode):
 
     def leave(self, tensor: torch.Tensor, sink: Sink) -> torch.Tensor:
         """Show `tensor`, which a layer gives out, as the following segment shall see it."""
-        if tensor.layout is not torch.strided:  # no view of it can stand for it
+        if is_sparse(tensor):  # no view of it can stand for it
             raise TypeError(
                 f"a layer gives out a tensor of layout {tensor.layout} through which gradients go: let it give out its "
                 "indices and values, and make the tensor in the model's own code"

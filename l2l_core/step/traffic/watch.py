@@ -138,7 +138,10 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for tree in trees:  # a loop and no generator: every operation that is watched comes by here
         if isinstance(tree, torch.Tensor):
-            found += pieces_of(tree)
+            if tree.layout is torch.strided:
+                found.append(tree)
+            else:
+                found += pieces_of(tree)
         elif isinstance(tree, (tuple, list)):
             found += tensors_in(*tree)
         elif isinstance(tree, dict):
