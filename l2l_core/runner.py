@@ -21,7 +21,7 @@ from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import Unit, check_model, check_step
 from l2l_core.forecast import Fit, Fleet, Rehearsal, Room, advise, fit_step, layers_within, room_of
-from l2l_core.model import Caches, full_precision, keep_attributes
+from l2l_core.model import Caches, full_precision, keep_attributes, nbytes_of
 from l2l_core.step import (
     Kind,
     Learned,
@@ -317,7 +317,7 @@ class Runner:
         neighbours = company.every([here], "say where they are").count(here)
         room = room_of(self._device, self.parts.host, device_bytes, host_bytes, neighbours)
         tensors = [leaf for leaf in leaves_in(batch) if isinstance(leaf, torch.Tensor)]
-        mine = room, rows.count, sum(tensor.nbytes for tensor in tensors)
+        mine = room, rows.count, sum(map(nbytes_of, tensors))
         rooms, counts, sizes = zip(*company.every([mine], "say what room there is"), strict=True)
         asked, fixed = self.settled(self.config, batch), [*fixed] if not isinstance(fixed, str) else fixed
         looks, found = sizes.index(max(sizes)), list[Fit]()

@@ -10,7 +10,8 @@ What has rows:
   fit, and the batch is refused;
 - any other list or tuple is a container, and so are mappings, namedtuples and dataclasses; they keep their types.
 
-The number of rows is what tensors and arrays outside of lists say, and where there are none, the lists.
+The number of rows is what tensors and arrays outside of lists say, and where there are none, the lists. Where they disagree (the
+nodes and the edges of one graph) the batch is one sample, which nobody can cut.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from l2l_core.batches.counting import BothReadingsError, count_rows, has_rows, is_one_per_row
+from l2l_core.batches.counting import BothReadingsError, NoRowsError, count_rows, has_rows, is_one_per_row
 from l2l_core.batches.nested import is_record, is_same, mapped, open_up, with_items
 from l2l_core.model import refuse_hidden
 
@@ -36,7 +37,7 @@ class RowsOf:
 
     Raises:
         TypeError: the batch is no mapping, sequence or dataclass.
-        ValueError: it is empty, or its tensors disagree on the number of rows.
+        ValueError: it is empty.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -46,13 +47,17 @@ class RowsOf:
                 "ones, and with objective= a dataclass; wrap a single tensor as (tensor,)"
             )
         self.batch = batch
-        self.count = count_rows(batch)
+        self._whole: NoRowsError | None = None  # why it cannot be cut
+        try:
+            self.count = count_rows(batch)
+        except NoRowsError as error:
+            self.count, self._whole = 1, error
 
     def split(self, micro_batches: int) -> list[Any]:
         """Cut the batch into so many parts, of the sizes of `sizes`.
 
         Raises:
-            ValueError: there are fewer rows than micro-batches, or something fits both readings.
+            ValueError: there are fewer rows than micro-batches, tensors disagree on them, or something fits both readings.
             TypeError: something holds rows and cannot be cut, or would be used up by the first micro-batch.
         """
         bounds = self._bounds(micro_batches)
@@ -85,6 +90,8 @@ class RowsOf:
         return _columns(self.batch, self.count, "batch", is_root=True)
 
     def _bounds(self, parts: int) -> list[tuple[int, int]]:
+        if self._whole is not None and parts > 1:
+            raise self._whole
         if self.count < parts:
             raise ValueError(
                 f"the batch has {self.count} row(s) but micro_batches={parts}: give a larger batch, or use "

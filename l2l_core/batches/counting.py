@@ -15,11 +15,16 @@ class BothReadingsError(ValueError):
     """A list that may hold one item per row, or be a container of tensors with rows."""
 
 
+class NoRowsError(ValueError):
+    """Tensors that have no number of rows in common, as the nodes and the edges of one graph."""
+
+
 def count_rows(batch: Any) -> int:
     """Count the rows of a batch.
 
     Raises:
-        ValueError: it is empty, its tensors disagree, or its lists may be read in two ways that do not agree.
+        NoRowsError: its tensors disagree.
+        ValueError: it is empty, or its lists may be read in two ways that do not agree.
     """
     outside: list[int] = []
     lists: list[Any] = []
@@ -84,7 +89,10 @@ def has_rows(value: Any) -> bool:
 def _disagreement(batch: Any, sizes: Sequence[int]) -> ValueError:
     if not sizes or {*sizes} == {0}:
         return ValueError(f"the batch is empty: no tensor with at least one row in {_describe(batch)}")
-    return ValueError(f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}")
+    return NoRowsError(
+        f"tensors of the batch disagree on dim 0, the number of rows: {_describe(batch)}. Give those that are of no row a first "
+        "dimension of 1, or take RelayConfig(micro_batches=1), with which nothing is cut"
+    )
 
 
 def _describe(batch: Any) -> str:

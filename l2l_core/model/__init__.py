@@ -35,6 +35,7 @@ from l2l_core.model.modules import name_in as name_in
 from l2l_core.model.pieces import is_sparse as is_sparse
 from l2l_core.model.pieces import key_of as key_of
 from l2l_core.model.pieces import keys_of as keys_of
+from l2l_core.model.pieces import nbytes_of as nbytes_of
 from l2l_core.model.pieces import pieces_of as pieces_of
 from l2l_core.model.pieces import same_numbers as same_numbers
 from l2l_core.model.pieces import storage_of as storage_of

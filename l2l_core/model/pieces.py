@@ -48,6 +48,11 @@ def keys_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [piece.untyped_storage()._cdata for tensor in tensors for piece in pieces_of(tensor)]
 
 
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes, in all its pieces."""
+    return sum(piece.nbytes for piece in pieces_of(tensor))
+
+
 def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare two tensors of one device, of any layout, by value: sparse ones place by place as they are stored."""
     if a.layout is not b.layout or a.shape != b.shape:

@@ -21,7 +21,7 @@ from l2l_core.config import RelayConfig
 from l2l_core.devices import Copy
 from l2l_core.eps import LayerStore
 from l2l_core.eps.blocks import Block, Unit
-from l2l_core.model import Ambient, RandomState, modules_of
+from l2l_core.model import Ambient, RandomState, is_sparse, modules_of, pieces_of
 from l2l_core.rules import gradient_slots, pieces_of_copy
 from l2l_core.step.advice import advise
 from l2l_core.step.cycles import only_young
@@ -226,9 +226,12 @@ class Ground(ABC):
         copies: list[Copy] = []
 
         def brought(tensor: torch.Tensor) -> torch.Tensor:
-            target = torch.empty_like(tensor, device=self.parts.device.torch_device)
-            self.stash.hold(self._noted(target, k), k, "other", "", fresh=True)
-            copies.append((target, tensor.detach()))
+            to = self.parts.device.torch_device
+            target = tensor.detach().to(to, copy=True) if is_sparse(tensor) else torch.empty_like(tensor, device=to)
+            noted, pieces = self._noted(target, k), pieces_of(target)
+            for piece in pieces if len(pieces) > 1 else (noted,):
+                self.stash.hold(piece, k, "other", "", fresh=True)
+            copies.extend(zip(pieces, pieces_of(tensor.detach()), strict=True))
             return target
 
         rows = map_tensors(micro_batch, brought)

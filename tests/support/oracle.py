@@ -36,6 +36,8 @@ def adamw(model: nn.Module, **settings: Any) -> Optimizer:
 
 def micro_batches_of(batch: Batch, count: int) -> list[Any]:
     """`batch` along dim 0 in `count` parts, the last one smaller if need be."""
+    if count == 1:
+        return [batch]
     entries = batch if isinstance(batch, dict) else dict(enumerate(batch))
     size = -(-len(next(iter(entries.values()))) // count)
     parts = [{key: entry.split(size)[k] for key, entry in entries.items()} for k in range(count)]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from l2l_core.devices import Device
-from l2l_core.model import is_sparse, pieces_of, same_numbers
+from l2l_core.model import is_sparse, nbytes_of, same_numbers
 
 Place = tuple[nn.Module, str]
 
@@ -71,8 +71,7 @@ class Buffers:
             yield []
             return
         homes = self.now()
-        once = {id(home): home for home in homes if home is not None}.values()
-        nbytes = sum(piece.nbytes for home in once for piece in pieces_of(home))
+        nbytes = sum(map(nbytes_of, {id(home): home for home in homes if home is not None}.values()))
         device.ledger.book("weights", owner, nbytes)
         copies: dict[int, torch.Tensor] = {}  # one tensor under two names stays one
         try:

@@ -92,6 +92,20 @@ def test_a_bad_batch_is_refused_with_its_shapes(batch: Any, error: type[Exceptio
         split(batch, 2)
 
 
+def test_a_batch_without_rows_in_common_is_one_sample() -> None:
+    """As the nodes and the edges of one graph; nobody can cut it."""
+    batch = {"nodes": torch.zeros(5, 3), "edges": torch.zeros(2, 7)}
+    rows = RowsOf(batch)
+    assert rows.count == 1 and rows.sizes(1) == [1] and not list(rows.columns())
+    [whole] = rows.split(1)
+    assert whole is not batch and all(whole[name] is batch[name] for name in batch)
+    for cut in (rows.split, rows.sizes):
+        with pytest.raises(
+            ValueError, match=r"disagree on dim 0.*dimension of 1, or take RelayConfig\(micro_batches=1\)"
+        ):
+            cut(2)
+
+
 def test_a_packed_sequence_is_refused() -> None:
     """Its fields have no common rows, and yet may agree by chance."""
     packed = pack_padded_sequence(torch.zeros(4, 1, 2), [4])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import adamw, assert_equal, run_both
+from oracle import adamw, assert_equal, both, run_both
 from patience import rarely
 from torch import Tensor, nn
 from zoo import Kind
@@ -126,6 +126,51 @@ def test_looks_at_a_model_with_sparse_buffers(tmp_path: Path) -> None:
             ValueError, match=r"buffer 'matrix' is a tensor of layout torch.sparse_coo, which files .* keep its indices"
         ):
             relay.save(tmp_path / "save")
+
+
+class OneGraph(nn.Module):
+    """Nodes, edges and labels of one graph, in one batch: nothing in it can be cut."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.layers = nn.ModuleList(Graph() for _ in range(3))
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, nodes: Tensor, edges: Tensor, matrix: Tensor) -> Tensor:
+        h = self.stem(nodes)[None]
+        h = h + torch.zeros_like(h).index_add(1, edges[1], h[:, edges[0]])
+        for layer in self.layers:
+            h = layer(h, matrix)
+        return self.head(h[0])
+
+
+def make_graph(rows: int, seed: int = 0) -> dict[str, Tensor]:
+    drawn, edges = torch.Generator().manual_seed(seed), EDGES.nonzero().T
+    values = torch.rand(edges.shape[1], generator=drawn)
+    nodes = torch.randn(NODES, WIDTH, generator=drawn)
+    return {"nodes": nodes, "edges": edges, "matrix": weighted(values)}
+
+
+def sum_of_squares(out: Tensor, batch: Any) -> Tensor:
+    return out.square().mean()
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_graph_is_a_batch_of_one(settings: dict[str, Any]) -> None:
+    kind = Kind("one graph", OneGraph, make_graph, sum_of_squares)
+    with both(kind, RelayConfig(**settings)) as pair:
+        steps = [pair.step(make_graph(1, seed)) for seed in range(3)]
+        assert_equal(steps)
+        assert steps[0].result.samples == 1
+        relay, batch = pair.relay, make_graph(1, 9)
+        assert relay.verify(batch).equal and relay.forward(batch).shape == (NODES, 3)
+        assert relay.forecast(batch).peak_device_bytes == relay.step(batch).peak_device_bytes
+        assert relay.fit(batch, most_s=1).config.micro_batches == 1
+        with pytest.raises(ValueError, match="disagree on dim 0"):
+            relay.config = RelayConfig(micro_batches=2)
+            relay.step(batch)
 
 
 class GivesSparse(Graph):
