@@ -1,6 +1,6 @@
 """Tensors of micro-batches that take turns: where their graph is cut, and who may touch them when.
 
-May import `eps.blocks`.
+May import `eps.blocks`, `model`.
 Begin reading at `cut.py`, `aside.py`.
 """
 

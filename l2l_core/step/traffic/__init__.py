@@ -1,6 +1,6 @@
 """What goes over the link during a step: weights, gradients, images; and what that costs.
 
-May import `step.graph`, `eps`, `devices`, `trace`.
+May import `step.graph`, `eps`, `devices`, `model`, `trace`.
 Begin reading at `lanes.py`, `slots.py`, `stash.py`.
 """
 
