@@ -214,8 +214,8 @@ MAY_IMPORT = {
         "eps.blocks": "devices model",
         "eps.optimizers": "eps.blocks surgery model",
         "eps": "eps.optimizers eps.blocks devices model optim trace config rules",
-        "step.graph": "eps.blocks",
-        "step.traffic": "step.graph eps eps.blocks devices trace rules",
+        "step.graph": "eps.blocks model",
+        "step.traffic": "step.graph eps eps.blocks devices model trace rules",
         "step.micro_batch": "step.traffic step.graph eps.blocks surgery devices model trace",
         "step": "step.micro_batch step.traffic step.graph eps eps.optimizers eps.blocks surgery devices batches model trace "
         "config rules",
