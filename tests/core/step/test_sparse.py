@@ -166,7 +166,9 @@ def test_a_graph_is_a_batch_of_one(settings: dict[str, Any]) -> None:
         assert steps[0].result.samples == 1
         relay, batch = pair.relay, make_graph(1, 9)
         assert relay.verify(batch).equal and relay.forward(batch).shape == (NODES, 3)
-        assert relay.forecast(batch).peak_device_bytes == relay.step(batch).peak_device_bytes
+        by_chance = 512 if relay.config.stash == "host" else 0  # whether rows are still there at the peak
+        forecast = relay.forecast(batch).peak_device_bytes
+        assert abs(forecast - relay.step(batch).peak_device_bytes) <= by_chance
         assert relay.fit(batch, most_s=1).config.micro_batches == 1
         with pytest.raises(ValueError, match="disagree on dim 0"):
             relay.config = RelayConfig(micro_batches=2)
