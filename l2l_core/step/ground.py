@@ -227,11 +227,11 @@ class Ground(ABC):
 
         def brought(tensor: torch.Tensor) -> torch.Tensor:
             to = self.parts.device.torch_device
-            target = tensor.detach().to(to, copy=True) if is_sparse(tensor) else torch.empty_like(tensor, device=to)
-            noted, pieces = self._noted(target, k), pieces_of(target)
-            for piece in pieces if len(pieces) > 1 else (noted,):
+            fresh = tensor.detach().to(to, copy=True) if is_sparse(tensor) else torch.empty_like(tensor, device=to)
+            target = self._noted(fresh, k)
+            for piece, source in zip(pieces_of(target), pieces_of(tensor.detach()), strict=True):
                 self.stash.hold(piece, k, "other", "", fresh=True)
-            copies.extend(zip(pieces, pieces_of(tensor.detach()), strict=True))
+                copies.append((piece, source))
             return target
 
         rows = map_tensors(micro_batch, brought)

@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import (
 )
 
 from l2l_core.eps.blocks import Unit
+from l2l_core.model import key_of
 from l2l_core.step.graph import is_entry, written_by
 from l2l_core.step.micro_batch.last_product import search_in
 from l2l_core.step.micro_batch.recomputes import WHOLE, Run, Sum, Whole, sums_of
@@ -48,7 +49,6 @@ from l2l_core.step.micro_batch.unread import (
     Form,
     Missing,
     Part,
-    key_of,
     make_up,
     marks_of,
 )

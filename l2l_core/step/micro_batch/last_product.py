@@ -16,9 +16,9 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from l2l_core.eps.blocks import Unit
-from l2l_core.model import modules_of, parts_of
+from l2l_core.model import key_of, modules_of, parts_of
 from l2l_core.step.micro_batch.recomputes import Run, Sum, Whole
-from l2l_core.step.micro_batch.unread import HAND_ON, PRODUCTS, READ_NOTHING, key_of
+from l2l_core.step.micro_batch.unread import HAND_ON, PRODUCTS, READ_NOTHING
 from l2l_core.step.traffic import LastProduct, Metered, before_reads, tensors_in
 
 # Multiplications from which on to leave a product out gains more than to watch what is around it costs (0.4 ms, against

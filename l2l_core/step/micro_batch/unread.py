@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from l2l_core.model import key_of
 from l2l_core.step.micro_batch.recomputes import Sum
 
 _aten = torch.ops.aten
@@ -151,8 +152,3 @@ def _odd(count: int) -> torch.Tensor:
     """Weights modulo 2**64, by which no number that is not 0 becomes 0."""
     with torch._C._DisableTorchDispatch():
         return (torch.arange(1, count + 1) * 0x1E3779B97F4A7C15) | 1
-
-
-def key_of(tensor: torch.Tensor) -> int:
-    """Return the storage of a tensor by number; sparse ones have none."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
