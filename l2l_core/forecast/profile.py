@@ -11,7 +11,7 @@ from typing import Any
 from l2l_core.forecast.costs import START, CopySpeed, Job, LayerCost, Memory, Moves, Op, PartCost, Stay, TurnCost
 from l2l_core.forecast.formula import Machine, Shapes, costs_of_shapes
 from l2l_core.forecast.recording import Recording
-from l2l_core.trace import Trace
+from l2l_core.trace import OtherVersionError, Trace, check_version
 
 SCHEMA = "l2l-profile"
 VERSION = 1
@@ -110,14 +110,16 @@ class Profile:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the file is damaged or of another version; names it.
+            ValueError: the file is damaged, or its format has another version than the one that this release reads.
         """
         path = Path(path)
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
-            if row.pop("schema") != SCHEMA or row.pop("version") != VERSION:
-                raise ValueError(f"expected schema {SCHEMA!r} version {VERSION}")
+            check_version(path, row, SCHEMA, VERSION, "save the profile of a new step")
+            del row["schema"], row["version"]
             return _restored(row)
+        except OtherVersionError:
+            raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}: Profile.save did not write this: {type(error).__name__}: {error}") from error
 
@@ -135,11 +137,7 @@ def _restored(row: dict[str, Any]) -> Profile:
         return Moves(tuple(fetched), asked, tuple(map(tuple, left)), tuple(gone))
 
     def turns(rows: Iterable[Sequence[Any]]) -> tuple[TurnCost, ...]:
-        return tuple(
-            TurnCost(k, tuple(map(op, ops)), *sums, *map(moves, kept))
-            for k, ops, *rest in rows
-            for sums, kept in [(rest[:3], rest[3:])]
-        )
+        return tuple(TurnCost(k, tuple(map(op, ops)), *sums, moves(kept)) for k, ops, *sums, kept in rows)
 
     return Profile(
         layers={key: LayerCost(*values) for key, values in row.pop("layers").items()},

@@ -16,6 +16,8 @@ from l2l_core.trace.events import Event as Event
 from l2l_core.trace.events import Failed as Failed
 from l2l_core.trace.events import MemorySample as MemorySample
 from l2l_core.trace.events import Worker as Worker
+from l2l_core.trace.export import OtherVersionError as OtherVersionError
+from l2l_core.trace.export import check_version as check_version
 from l2l_core.trace.result import StepResult as StepResult
 from l2l_core.trace.roofline import ALL_PHASES as ALL_PHASES
 from l2l_core.trace.roofline import MIDDLE as MIDDLE
@@ -27,7 +29,6 @@ from l2l_core.trace.roofline import roofline as roofline
 from l2l_core.trace.roofline import visits_of as visits_of
 from l2l_core.trace.together import Traces as Traces
 from l2l_core.trace.trace import Trace as Trace
-from l2l_core.trace.version_1 import with_all_said as with_all_said
 from l2l_core.trace.waits import BEGIN as BEGIN
 from l2l_core.trace.waits import Wait as Wait
 from l2l_core.trace.words import format_bytes as format_bytes

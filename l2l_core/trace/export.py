@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from l2l_core.trace.events import DISK, NETWORK, Event, Recorded
-from l2l_core.trace.version_1 import UNSAID
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -40,7 +39,6 @@ COPIES = {"h2d": "Memcpy HtoD ", "d2h": "Memcpy DtoH "}
 EXCHANGES = dict.fromkeys(NETWORK, "ncclKernel ")
 SCHEMA = "l2l-trace"
 VERSION = 3
-SAYS_LESS = {1: UNSAID | {"last": -1}, 2: {"last": -1}}  # what events of older files leave out; see `version_1.py`
 
 
 def slack_s(t_s: float) -> float:
@@ -223,20 +221,23 @@ def write_jsonl(path: Path, header: Row, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in (first, *rows)), encoding="utf-8")
 
 
-def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> int:
-    """Hand every row of `path` to the taker of its type, the header first; returns the file's version.
+def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> None:
+    """Hand every row of `path` to the taker of its type, the header first.
 
-    Raises ValueError with the file and line if the file is damaged, cut short, or of another schema version.
+    Raises ValueError with the file and line if the file is damaged or cut short, and `OtherVersionError` if its format has
+    another version.
     """
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
-    promised, version = 0, VERSION
+    promised = 0
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             if number == 1:
-                promised, version = _check_header(row), row["version"]
-            kind = row.pop("type")
-            take[kind](row | SAYS_LESS.get(version, {}) if kind == "event" else row)
+                check_version(path, row, SCHEMA, VERSION, "record the step again")
+                promised = int(row["rows"])
+            take[row.pop("type")](row)
+        except OtherVersionError:
+            raise
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
             raise ValueError(
                 f"{path}, line {number}: this is not what Trace.to_jsonl writes: {type(error).__name__}: {error}"
@@ -246,13 +247,33 @@ def read_jsonl(path: Path, take: Mapping[str, Callable[[Row], None]]) -> int:
             f"{path}, line {len(lines)}: the file ends after {len(lines) - 1} rows of the {promised} "
             "that its header promises; was its writer interrupted?"
         )
-    return version
 
 
-def _check_header(row: Row) -> int:
-    if row["schema"] != SCHEMA or row["version"] not in (*SAYS_LESS, VERSION):
-        raise ValueError(f"schema {row['schema']!r} version {row['version']!r}, expected {SCHEMA!r} version {VERSION}")
-    return int(row["rows"])
+class OtherVersionError(ValueError):
+    """Raised for a file whose format has another version than the one that this release reads."""
+
+
+def check_version(path: Path, header: Mapping[str, Any], schema: str, version: int, remedy: str) -> None:
+    """Refuse a file of another format, or of another version of it.
+
+    Args:
+        path: of the file, for the message.
+        header: what the file begins with; its entries "schema" and "version" name the format.
+        schema, version: of the format that is read.
+        remedy: how to make such a file with this release, for the message.
+
+    Raises:
+        OtherVersionError: the version differs.
+        ValueError: the schema differs.
+        KeyError: the header has no such entries.
+    """
+    if header["schema"] != schema:
+        raise ValueError(f"schema {header['schema']!r}, expected {schema!r}")
+    if header["version"] != version:
+        raise OtherVersionError(
+            f"{path} has version {header['version']!r} of the format {schema!r}, and this release reads version {version}: "
+            f"{remedy}, or read the file with the release that wrote it"
+        )
 
 
 _IS_A: Mapping[str, Callable[[Any], bool]] = {

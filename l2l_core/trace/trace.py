@@ -24,7 +24,6 @@ from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
 from l2l_core.trace.plan_bounds import plan_bounds
-from l2l_core.trace.version_1 import with_all_said
 from l2l_core.trace.waits import Wait, waits_of
 from l2l_core.trace.words import format_bytes
 
@@ -268,17 +267,17 @@ class Trace:
     def from_jsonl(cls, path: str | Path) -> Trace:
         """Read what `to_jsonl` wrote.
 
-        Raises ValueError with the file and line if the file is damaged, cut short, or of another schema version.
+        Raises ValueError with the file and line if the file is damaged or cut short, and with both versions if its format has
+        another version than the one that this release reads.
         """
         trace = cls()
         takers = {"trace": trace._take_header, "event": trace._take_event, "memory": trace._take_sample}
-        if read_jsonl(Path(path), takers) == 1:
-            trace._events = with_all_said(trace._events, trace.settings.get("ahead", 1))
+        read_jsonl(Path(path), takers)
         return trace
 
     def _take_header(self, row: dict[str, Any]) -> None:
         self.step, self.device, self.names = row["step"], row["device"], dict(row["names"])
-        self.settings = dict(row.get("settings", {}))  # files written before there were any have none
+        self.settings = dict(row["settings"])
         self.failed = build(Failed, row["failed"]) if "failed" in row else None
         self.worker = build(Worker, row["worker"]) if "worker" in row else Worker()
 

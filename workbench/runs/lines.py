@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from l2l_core import Event, RelayConfig, Trace
 from l2l_core.edits import Branch, Entry
-from l2l_core.trace import ALL_LANES, PLACES, MemorySample, Worker, with_all_said
+from l2l_core.trace import ALL_LANES, PLACES, MemorySample, Worker
 from workbench.session import FIGURES, Change, Judged, LayerRow, Pasts, Race, ShownStep, Snapshot, StepRow
 
 # In runs of version 1 and 2 events say less, and no edit is judged; before 4 no race is told, before 5 no look inside, before 6
@@ -216,16 +216,14 @@ def trace_row(trace: Trace) -> Row:
 
 
 def trace_of(row: Mapping[str, Any]) -> Trace:
-    """Make the trace that `trace_row` was given, exactly; to events of a run of version 1, what they do not say is added.
+    """Make the trace that `trace_row` was given, exactly.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: it is no such row.
     """
     words = row["words"]
-    events = [Event(ALL_LANES[lane], words[kind], start, stop, words[layer], *rest)
+    events = [Event._make((ALL_LANES[lane], words[kind], start, stop, words[layer], *rest))
               for lane, kind, start, stop, layer, *rest in row["events"]]  # fmt: skip
-    if any(len(event) <= Event._fields.index("pieces") for event in row["events"]):
-        events = with_all_said(events, row["settings"].get("ahead", 1))
     memory = [MemorySample(t_s, PLACES[place], used) for t_s, place, used in row["memory"]]
     header = {name: row[name] for name in ("step", "device", "names", "settings")}
     return Trace.of(events, memory, **header, worker=Worker(**row.get("worker", {})))

@@ -393,7 +393,9 @@ def replace_line(lines: list[str], number: int, old: str, new: str) -> list[str]
     [
         (lambda lines: [], 1, "JSONDecodeError"),
         (lambda lines: lines[1:], 1, "KeyError: 'schema'"),
-        (lambda lines: replace_line(lines, 1, '"version": 3', '"version": 4'), 1, "version 4, expected 'l2l-trace'"),
+        (lambda lines: replace_line(lines, 1, "l2l-trace", "other"), 1, "schema 'other', expected 'l2l-trace'"),
+        (lambda lines: replace_line(lines, 1, '"version": 3', '"edition": 3'), 1, "KeyError: 'version'"),
+        (lambda lines: replace_line(lines, 1, '"settings":', '"setting":'), 1, "KeyError: 'settings'"),
         (lambda lines: replace_line(lines, 1, '"settings": {', '"settings": 3, "x": {'), 1, "TypeError"),
         (lambda lines: lines[:5], 5, "ends after 4 rows of the 13"),
         (lambda lines: [*lines[:5], lines[5][:20]], 6, "JSONDecodeError"),
@@ -418,6 +420,17 @@ def test_a_damaged_file_is_named_with_its_line(
     with pytest.raises(ValueError) as caught:
         Trace.from_jsonl(path)
     assert f"t.jsonl, line {line}: " in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize("version", [1, 2, 4, "x"])
+def test_another_version_of_the_format_is_refused(version: int | str, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    a_step().to_jsonl(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(lines[0]) | {"version": version}), *lines[1:]]))
+    said = rf"t.jsonl has version {version!r} of .*, and this release reads version 3: record the step again, or read .* with"
+    with pytest.raises(ValueError, match=said):
+        Trace.from_jsonl(path)
 
 
 def test_bytes_that_are_not_text(tmp_path: Path) -> None:
