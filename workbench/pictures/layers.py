@@ -180,7 +180,7 @@ def _trained(layer: LayerRow) -> str:
     """How much of a layer is trained, if it is not all of it."""
     if layer.frozen:
         return "frozen"
-    if layer.num_trained is None or layer.num_trained >= layer.num_params:
+    if layer.num_trained >= layer.num_params:
         return ""
     return f"trains {min(99, 100 * layer.num_trained / layer.num_params):.2g} %"  # 100 % would say all of it
 

@@ -29,10 +29,7 @@ from l2l_core.edits import Branch, Entry
 from l2l_core.trace import ALL_LANES, PLACES, MemorySample, Worker
 from workbench.session import FIGURES, Change, Judged, LayerRow, Pasts, Race, ShownStep, Snapshot, StepRow
 
-# In runs of version 1 and 2 events say less, and no edit is judged; before 4 no race is told, before 5 no look inside, before 6
-# nobody trains with others.
 SCHEMA, VERSION = "l2l-run", 6
-READ = (1, 2, 3, 4, 5, VERSION)
 PLAIN = (
     "model",
     "num_params",
@@ -48,7 +45,6 @@ PLAIN = (
 )
 LISTS: Mapping[str, type] = {"steps": StepRow, "changes": Change, "journal": Entry, "branches": Branch}
 OF_STEP = frozenset({"in_core_bytes"})  # of PLAIN: what a snapshot has of the step that it shows
-NEW = frozenset({"shell_trained"})  # of PLAIN: what runs of older versions do not tell
 OF_LAYER = ("version", *FIGURES)  # what every step changes; the rest of a layer is in the list "stack"
 
 Row = dict[str, Any]
@@ -151,8 +147,7 @@ class Told:
             shown: the last step that led there and is known whole.
             race: the last one that was over by then.
         """
-        names = [name for name in PLAIN if name not in OF_STEP and (name not in NEW or name in self._plain)]
-        plain = {name: self._plain[name] for name in names}
+        plain = {name: self._plain[name] for name in PLAIN if name not in OF_STEP}
         steps = tuple(self._lists["steps"])
         return Snapshot(
             **plain,

@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from l2l_core.trace import OtherVersionError, check_version
 from workbench.runs.file import DAMAGE, damaged, files_of_others, find_run, lines_of
-from workbench.runs.lines import READ, SCHEMA, Row, Told
+from workbench.runs.lines import SCHEMA, VERSION, Row, Told
 from workbench.runs.look_lines import Look, look_of
 from workbench.runs.race_lines import race_of
 from workbench.runs.recorded import RecordedRun
@@ -21,7 +22,8 @@ def load_run(path: str | Path) -> RecordedRun:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: a damaged line, which is named, another version of the format, or nothing to show.
+        ValueError: a damaged line, which is named, nothing to show, or a file whose format has another version than the one
+            that this release reads.
     """
     file = find_run(Path(path))
     return replace(_load(file), others=tuple(_load(other) for other in files_of_others(file)))
@@ -33,6 +35,8 @@ def _load(file: Path) -> RecordedRun:
     for number, (line, is_whole) in enumerate(lines, start=1):
         try:
             reader.take(number, json.loads(line))
+        except OtherVersionError:
+            raise
         except DAMAGE as error:
             if number == len(lines) > 1 and not is_whole:
                 break  # its writer was interrupted
@@ -61,11 +65,7 @@ class _Reader:
         if (kind == "run") != (number == 1):
             raise ValueError(f"a line of the type {kind!r} cannot be here")
         if kind == "run":
-            if row["schema"] != SCHEMA or row["version"] not in READ:
-                raise ValueError(
-                    f"{row['schema']!r} version {row['version']!r}; this program reads {SCHEMA!r} "
-                    f"versions {READ[0]} to {READ[-1]}"
-                )
+            check_version(self._path, row, SCHEMA, VERSION, "record the run again")
             self._head = {name: row[name] for name in ("title", "began", "machine")}
         elif kind == "moment":
             self._told.take(row)

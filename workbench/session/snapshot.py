@@ -39,7 +39,7 @@ class Snapshot:
         layers: the stack, in order.
         statistics: figures of the layers over these steps.
         shell_params: weights that are in no layer.
-        shell_trained: those of them that are trained; None where a recording of an older version does not tell.
+        shell_trained: those of them that are trained.
         busy: what is being done now, for which `queued` waits: "step 12", "forecast"; "" if nothing is.
         ended: why nothing more can be asked of the session, and what to do; "" as long as it is open.
         shown: the last finished step that led to the present state and is kept: of this branch, or of the one that it was
@@ -75,6 +75,7 @@ class Snapshot:
     layers: Sequence[LayerRow]
     statistics: Statistics
     shell_params: int
+    shell_trained: int
     shown: ShownStep | None
     progress: Progress | None
     failure: Failure | None
@@ -87,7 +88,6 @@ class Snapshot:
     branches: Sequence[Branch] = ()
     elsewhere: Mapping[str, Sequence[StepRow]] = field(default_factory=dict)
     touched: Collection[str] = ()
-    shell_trained: int | None = None
     probe: ProbeRow | None = None
     race: Race | None = None
     busy: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from l2l_core import Trace
@@ -56,7 +56,7 @@ class LayerRow:
         influence: 1 minus the mean cosine between its input and its output, in [0, 2] (Block Influence, arXiv 2403.03853).
         stack: name of the stack that it is in; None if it is in none, and cannot be edited.
         position: in that stack, from 0.
-        num_trained: weights that are trained; None where a recording of an older version does not tell.
+        num_trained: weights that are trained.
     """
 
     key: str
@@ -70,7 +70,7 @@ class LayerRow:
     influence: float | None = None
     stack: str | None = None
     position: int = -1
-    num_trained: int | None = None
+    num_trained: int = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,13 +48,13 @@ class Guess:
     def of(now: Snapshot) -> Guess:
         """Guess for a session before its first step; where nothing is trained, which no step would do, as if all were."""
         trained = [row.num_trained for row in now.layers]
-        told = now.shell_trained is not None and None not in trained and any([now.shell_trained, *trained])
+        trains = any([now.shell_trained, *trained])
         return Guess(
             layer_params=tuple(row.num_params for row in now.layers),
             shell_params=now.shell_params,
             micro_batches=now.config.micro_batches,
-            layer_trained=tuple(n or 0 for n in trained) if told else None,
-            shell_trained=now.shell_trained if told else None,
+            layer_trained=tuple(trained) if trains else None,
+            shell_trained=now.shell_trained if trains else None,
         )
 
     def shares(self, depth: int) -> list[float]:

@@ -156,7 +156,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: Any) -> None:
 def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     path = Profile.of(recorded(RelayConfig())).save(tmp_path / "profile.json")
     path.write_text(path.read_text().replace('"version": 1', '"version": 9'))
-    with pytest.raises(ValueError, match=r"profile\.json has version 9 of .*reads version 1: save the profile of a new step"):
+    with pytest.raises(
+        ValueError, match=r"profile\.json has version 9 of .*reads version 1: save the profile of a new step"
+    ):
         Profile.load(path)
 
 

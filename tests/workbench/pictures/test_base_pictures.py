@@ -356,7 +356,7 @@ def make_rows(*seconds: float) -> tuple[StepRow, ...]:
 
 
 def make_snapshot(**fields: Any) -> Snapshot:
-    layer = LayerRow("L000", "blocks.0", 10, 40, 0, False, None, None)
+    layer = LayerRow("L000", "blocks.0", 10, 40, 0, False, None, None, num_trained=10)
     start = Snapshot(
         number=0,
         state="idle",
@@ -375,6 +375,7 @@ def make_snapshot(**fields: Any) -> Snapshot:
         layers=(layer,) * 3,
         statistics=StatisticsLog().view(),
         shell_params=7,
+        shell_trained=7,
         shown=None,
         progress=None,
         failure=None,

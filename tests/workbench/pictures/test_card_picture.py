@@ -22,7 +22,7 @@ NOW = Moment("main", 7, 1, 1)
 
 
 def layer(i: int, norm: float | None = 0.5, stack: str | None = "h") -> LayerRow:
-    return LayerRow(f"L{i:03d}", f"h.{i}", 12, 48, 3, False, norm, 1e-3, 0.2, stack, i)
+    return LayerRow(f"L{i:03d}", f"h.{i}", 12, 48, 3, False, norm, 1e-3, 0.2, stack, i, num_trained=12)
 
 
 def facts(counts: tuple[int, ...] = (1, 0, 4, 2), parts: int = 1, broken: int = 0) -> LayerFacts:

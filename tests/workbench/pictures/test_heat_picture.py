@@ -31,12 +31,17 @@ def record(figures: Sequence[Sequence[float | None]], first: int = 1) -> Statist
     """One line of figures per layer; the same for all three kinds."""
     log = StatisticsLog()
     for step, told in enumerate(zip(*figures, strict=True), start=first):
-        log.append(step, [LayerRow(f"L{i:03d}", f"h.{i}", 1, 4, 1, f is None, f, f, f) for i, f in enumerate(told)])
+        log.append(step, [row(f"L{i:03d}", f"h.{i}", f) for i, f in enumerate(told)])
     return log.view()
 
 
 def stack(keys: str, norm: float | None = 1.0) -> list[LayerRow]:
-    return [LayerRow(key, f"h.{i}", 1, 4, 1, norm is None, norm, norm, norm) for i, key in enumerate(keys)]
+    return [row(key, f"h.{i}", norm) for i, key in enumerate(keys)]
+
+
+def row(key: str, name: str, figure: float | None) -> LayerRow:
+    """A layer all of whose figures are the same; it is frozen if there is none."""
+    return LayerRow(key, name, 1, 4, 1, figure is None, figure, figure, figure, num_trained=0 if figure is None else 1)
 
 
 def words(svg: str) -> list[str]:
@@ -279,9 +284,7 @@ def test_many_layers_share_rows_in_a_small_picture(figure: str, count: int, step
     log = StatisticsLog()
     for step in range(1, steps + 1):
         told = np.exp(2 * random.normal(size=count)).tolist()
-        log.append(
-            step, [LayerRow(f"L{i:04d}", f"model.layers.{i}", 1, 4, 1, False, f, f, f) for i, f in enumerate(told)]
-        )
+        log.append(step, [row(f"L{i:04d}", f"model.layers.{i}", f) for i, f in enumerate(told)])
     view = log.view()
     svg = draw_heat(view, figure, [Change(step, f"change {step}") for step in range(0, steps, 10)])
     box, pixels = cells(svg)
@@ -310,7 +313,7 @@ def test_rows_of_many_layers_show_the_largest_norm_and_the_mean_influence() -> N
 def test_long_runs_stay_small() -> None:
     log, random = StatisticsLog(), np.random.default_rng(0)
     for step, told in enumerate(np.exp(random.normal(size=(5000, 20))).tolist(), start=1):
-        log.append(step, [LayerRow(f"L{i}", f"h.{i}", 1, 4, 1, False, f, f, f) for i, f in enumerate(told)])
+        log.append(step, [row(f"L{i}", f"h.{i}", f) for i, f in enumerate(told)])
     svg = draw_heat(log.view(), "grad_norm", [Change(i, f"change {i}") for i in range(5000)])
     assert len(svg.encode()) < LIMIT and cells(svg)[1].shape == (20, RIGHT - LEFT)
 
@@ -318,7 +321,7 @@ def test_long_runs_stay_small() -> None:
 def test_numbers_and_keys_label_the_rows() -> None:
     log = StatisticsLog()
     keys = [*"gfedcba", "a key of many letters"]
-    log.append(1, [LayerRow(key, f"transformer.h.{i}", 1, 4, 1, False, 1.0, 1.0, 1.0) for i, key in enumerate(keys)])
+    log.append(1, [row(key, f"transformer.h.{i}", 1.0) for i, key in enumerate(keys)])
     svg = draw_heat(log.view(), "grad_norm")
     labels = [
         e for e in ElementTree.fromstring(svg).iter() if e.get("text-anchor") == "end" and e.tag.endswith("}text")
@@ -384,7 +387,7 @@ def test_a_continued_run_does_not_begin_at_zero() -> None:
 
 def test_names_are_escaped() -> None:
     log = StatisticsLog()
-    evil = LayerRow("<k>&", '<b>.<i>"&', 1, 4, 1, False, 1.0, 1.0, 1.0)
+    evil = row("<k>&", '<b>.<i>"&', 1.0)
     log.append(1, [evil, *stack("a")])
     log.append(2, stack("a"))
     log.append(3, [evil, *stack("a")])

@@ -15,8 +15,9 @@ def layer(
     number: int, norm: float | None = 0.5, ratio: float | None = 1e-3, name: str = "", **fields: bool
 ) -> LayerRow:
     key = f"L{number:03d}"
+    params, frozen = 1000 + number, fields.get("frozen", False)
     return LayerRow(
-        key, name or f"h.{number}", 1000 + number, 4000 + 4 * number, 7, fields.get("frozen", False), norm, ratio
+        key, name or f"h.{number}", params, 4 * params, 7, frozen, norm, ratio, num_trained=0 if frozen else params
     )
 
 
@@ -43,9 +44,9 @@ def test_a_row_has_every_figure() -> None:
 
 @pytest.mark.parametrize(
     "trained, said",
-    [(None, ""), (1003, ""), (20, "trains 2 %"), (1, "trains 0.1 %"), (501, "trains 50 %"), (1002, "trains 99 %")],
+    [(1003, ""), (20, "trains 2 %"), (1, "trains 0.1 %"), (501, "trains 50 %"), (1002, "trains 99 %")],
 )
-def test_a_layer_says_how_much_of_it_is_trained(trained: int | None, said: str) -> None:
+def test_a_layer_says_how_much_of_it_is_trained(trained: int, said: str) -> None:
     partly = replace(layer(3), num_trained=trained)
     assert rows(draw_layers([partly]))[0][9] == said and layers_table([partly]).rows[0][9] == said
 

@@ -109,19 +109,6 @@ def test_the_replay_shows_the_look_of_that_moment(path: Path, looks: list[Inside
         replayed.close()
 
 
-def test_a_run_of_the_version_before_tells_of_no_look(path: Path, looks: list[Inside], tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    older = [line | ({"version": 4} if line["type"] == "run" else {}) for line in lines if line["type"] != "look"]
-    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
-    run = load_run(tmp_path)
-    assert run.looks == () and run.look() is None and "<h2>A look inside" not in render_report([run])
-    replayed = replay(tmp_path)
-    try:
-        assert "Inside" not in [words for words, _ in replayed.views.buttons.options]
-    finally:
-        replayed.close()
-
-
 DAMAGE: dict[str, Any] = {
     "a tensor of complex64": lambda row: row["passings"][0]["attention"][0].update(kind="complex64"),
     "cannot reshape": lambda row: row["passings"][0]["attention"][0].update(shape=[7]),

@@ -108,14 +108,6 @@ def test_a_run_without_races_has_no_view_of_them(tmp_path: Path) -> None:
     assert "<h2>Race" not in render_report([run])
 
 
-def test_a_run_of_the_version_before_tells_of_no_race(path: Path, races: list[Race], tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    older = [line | ({"version": 3} if line["type"] == "run" else {}) for line in lines if line["type"] != "race"]
-    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
-    run = load_run(tmp_path)
-    assert run.races == () and run.snapshot().race is None and run.snapshot().steps == load_run(path).snapshot().steps
-
-
 def test_a_race_that_the_end_of_the_session_ends_is_recorded(tmp_path: Path) -> None:
     with make_relay() as relay:
         with Session(relay, make_batches(), loggers=[Recorder(tmp_path / "run.jsonl")], probe=False) as session:

@@ -15,7 +15,10 @@ from workbench.session.values import LayerRow
 def layer(
     key: str, norm: float | None = 1.0, ratio: float | None = None, influence: float | None = None, name: str = ""
 ) -> LayerRow:
-    return LayerRow(key, name or f"blocks.{key}", 10, 40, 0, norm is None, norm, ratio, influence)
+    frozen = norm is None
+    return LayerRow(
+        key, name or f"blocks.{key}", 10, 40, 0, frozen, norm, ratio, influence, num_trained=0 if frozen else 10
+    )
 
 
 def stack(keys: str, norm: float | None = 1.0) -> list[LayerRow]:

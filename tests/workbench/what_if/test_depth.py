@@ -27,7 +27,7 @@ def run(code: str) -> list[Any]:
 
 def rows(**stacks: int) -> list[LayerRow]:
     return [
-        LayerRow(f"{name}{i}", "", 1, 4, 1, False, None, None, None, name, i)
+        LayerRow(f"{name}{i}", "", 1, 4, 1, False, None, None, None, name, i, num_trained=1)
         for name in stacks
         for i in range(stacks[name])
     ]
@@ -62,7 +62,7 @@ def test_of_several_stacks_the_last_one_is_edited() -> None:
 
 
 def test_layers_in_no_stack_have_no_edits() -> None:
-    alone = [LayerRow("a", "a", 1, 4, 1, False, None, None)]
+    alone = [LayerRow("a", "a", 1, 4, 1, False, None, None, num_trained=1)]
     assert depth_edits(alone, 1) == ()
     with pytest.raises(ValueError, match="in no ModuleList or Sequential"):
         depth_edits(alone, 2)
