@@ -32,7 +32,7 @@ class Entry:
         layers: number of layers afterwards.
         params: change of the number of weights.
         nbytes: change of the bytes of weights and optimizer state in the EPS.
-        places: position among all layers, just before, of those that `what` names by key; empty in saves of older versions.
+        places: position among all layers, just before, of those that `what` names by key.
     """
 
     number: int
@@ -46,17 +46,6 @@ class Entry:
     params: int
     nbytes: int
     places: Mapping[str, int] = field(default_factory=dict, hash=False)
-
-    @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Entry:
-        """Read a line that was written with `dataclasses.asdict`.
-
-        Earlier versions wrote the losses of the steps around it too, which said nothing of the edit: their batches differ.
-
-        Raises:
-            TypeError: it is no such line.
-        """
-        return cls(**{name: value for name, value in plain.items() if name not in ("loss_before", "loss_after")})
 
 
 @dataclass(frozen=True)

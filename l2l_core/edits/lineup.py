@@ -24,14 +24,14 @@ class Built:
         containers: dotted names of the stacks, by the name that each had first.
         stacks: keys of the layers in order, by stack.
         sizes: number of members of the container, by stack.
-        ties: names that stand for one tensor, see `ties_of`; None if that is not known.
+        ties: names that stand for one tensor, see `ties_of`.
     """
 
     layers: dict[str, str]
     containers: dict[str, str]
     stacks: dict[str, list[str]]
     sizes: dict[str, int]
-    ties: list[list[str]] | None
+    ties: list[list[str]]
 
 
 class Lineup:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from l2l_core.model import Tensors
 from l2l_core.saves.saved import Saved
-from l2l_core.saves.state import State, shape_of
+from l2l_core.saves.state import State
 
 logger = logging.getLogger("l2l_core")
 
@@ -22,12 +21,7 @@ def check(saved: Saved, state: State) -> None:
     Raises:
         ValueError: it is of another model or optimizer.
     """
-    live = state.outline()
-    told = {
-        "ties": live["ties"],
-        "shapes": _shapes(saved.tensors),
-        **saved.manifest,
-    }  # older saves do not tell of these
+    told, live = saved.manifest, state.outline()
     for entry, (what, listed) in _ENTRIES.items():
         _compare(saved.path, what, listed(told[entry]), listed(live[entry]))
     if told["torch"] != torch.__version__:
@@ -55,11 +49,6 @@ def _compare(path: Path, what: str, saved: Mapping[str, str], live: Mapping[str,
 
 def _numbered(units: Iterable[Sequence[str]]) -> dict[str, str]:
     return {f"[{index}]": f"{key} {name}" for index, (key, name) in enumerate(units)}
-
-
-def _shapes(tensors: Tensors) -> dict[str, str]:
-    own = {name: t for name, t in tensors.items() if name.startswith(("weights/", "buffers/"))}
-    return {name: shape_of(tensor.shape, tensor.dtype) for name, tensor in own.items()}
 
 
 def _tied(ties: Iterable[Sequence[str]]) -> dict[str, str]:

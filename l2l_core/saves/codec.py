@@ -136,7 +136,7 @@ class Reader:
         if missing:
             raise ValueError(f"the branch {part['name']!r} cannot be restored: {self.missing[missing[0]]}")
         history = History(self.editor)
-        self.restore(history, part, [Entry.of_plain(row) for row in part["journal"]])
+        self.restore(history, part, [Entry(**row) for row in part["journal"]])
         values, trained = _found(self.blocks, part["values"]), _found(self.blocks, part["trained"])
         return State(
             config=RelayConfig(**part["config"]),

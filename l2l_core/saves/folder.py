@@ -33,7 +33,7 @@ from l2l_core.model import Tensors
 from l2l_core.saves.files import damaged, read_file, read_plain, sync, write_bytes
 
 _POINTER, MANIFEST = "latest.json", "manifest.json"
-ALONE, SHARED = 1, 2  # schemas: without and with parts of several workers
+ALONE, SHARED = 1, 2  # schemas of a manifest: by one worker, and by several, of which each has a part
 _GENERATION = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 
 
@@ -131,8 +131,8 @@ def _read_generation(generation: Path, checksum: str, rank: int, count: int) -> 
     manifest = read_plain(path, checksum, generation.parent / _POINTER)
     if manifest["schema"] not in (ALONE, SHARED):
         raise ValueError(
-            f"{path} has schema {manifest['schema']} and this version of l2l_core reads {ALONE} and {SHARED}: load it with "
-            "the version that saved it"
+            f"{path} has schema {manifest['schema']!r}, and this release of l2l_core reads schemas {ALONE} and {SHARED}: load it "
+            "with the release that wrote it, or train and save again with this one"
         )
     said = manifest.get("parts", {})
     plain = {(generation / name).parent: read_plain(generation / name, s["sha256"], path) for name, s in said.items()}

@@ -104,7 +104,7 @@ class Restorer:
     room: Callable[[Block], tuple[Layout | None, int]]
 
     def restore(self, parts: Mapping[str, Part]) -> Callable[[], None]:
-        """Take over what `parts_of` gave; nothing, of a save that knows no past.
+        """Take over what `parts_of` gave.
 
         Returns:
             What gives parked layers their values. It cannot fail; until then, nothing of the caller's has changed.
@@ -112,8 +112,6 @@ class Restorer:
         Raises:
             ValueError: a branch has a layer that nobody can build; says how to give it.
         """
-        if not parts:
-            return lambda: None
         units = {unit.key: unit for unit in self.editor.lineup.units}
         missing: dict[str, str] = {}  # why, by key
         waiting: list[tuple[Part, Unit]] = []
@@ -126,7 +124,7 @@ class Restorer:
                 units[unit.key] = unit  # also as a pattern for those that come after it
                 waiting.append((part, unit))
         reader = Reader(self.editor, units, missing)
-        branches = [self._placed(part) for part in of_kind("branch", parts).values()]
+        branches = [*of_kind("branch", parts).values()]
         keys = {name: key for branch in branches for key, name in branch["values"].items() if key in reader.blocks}
         held = {
             name: self._values(name, part, reader.blocks[keys[name]])
@@ -177,12 +175,6 @@ class Restorer:
             side.state.update({master: state for master, state in states if state is not None})
         unit.buffers.restore(part["buffers"])
         per_layer.remember_entries(unit.module, part["entries"])
-
-    def _placed(self, branch: Part) -> Part:
-        """Let a branch of an older save name its layers once for each place."""
-        placed, lineup = self.resumption.edited.placed, self.editor.lineup
-        stacks = {name: placed(name, keys, lineup) for name, keys in branch["stacks"].items()}
-        return {**branch, "stacks": stacks}
 
     def _values(self, name: str, plain: Part, block: Block) -> Values:
         if "master" in plain:

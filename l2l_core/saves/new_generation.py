@@ -105,7 +105,6 @@ class NewGeneration:
             if common is not None:
                 self._begin(steps)
             if common is not None and self._company.count == 1:
-                # As it always was, so that whoever reads the first schema reads it
                 files = write_files(self._generation, chain(mine.files, common.files))
                 self._switch({"schema": ALONE, **common.plain, **mine.plain, "files": files})
             else:

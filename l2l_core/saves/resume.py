@@ -67,7 +67,7 @@ class Resumption:
         self.built = self.edited.built_in(model, self.saved.layers, self._kinds, self.saved.path)
         layers: dict[str, nn.Module | str] = dict(self.built.layers)
         shared = [key.removeprefix(SHARED) for key in self.saved.manifest["versions"] if key.startswith(SHARED)]
-        if not shared or self.edited.first is None or layers == self.edited.first.layers:
+        if not shared or layers == self.edited.first.layers:
             return layers
         stacks = find_stacks(model, [model.get_submodule(name) for name in self.built.layers.values()])
         if isinstance(optimizer, Optimizer):
@@ -92,12 +92,11 @@ class Resumption:
         here = [[unit.key, unit.name] for unit in lineup.layers if unit.key != self._holder]
         # In messages layers are counted as in the manifest, where the shell comes first.
         compare_layers(self.saved.path, [["", ""], *self.built.layers.items()], [["", ""], *here])
-        if edited.first is not None:  # before anything is looked up: stacks go by the names that they had first
-            lineup.began_as(edited.first, self.built.containers)
+        # Before anything is looked up: stacks go by the names that they had first
+        lineup.began_as(edited.first, self.built.containers)
         editor.group_order.recall(edited.orders, lineup.first_names)
         lineup.made, lineup.origin = max(edited.made, lineup.made), {**lineup.origin, **edited.origin}
-        for name, saved_keys in edited.stacks.items():
-            keys = edited.placed(name, saved_keys, lineup)
+        for name, keys in edited.stacks.items():
             before = lineup.units_of(lineup.stack_called(name))
             for key in keys:
                 if key not in units:

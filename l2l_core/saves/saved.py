@@ -7,7 +7,7 @@ loads what any number has saved. Files are mapped, and what is not needed is not
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ from l2l_core.saves.new_generation import Company
 from l2l_core.saves.stacks import Edited
 from l2l_core.saves.state import State, Weight, names_in, weights_of
 
+# Entries of every manifest, besides its schema and files
+_ENTRIES = (
+    "torch", "steps", "config", "units", "versions", "shapes", "ties", "trainable", "optimizer", "groups", "warmups", "edits",
+    "past", "settings", "own_settings", "residuals", "random",
+)  # fmt: skip
 Held = tuple[Piece, int]  # what a part has of a parameter, and the number of the part
 
 
@@ -34,7 +39,7 @@ def load(folder: Path) -> Saved:
     Raises:
         ValueError: there is no save, it is damaged or incomplete, or of another schema; names the file.
     """
-    return Saved(*read(folder))
+    return _read(folder)
 
 
 def load_together(folder: Path, company: Company) -> Saved:
@@ -43,13 +48,26 @@ def load_together(folder: Path, company: Company) -> Saved:
     Raises:
         ValueError: the same as `load`, or workers have found different saves.
     """
-    saved = Saved(*read(folder, company.rank, company.count))
+    saved = _read(folder, company.rank, company.count)
     found = company.every([saved.path.parent.name], "find a save")
     if len({*found}) > 1:
         listed = ", ".join(f"worker {rank}: {name}" for rank, name in enumerate(found))
         raise ValueError(
             f"workers find different saves in {folder} ({listed}): all must read one folder, on a file system that all machines "
             "share, and nobody may save to it meanwhile. Nothing has been loaded"
+        )
+    return saved
+
+
+def _read(folder: Path, rank: int = 0, count: int = 1) -> Saved:
+    saved = Saved(*read(folder, rank, count))
+    edits = saved.manifest.get("edits", {})
+    absent = [name for name in _ENTRIES if name not in saved.manifest]
+    absent += [f"edits.{field.name}" for field in fields(Edited) if field.name not in edits]
+    if absent:
+        raise ValueError(
+            f"{saved.path} has no {', '.join(absent)}: a version of l2l_core from before the first release wrote it. Load it "
+            "with that version, or train and save again with this one"
         )
     return saved
 
@@ -85,12 +103,12 @@ class Saved:
 
     @property
     def edited(self) -> Edited:
-        """What was edited; nothing, in a save that knows nothing of edits."""
-        return Edited.of(self.manifest.get("edits", {}))
+        """What was edited."""
+        return Edited.of(self.manifest["edits"])
 
     def past(self) -> dict[str, PlainPart]:
         """Decode what `State.past` was, in memory of its own; every call takes that memory anew."""
-        past = self.manifest.get("past", {})
+        past = self.manifest["past"]
         return {name: decode(part, copies_of(self.tensors)) for name, part in past.items()}
 
     def restore_into(self, state: State) -> None:
@@ -101,9 +119,9 @@ class Saved:
         manifest, take = self.manifest, copies_of(self.tensors)
         optimizer = state.store.optimizer
         settings = decode(manifest["settings"], take)
-        own_settings = decode(manifest.get("own_settings", []), take)
+        own_settings = decode(manifest["own_settings"], take)
         random_state = read_random(decode(manifest["random"], take))
-        residuals = decode(manifest["residuals"], take) if "residuals" in manifest else {}  # saves of before have none
+        residuals = decode(manifest["residuals"], take)
         for key, left_out in residuals.items():  # first: the device may have no room
             if key in state.present:  # else it is of a parked layer that nobody can build
                 held = {int(index): residual for index, residual in left_out.items()}
@@ -116,7 +134,7 @@ class Saved:
         put(optimizer, [*own_settings, *settings], only)
         for block in state.blocks:
             block.version = manifest["versions"][block.key]
-            block.warmup = manifest.get("warmups", {}).get(block.key, 0)
+            block.warmup = manifest["warmups"].get(block.key, 0)
         random_state.put()
         state.store.custody.received(self.steps)
 
@@ -163,7 +181,7 @@ class Saved:
 
         def pieces() -> Iterator[Held]:
             for number, part in enumerate(self.parts):
-                if weight.name in (ranges := part.plain.get("ranges", {})):
+                if weight.name in (ranges := part.plain["ranges"]):
                     first, numel = ranges[weight.name]
                     yield Piece(0, (numel,), (1,), first), number
                 elif f"weights/{weight.name}" in part.tensors:

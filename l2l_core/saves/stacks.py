@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from l2l_core.edits import Built, Editor, Entry, History, Lineup
+from l2l_core.edits import Built, Editor, Entry, History
 from l2l_core.surgery import kind_of, ties_of
 
 
@@ -18,29 +18,30 @@ class Edited:
 
     Attributes:
         stacks: keys of the layers in order, by the name that the stack had first; one for each place.
-        original: dotted names of the layers before any edit, by key.
+        original: dotted names of the layers before any edit, by key; those of `first`.
         origin: by key, the original layer that it goes back to.
         made: keys given out so far, or passed over.
         journal: what was edited.
         kinds: checksum of what tells a layer apart, by key; see `kind_of`.
-        sizes: number of members of the container, by its dotted name.
+        sizes: number of members of the container, by its dotted name; those of `now`.
         stats: what the last step told of the shell and of each layer, by key.
         orders: of the optimizer's groups, see `GroupOrder.to_plain`.
-        first, now: how the model was built before any edit, and is now; None in older saves.
+        first, now: how the model was built before any edit, and is now.
+        by_place: True, for the format: `stacks` have a key for each place.
     """
 
-    stacks: dict[str, list[str]] = field(default_factory=dict)
-    original: dict[str, str] = field(default_factory=dict)
-    origin: dict[str, str] = field(default_factory=dict)
-    made: int = 0
-    journal: tuple[Entry, ...] = ()
-    kinds: dict[str, str] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    stats: dict[str, dict[str, float]] = field(default_factory=dict)
-    first: Built | None = None
-    now: Built | None = None
-    orders: list[Any] = field(default_factory=list)
-    by_place: bool = False  # older saves name a layer that stands in several places once; see `placed`
+    stacks: dict[str, list[str]]
+    original: dict[str, str]
+    origin: dict[str, str]
+    made: int
+    journal: tuple[Entry, ...]
+    kinds: dict[str, str]
+    sizes: dict[str, int]
+    stats: dict[str, dict[str, float]]
+    first: Built
+    now: Built
+    orders: list[Any]
+    by_place: bool = True
 
     @staticmethod
     def from_(editor: Editor, history: History) -> Edited:
@@ -53,13 +54,13 @@ class Edited:
         origin, made, journal = lineup.origin, lineup.made, history.journal
         orders = editor.group_order.to_plain(lineup.first_names)
         told = now.stacks, first.layers, origin, made, journal, kinds, sizes, stats, first, now, orders
-        return Edited(*told, by_place=True)
+        return Edited(*told)
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Edited:
         """Read it from `asdict` of one, which JSON has made lists of."""
-        builts = {name: Built(**plain[name]) for name in ("first", "now") if plain.get(name)}
-        journal = tuple(Entry.of_plain(row) for row in plain.get("journal", ()))
+        builts = {name: Built(**plain[name]) for name in ("first", "now")}
+        journal = tuple(Entry(**row) for row in plain["journal"])
         return Edited(**{**plain, "journal": journal, **builts})
 
     @property
@@ -79,10 +80,9 @@ class Edited:
         Raises:
             ValueError: it is neither.
         """
-        if not self.original or self.original == dict(names):
-            return self._now_built(names)
-        modules = dict(model.named_modules())
-        ways = [self._first_built(), self._now_built(names)]
+        if self.first.layers == names:
+            return self.now
+        modules, ways = dict(model.named_modules()), [self.first, self.now]
         unlike = [_unlike(built, model, modules) for built in ways]
         fitting = [built for built, why in zip(ways, unlike, strict=True) if not why]
         fitting.sort(
@@ -99,24 +99,11 @@ class Edited:
             f"as it is in the save ({reasons[1]}). Build the model and the optimizer as they were when the relay was made"
         )
 
-    def placed(self, name: str, keys: Sequence[str], lineup: Lineup) -> Sequence[str]:
-        """Give the keys that the save has of a stack with one for each place."""
-        if self.by_place:
-            return keys
-        here = [unit.key for unit in lineup.units_of(lineup.stack_called(name))]
-        return here if len(set(here)) < len(here) else keys  # such a stack could not be edited in those days
-
     def restore_into(self, editor: Editor, history: History) -> None:
         """Let a relay with the saved stacks go on with the same journal."""
         history.continue_from(self.journal, (), ())
         for unit in editor.lineup.units:
             unit.stats.update(self.stats.get(unit.key, {}))
-
-    def _first_built(self) -> Built:
-        return self.first or Built(self.original, {}, {}, {}, None)
-
-    def _now_built(self, names: Mapping[str, str]) -> Built:
-        return self.now or Built(dict(names), {name: name for name in self.sizes}, {}, self.sizes, None)
 
 
 def _unlike(built: Built, model: nn.Module, modules: Mapping[str, nn.Module]) -> str:
@@ -130,7 +117,7 @@ def _unlike(built: Built, model: nn.Module, modules: Mapping[str, nn.Module]) ->
             there = modules.get(built.containers[stack])
             if there is None or len(there._modules) != size:
                 yield f"{built.containers[stack] or 'the model'} has not {size} members"
-        if built.ties is not None and _as_sets(built.ties) != _as_sets(ties_of(model)):
+        if _as_sets(built.ties) != _as_sets(ties_of(model)):
             yield "other weights are shared"
 
     return next(reasons(), "")

@@ -28,7 +28,7 @@ def refuse_past(saved: Saved) -> None:
     Raises:
         ValueError: it is of a model that was edited, or that has branches.
     """
-    if saved.edited.is_edited or saved.manifest.get("past", {}).keys() - {"history"}:
+    if saved.edited.is_edited or saved.manifest["past"].keys() - {"history"}:
         raise ValueError(
             f"{saved.path} is of a model that was edited, or that has branches, and what they need comes back in memory alone: "
             "load it without shelf=. For its present weights on a shelf, without the optimizer's state, write them there by "

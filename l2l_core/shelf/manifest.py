@@ -214,7 +214,7 @@ def read_plain(folder: Path) -> dict[str, Any]:
     """Read the manifest of a folder.
 
     Raises:
-        ValueError: it has none, or none that this version reads.
+        ValueError: it has none, it is damaged, or its schema is another one than this release reads.
     """
     path = folder / _NAME
     try:
@@ -226,7 +226,10 @@ def read_plain(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore the whole folder from a copy") from error
     if plain["schema"] != _SCHEMA:
-        raise ValueError(f"{path} has schema {plain['schema']}, and this version of l2l_core reads {_SCHEMA}")
+        raise ValueError(
+            f"{path} has schema {plain['schema']!r}, and this release of l2l_core reads schema {_SCHEMA}: go on with the release "
+            "that wrote it, or give a new folder without resume=True"
+        )
     return plain
 
 

@@ -254,7 +254,5 @@ def build(record: type[T], row: Mapping[str, Any]) -> T:
     return record(**{name: read[name](v) if name in read and v is not None else v for name, v in row.items()})
 
 
-_BUILD: Mapping[str, Callable[[Row], Any]] = {name: partial(build, kind) for name, kind in LISTS.items()} | {
-    "journal": Entry.of_plain
-}
+_BUILD: Mapping[str, Callable[[Row], Any]] = {name: partial(build, kind) for name, kind in LISTS.items()}
 _READERS: Mapping[str, Callable[[Any], Any]] = {"float": float, "Judged": Judged.of_plain}  # by the type of a field

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,6 @@ from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from l2l_core import Delink, Drop, Duplicate, EmulatedDevice, Freeze, Insert, Move, Relay, RelayConfig, Replace, Swap
 from l2l_core.model.reference import train_step
-from l2l_core.saves import Edited, codec
 
 Stash = Literal["host", "device"]
 
@@ -216,27 +214,6 @@ def test_the_way_back_branches_and_saves(sharing: str, tmp_path: Path) -> None:
             assert_same(state_of(again), there[1])
             for ours, theirs in zip(go_on(again), expected, strict=True):
                 assert_same(ours, theirs) if isinstance(ours, dict) else _is(ours, theirs)
-
-
-def test_older_saves_name_a_layer_of_several_places_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from_ = Edited.from_
-
-    def of_old(editor: Any, history: Any) -> Edited:
-        now = from_(editor, history)
-        return replace(now, by_place=False, stacks={name: [*dict.fromkeys(keys)] for name, keys in now.stacks.items()})
-
-    monkeypatch.setattr(Edited, "from_", staticmethod(of_old))
-    monkeypatch.setattr(codec, "_keys", lambda units: [*dict.fromkeys(unit.key for unit in units)])
-    with make_relay(make_model("cycle")) as relay:
-        relay.step(batch_of(0))
-        relay.fork("aside")
-        relay.step(batch_of(1))
-        relay.save(tmp_path)
-        losses = [relay.step(batch_of(2)).loss, relay.switch("main"), relay.step(batch_of(2)).loss]
-    model = make_model("cycle")
-    with Relay.load(tmp_path, model, adamw(model), device=EmulatedDevice(), loss=loss_of) as again:
-        assert [again.step(batch_of(2)).loss, again.switch("main"), again.step(batch_of(2)).loss] == losses
-        assert [list(model.blocks).index(block) for block in model.blocks] == SHARINGS["cycle"]
 
 
 def _is(ours: object, theirs: object) -> None:

@@ -317,3 +317,17 @@ def test_what_a_load_does_not_go_with(save: Path, folder: Path) -> None:
         load(save, CHAIN, shelf=folder / "new", memory_bytes=1)
     with load(save, CHAIN, shelf=folder / "new", config=RelayConfig(micro_batches=2)) as relay:
         assert relay.config.micro_batches == 2 and relay.steps == 2
+
+
+def test_a_shelf_of_another_schema_is_refused(folder: Path) -> None:
+    with relay_on(folder, CHAIN) as relay:
+        relay.step(CHAIN.make_batch(ROWS, 0))
+    path = folder / "step.json"
+    path.write_text(path.read_text().replace('"schema": 2', '"schema": 1'))
+    model = CHAIN.make_model()
+    before = state_of(model)
+    with pytest.raises(
+        ValueError, match="step.json has schema 1, and this release of l2l_core reads schema 2: go on with"
+    ):
+        relay_on(folder, CHAIN, model=model, resume=True)
+    assert_same(state_of(model), before)
