@@ -212,6 +212,7 @@ def test_schedulers(make: Callable[[Optimizer], Any]) -> None:
             for scheduler in schedulers:
                 scheduler.step()
         assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() != [1e-3, 1e-3]
+        assert pair.relay.verify(kind.make_batch(7, 9)).equal
 
 
 def test_scheduler_made_before_the_relay() -> None:

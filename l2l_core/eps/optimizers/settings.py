@@ -119,12 +119,15 @@ def put(optimizer: Optimizer, settings: Settings, only: bool = True) -> None:
 
 
 def differing_settings(one: Settings, other: Settings) -> list[str]:
-    """List the names of settings and counters that differ."""
+    """List the names of settings and counters that differ; values that are not plain are not compared.
+
+    A learning-rate scheduler replaces `step` of the instance by a function, on one side alone.
+    """
     names = (
         name
         for ours, theirs in zip(one, other, strict=True)
         for name in {**ours, **theirs}
-        if name not in ours or name not in theirs or not is_same(ours[name], theirs[name])
+        if not is_same(ours.get(name, _IN_COMMON), theirs.get(name, _IN_COMMON))
     )
     return list(dict.fromkeys(names))
 
