@@ -1,5 +1,7 @@
 """Layer relay: train a model one layer at a time, equal to plain training, in device memory that does not grow with depth."""
 
+from typing import NoReturn
+
 from l2l_core.config import Compress as Compress
 from l2l_core.config import RelayConfig as RelayConfig
 from l2l_core.devices import CudaDevice as CudaDevice
@@ -42,8 +44,6 @@ from l2l_core.forecast import forecast_config as forecast_config
 from l2l_core.forecast import simulate as simulate
 from l2l_core.inside import Inside as Inside
 from l2l_core.model import find_layers as find_layers
-from l2l_core.optim import LAMB as LAMB
-from l2l_core.optim import LARS as LARS
 from l2l_core.optim import in_bf16 as in_bf16
 from l2l_core.relay import Relay as Relay
 from l2l_core.shelf import Disk as Disk
@@ -58,3 +58,15 @@ from l2l_core.workers import Network as Network
 from l2l_core.workers import WorkerError as WorkerError
 from l2l_core.workers import WorkerLostError as WorkerLostError
 from l2l_core.workers import Workers as Workers
+
+_REMOVED = {
+    "LAMB": "timm.optim.Lamb(params, max_grad_norm=None, always_adapt=True)",
+    "LARS": "timm.optim.Lars(params, lr=0.1, momentum=0.9, always_adapt=True)",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Name the replacement of a removed class. `from l2l_core import ...` hides the text of an AttributeError."""
+    if name in _REMOVED:
+        raise ImportError(f"l2l_core.{name} was removed: use {_REMOVED[name]} (pip install timm)")
+    raise AttributeError(f"module 'l2l_core' has no attribute {name!r}")

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from norms import ByNorms
 from oracle import InCore, adamw, differences, micro_batches_of
 from torch import nn
 from torch.optim import Optimizer
 from zoo import BY_NAME, Batch
 
-from l2l_core import LAMB, Drop, Duplicate, Edit, Freeze, Insert, Relay, RelayConfig, Workers, in_bf16
+from l2l_core import Drop, Duplicate, Edit, Freeze, Insert, Relay, RelayConfig, Workers, in_bf16
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -27,9 +28,9 @@ def adafactor(model: nn.Module) -> Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
 
-def in_bf16_lamb(model: nn.Module) -> Optimizer:
+def in_bf16_by_norms(model: nn.Module) -> Optimizer:
     """Looks at norms of parameters, and draws random numbers for each of their elements."""
-    return in_bf16(LAMB)(model.parameters(), lr=1e-2)
+    return in_bf16(ByNorms)(model.parameters(), lr=1e-2)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from norms import ByNorms
 from oracle import InCore, MakeOptimizer, adamw, micro_batches_of
 from torch import Tensor, nn
 from zoo import BY_NAME, Chain, Kind, ResidualMlp, loss_of
 
-from l2l_core import LAMB, EmulatedDevice, FileShelf, Relay, RelayConfig, empty_weights, in_bf16
+from l2l_core import EmulatedDevice, FileShelf, Relay, RelayConfig, empty_weights, in_bf16
 
 ROWS, ENOUGH = 7, "8 MB"
 CONFIG = RelayConfig(micro_batches=3)
@@ -26,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),  # state of other shapes
     "adagrad": partial(torch.optim.Adagrad, lr=1e-2),  # state before the first step
     "amsgrad": partial(torch.optim.Adam, amsgrad=True, lr=1e-2),
-    "lamb": partial(LAMB, lr=1e-2),
+    "norms": ByNorms,
     "rate in a tensor": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2)),
 }
 

@@ -10,7 +10,7 @@ from crew_cases import (
     adafactor,
     bytes_held,
     fused,
-    in_bf16_lamb,
+    in_bf16_by_norms,
     look_at_batches,
     sgd,
     train_beside_alone,
@@ -32,7 +32,7 @@ CASES = [
 ]
 SLOW_CASES = [
     Case("gpt2", optimizer=adafactor),
-    Case("gpt2", optimizer=in_bf16_lamb),
+    Case("gpt2", optimizer=in_bf16_by_norms),
     Case("gpt2_padded", micro_batches=1),
     Case("bert", config=CLIPPED | {"stash": "host"}, optimizer=fused),
     Case("tied_layers", config=CLIPPED),
