@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -447,3 +448,56 @@ def test_the_patterns_find_what_they_are_for() -> None:
     assert not re.search(MACHINE_PATH, "https://example.org/" + "work/x, frame" + "work/tmp")
     assert re.search(REGISTRY, "https://" + "py" + "pi.org/simple")
     assert not re.search(REGISTRY, "offline_py" + "pixel")
+
+
+# Files that services read --------------------------------------------------------------------------------------------
+
+
+def parsed(name: str) -> dict[str, Any]:
+    """A YAML file of the repository, which holds a mapping."""
+    content = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+    assert isinstance(content, dict), name
+    return content
+
+
+def test_the_workflow_runs_ci_on_every_python_that_the_project_allows() -> None:
+    job = parsed(".github/workflows/ci.yml")["jobs"]["tests"]
+    pythons = job["strategy"]["matrix"]["python"]
+    allowed = SpecifierSet(project()["requires-python"])
+    assert pythons == [f"3.{minor}" for minor in range(8, 30) if allowed.contains(f"3.{minor}")]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    # .ci/run ends in `make test`, and the Makefile takes PYTHON from the environment.
+    assert job["env"] == {"PYTHON": "python${{ matrix.python }}"}
+    environ = {
+        **os.environ,
+        "PYTHON": "python3.12",
+        "MAKEFLAGS": "",
+    }  # without what a `make` around the tests was given
+    shown = subprocess.run(["make", "-s", "help"], cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    assert "PYTHON=python3.12 " in shown.stdout
+
+
+def test_hooks_are_local_and_check_with_the_pinned_ruff() -> None:
+    (repo,) = parsed(".pre-commit-config.yaml")["repos"]
+    assert repo["repo"] == "local"
+    hooks = {hook["id"]: hook for hook in repo["hooks"]}
+    for name in ("ruff-format", "ruff-check"):
+        assert hooks[name]["additional_dependencies"] == [f"ruff=={pins()['ruff']}"], "as in constraints.txt"
+
+
+def test_the_form_for_bugs_asks_for_a_program_and_the_doctor() -> None:
+    forms = {name: parsed(f".github/ISSUE_TEMPLATE/{name}.yml") for name in ("bug", "feature")}
+    for form in forms.values():
+        assert form["name"] and form["description"] and form["body"]
+    fields = {field["id"]: field for field in forms["bug"]["body"] if "id" in field}
+    assert "`python -m workbench doctor`" in fields["doctor"]["attributes"]["label"]
+    assert fields["program"]["validations"]["required"] and fields["doctor"]["validations"]["required"]
+
+
+def test_the_citation_names_the_project_and_the_paper() -> None:
+    citation = parsed("CITATION.cff")
+    assert citation["cff-version"] == "1.2.0" and citation["authors"]
+    assert (citation["version"], citation["license"]) == (project()["version"], project()["license"])
+    (paper,) = citation["references"]
+    assert paper["authors"][0]["family-names"] == "Pudipeddi" and paper["year"] == 2020
+    assert paper["identifiers"] == [{"type": "other", "value": "arXiv:2002.05645"}]
