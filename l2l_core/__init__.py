@@ -1,5 +1,7 @@
 """Layer relay: train a model one layer at a time, equal to plain training, in device memory that does not grow with depth."""
 
+from l2l_core.analysis import Bound as Bound
+from l2l_core.analysis import Traces as Traces
 from l2l_core.config import Compress as Compress
 from l2l_core.config import RelayConfig as RelayConfig
 from l2l_core.devices import CudaDevice as CudaDevice
@@ -49,11 +51,9 @@ from l2l_core.relay import Relay as Relay
 from l2l_core.shelf import Disk as Disk
 from l2l_core.shelf import FileShelf as FileShelf
 from l2l_core.shelf import empty_weights as empty_weights
-from l2l_core.trace import Bound as Bound
 from l2l_core.trace import Event as Event
 from l2l_core.trace import StepResult as StepResult
 from l2l_core.trace import Trace as Trace
-from l2l_core.trace import Traces as Traces
 from l2l_core.workers import Network as Network
 from l2l_core.workers import WorkerError as WorkerError
 from l2l_core.workers import WorkerLostError as WorkerLostError

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -71,8 +71,11 @@ from l2l_core.step import (
     interrupts_wait,
 )
 from l2l_core.surgery import same_random_numbers
-from l2l_core.trace import StepResult, Trace, Traces
+from l2l_core.trace import StepResult, Trace
 from l2l_core.workers import Network, Workers, company
+
+if TYPE_CHECKING:  # of verbs that plan, analyse or look inside; these import the rooms when they are called
+    from l2l_core.analysis import Traces
 
 _FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -248,6 +251,8 @@ class Relay:
         Raises:
             ValueError: there was no step yet.
         """
+        from l2l_core.analysis import Traces
+
         with self._exclusive(), self._company.together("put traces together", self._facts):
             if self.trace is None:
                 raise ValueError("no step was made yet, so there is no trace: make one with `relay.step(batch)`")

@@ -157,20 +157,22 @@ def is_type_checking(node: ast.AST) -> TypeGuard[ast.If]:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def import_nodes(node: ast.AST, *, typing: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """`node` and what is below it, in functions too; imports for annotations alone only when `typing`."""
+def import_nodes(node: ast.AST, *, typing: bool, late: bool = True) -> Iterator[ast.Import | ast.ImportFrom]:
+    """`node` and what is below it; imports for annotations alone only when `typing`, those in functions only when `late`."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not late:
+        return
     skip_body = is_type_checking(node) and not typing
     for child in node.orelse if skip_body else ast.iter_child_nodes(node):
-        yield from import_nodes(child, typing=typing)
+        yield from import_nodes(child, typing=typing, late=late)
 
 
-def imported(path: Path, modules: set[str], *, typing: bool = True) -> set[str]:
+def imported(path: Path, modules: set[str], *, typing: bool = True, late: bool = True) -> set[str]:
     """Absolute names that a file imports; `from package import x` is `package.x` if that is a module."""
     package = module_name(path).split(".")[: None if path.name == "__init__.py" else -1]
     names = set()
-    for node in import_nodes(ast.parse(path.read_text(encoding="utf-8")), typing=typing):
+    for node in import_nodes(ast.parse(path.read_text(encoding="utf-8")), typing=typing, late=late):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
             continue
@@ -206,6 +208,7 @@ MAY_IMPORT = {
         "rules": "",
         "optim": "",
         "trace": "rules",
+        "analysis": "trace rules",
         "model": "",
         "batches": "model",
         "devices": "trace",
@@ -223,7 +226,7 @@ MAY_IMPORT = {
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
         "workers": "eps eps.blocks devices batches trace config",
         "shelf": "workers saves eps eps.optimizers eps.blocks surgery devices model trace config",
-        "forecast": "shelf workers step step.traffic eps eps.optimizers eps.blocks devices batches trace config rules",
+        "forecast": "shelf workers step step.traffic eps eps.optimizers eps.blocks devices batches analysis trace config rules",
         "inside": "step.micro_batch eps.blocks batches model",
         "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",
         "relay": "runner shelf workers inside saves forecast edits step eps eps.optimizers eps.blocks surgery devices batches "
@@ -250,7 +253,21 @@ MAY_IMPORT = {
         "__main__": "commands lessons runs",
     },
 }
-LAZY = {"workbench"}  # its names are imported when they are asked for
+LAZY = {"workbench"}  # names of theirs are imported when they are asked for
+
+# The engine is every room but these, which plan, compare, analyse or look; it trains without them.
+OUTSIDE = {"analysis"}
+# Files of the facade: what they import when one of their verbs is called, and for the annotations of that verb.
+WHEN_CALLED = {
+    "l2l_core.trace.trace": "analysis",
+    "l2l_core.relay": "analysis",
+}
+
+
+def imports_of(name: str, path: Path, modules: set[str]) -> set[str]:
+    """Modules of the package that a file needs; of a file of the facade those that come with its own import."""
+    at_once = name in WHEN_CALLED
+    return imported(path, modules, typing=not at_once, late=not at_once) & modules
 
 
 def files_of(package: str) -> dict[str, Path]:
@@ -269,7 +286,7 @@ def test_rooms_import_only_those_below(package: str) -> None:
     files = files_of(package)
     table = {room: {*others.split()} for room, others in MAY_IMPORT[package].items()}
     assert find_cycle(table) is None
-    graph = {name: imported(path, {*files}) & {*files} for name, path in files.items() if name != package}
+    graph = {name: imports_of(name, path, {*files}) for name, path in files.items() if name != package}
     found: dict[str, set[str]] = {room: set() for room in table}
     for name, others in graph.items():
         found[room_of(name, files)] |= {room_of(other, files) for other in others if other != package}
@@ -282,13 +299,30 @@ def test_rooms_import_only_those_below(package: str) -> None:
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_files_import_one_another_in_no_circle(package: str) -> None:
     files = files_of(package)
-    graph = {name: imported(path, {*files}) & {*files} for name, path in files.items() if name not in LAZY}
+    graph = {name: imports_of(name, path, {*files}) for name, path in files.items() if name not in LAZY}
     doors = {name for name, path in files.items() if path.name == "__init__.py"}
     through = {
         name: {other for other in others if other not in doors or other not in parents(name)}
         for name, others in graph.items()
     }
     assert find_cycle(through) is None
+
+
+def test_the_engine_imports_nothing_that_plans_compares_or_looks() -> None:
+    files = files_of("l2l_core")
+    engine = {
+        name: path
+        for name, path in files.items()
+        if room_of(name, files) not in OUTSIDE | {"", "forecast", "strategies"}
+    }
+    rooms = {
+        name: {room_of(other, files) for other in imports_of(name, path, {*files})} for name, path in engine.items()
+    }
+    strays = {name: others & OUTSIDE for name, others in rooms.items() if others & OUTSIDE}
+    assert len(engine) > 150 and not strays, strays
+    for name, table in WHEN_CALLED.items():
+        every = {room_of(other, files) for other in imported(files[name], {*files}) & {*files}}
+        assert every - rooms[name] == {*table.split()}, name
 
 
 def parents(name: str) -> set[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from l2l_core.analysis import OVERLAPPING, Work, micro_batches_to_hide
 from l2l_core.config import Compress, RelayConfig
 from l2l_core.forecast.costs import COPY_LANES, SHELL
 from l2l_core.forecast.fleet import Fleet
@@ -16,7 +17,7 @@ from l2l_core.forecast.simulate import MOST_EVENTS, replayed, simulate
 from l2l_core.forecast.stands import from_the_middle, pattern
 from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.rules import kept_of, weight_slots
-from l2l_core.trace import DISK, OVERLAPPING, Trace, Work, micro_batches_to_hide
+from l2l_core.trace import DISK, Trace
 
 _DEEPEST = 1 << 20  # layers; what fits so many has no limit worth a number
 _HIDDEN = (*COPY_LANES, *DISK)  # lanes that compute should hide
