@@ -206,7 +206,8 @@ MAY_IMPORT = {
     "l2l_core": {
         "config": "",
         "rules": "",
-        "optim": "",
+        "rounding": "",
+        "optim": "rounding",
         "trace": "rules",
         "analysis": "trace rules",
         "model": "",
@@ -216,7 +217,7 @@ MAY_IMPORT = {
         "surgery.identity": "surgery model",
         "eps.blocks": "devices model",
         "eps.optimizers": "eps.blocks surgery model",
-        "eps": "eps.optimizers eps.blocks devices model optim trace config rules",
+        "eps": "eps.optimizers eps.blocks devices model rounding trace config rules",
         "step.graph": "eps.blocks model",
         "step.traffic": "step.graph eps eps.blocks devices model trace rules",
         "step.micro_batch": "step.traffic step.graph eps.blocks surgery devices model trace",
