@@ -227,12 +227,12 @@ MAY_IMPORT = {
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
         "workers": "eps eps.blocks devices batches trace config",
         "shelf": "workers saves eps eps.optimizers eps.blocks surgery devices model trace config",
-        "forecast": "shelf workers step step.traffic eps eps.optimizers eps.blocks devices batches analysis trace config rules",
+        "simulator": "shelf workers eps.blocks devices trace config rules",
+        "forecast": "simulator shelf step step.traffic eps eps.optimizers eps.blocks devices batches analysis trace config rules",
         "inside": "step.micro_batch eps.blocks batches model",
-        "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",
-        "relay": "runner shelf workers inside saves forecast edits step eps eps.optimizers eps.blocks surgery devices batches "
-        "model trace config",
-        "strategies": "relay forecast step step.traffic step.graph eps eps.optimizers eps.blocks surgery devices batches model "
+        "runner": "workers step eps eps.blocks surgery devices batches model trace config",
+        "relay": "runner shelf workers saves edits step eps eps.optimizers eps.blocks surgery devices batches model trace config",
+        "strategies": "relay simulator step step.traffic step.graph eps eps.optimizers eps.blocks surgery devices batches model "
         "trace rules config",
     },
     "workbench": {
@@ -254,14 +254,15 @@ MAY_IMPORT = {
         "__main__": "commands lessons runs",
     },
 }
-LAZY = {"workbench"}  # names of theirs are imported when they are asked for
+LAZY = {"workbench", "l2l_core"}  # names of theirs are imported when they are asked for
 
 # The engine is every room but these, which plan, compare, analyse or look; it trains without them.
-OUTSIDE = {"analysis"}
+OUTSIDE = {"analysis", "forecast", "inside", "optim", "strategies"}
 # Files of the facade: what they import when one of their verbs is called, and for the annotations of that verb.
 WHEN_CALLED = {
     "l2l_core.trace.trace": "analysis",
-    "l2l_core.relay": "analysis",
+    "l2l_core.runner": "forecast simulator",
+    "l2l_core.relay": "analysis forecast inside simulator",
 }
 
 
@@ -311,11 +312,7 @@ def test_files_import_one_another_in_no_circle(package: str) -> None:
 
 def test_the_engine_imports_nothing_that_plans_compares_or_looks() -> None:
     files = files_of("l2l_core")
-    engine = {
-        name: path
-        for name, path in files.items()
-        if room_of(name, files) not in OUTSIDE | {"", "forecast", "strategies"}
-    }
+    engine = {name: path for name, path in files.items() if room_of(name, files) not in OUTSIDE | {""}}
     rooms = {
         name: {room_of(other, files) for other in imports_of(name, path, {*files})} for name, path in engine.items()
     }
@@ -324,6 +321,27 @@ def test_the_engine_imports_nothing_that_plans_compares_or_looks() -> None:
     for name, table in WHEN_CALLED.items():
         every = {room_of(other, files) for other in imported(files[name], {*files}) & {*files}}
         assert every - rooms[name] == {*table.split()}, name
+
+
+# A step of a small model; prints the modules that it took.
+STEP = """
+import sys
+import torch
+from l2l_core import Relay, RelayConfig
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
+loss = lambda outputs, batch: outputs.square().mean()
+with Relay(model, device="cpu", loss=loss, config=RelayConfig(micro_batches=2, stash="host")) as relay:
+    assert relay.step((torch.randn(4, 4),)).trace.events
+print(*sys.modules)
+"""
+HEAVY = {"transformers", "datasets", "IPython", "ipywidgets", "plotly", "jinja2", "rich", "workbench"}
+
+
+def test_a_step_takes_the_engine_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", STEP], cwd=ROOT, capture_output=True, text=True, check=True)
+    taken = {*done.stdout.split()}
+    beyond = {f"l2l_core.{room}" for room in (OUTSIDE | {"simulator"})}
+    assert "l2l_core.step.loop" in taken and not taken & (beyond | HEAVY), taken & (beyond | HEAVY)
 
 
 def parents(name: str) -> set[str]:
