@@ -21,6 +21,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from workbench.commands.import_time import MOST_S, ImportTimes, measure_imports
+
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTION = "l2l-workbench"
 GIB = 2**30
@@ -64,6 +66,7 @@ class Facts:
     this_python: str
     torch_error: str | None  # why `import torch` failed, if it did
     cuda: str | None  # name of the device
+    imports: ImportTimes | None  # None where an import fails
     ram_bytes: int | None
     free_ram_bytes: int | None
     cores: int
@@ -135,6 +138,14 @@ def look_at_torch() -> tuple[str | None, str | None]:
     return None, torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def look_at_imports() -> ImportTimes | None:
+    """Measure what the imports of torch and of the engine take; None where one of them fails."""
+    try:
+        return measure_imports()
+    except RuntimeError:
+        return None
+
+
 def look_at_ram() -> tuple[int | None, int | None]:
     """Return (bytes of RAM, bytes available); None for both without psutil."""
     try:
@@ -167,6 +178,7 @@ def gather(root: Path = ROOT) -> Facts:
         this_python=sys.executable,
         torch_error=torch_error,
         cuda=cuda,
+        imports=look_at_imports() if torch_error is None else None,
         ram_bytes=ram_bytes,
         free_ram_bytes=free_ram_bytes,
         cores=count_cores(),
@@ -226,6 +238,18 @@ def judge_device(torch_error: str | None, cuda: str | None) -> Row:
     return Row("device", cuda, "ok", "device='auto' uses it; device='cpu' still emulates")
 
 
+def judge_imports(imports: ImportTimes) -> Row:
+    """Judge the seconds of imports, and whether the engine imports packages of the notebook."""
+    if imports.heavy:
+        advice = f"l2l_core imported {' and '.join(imports.heavy)}, which it should not: please report it"
+        return Row("import", str(imports), "note", advice)
+    if imports.added_s > MOST_S:
+        advice = f"l2l_core adds {imports.added_s:.2f} s of processor time to torch, more than {MOST_S} s: on a slow machine only"
+        return Row("import", str(imports), "note", advice)
+    advice = f"l2l_core adds {imports.added_s:.2f} s of processor time, and imports neither transformers nor IPython"
+    return Row("import", str(imports), "ok", advice)
+
+
 def judge_ram(total_bytes: int | None, free_bytes: int | None) -> Row:
     """Judge the free memory, and say how many parameters it has room for."""
     if total_bytes is None or free_bytes is None:
@@ -261,6 +285,7 @@ def diagnose(facts: Facts) -> list[Row]:
         judge_kernel(facts.kernel, facts.this_python),
         judge_widgets(facts.widget_manager),
         judge_device(facts.torch_error, facts.cuda),
+        *([judge_imports(facts.imports)] if facts.imports is not None else []),
         judge_ram(facts.ram_bytes, facts.free_ram_bytes),
         judge_cores(facts.cores),
         judge_disk(facts.free_disk_bytes),

@@ -11,6 +11,7 @@ import workbench
 from workbench.__main__ import main
 from workbench.commands import doctor
 from workbench.commands.doctor import GIB, Facts, Row, Wanted, diagnose, format_rows, gather, read_pins, read_project
+from workbench.commands.import_time import ImportTimes, measure_imports
 
 IPYKERNEL = Wanted("ipykernel", SpecifierSet(">=7.1,<8"), Version("7.4.0"))
 TORCH = Wanted("torch", SpecifierSet(">=2.11"), Version("2.13.0"))
@@ -24,6 +25,7 @@ HEALTHY = Facts(
     this_python=".venv/bin/python",
     torch_error=None,
     cuda="H200",
+    imports=ImportTimes(torch_s=0.8, engine_s=0.95, heavy=()),
     ram_bytes=32 * GIB,
     free_ram_bytes=16 * GIB,
     cores=8,
@@ -43,7 +45,7 @@ def with_ipykernel(version: str | None) -> Facts:
 def test_a_healthy_machine_is_all_ok() -> None:
     rows = diagnose(HEALTHY)
     assert [each.check for each in rows] == [
-        "Python", "torch", "ipykernel", "kernel", "widget manager", "device", "RAM", "cores", "disk",
+        "Python", "torch", "ipykernel", "kernel", "widget manager", "device", "import", "RAM", "cores", "disk",
     ]  # fmt: skip
     assert {each.status for each in rows} == {"ok"}
     assert all(each.advice and "\n" not in each.advice for each in rows)
@@ -83,6 +85,8 @@ def test_a_version_without_a_tested_one_is_ok_in_range() -> None:
         (replace(HEALTHY, widget_manager=None), "widget manager", "fail"),
         (replace(HEALTHY, torch_error="libc10.so: no such file\nmore", cuda=None), "device", "fail"),
         (replace(HEALTHY, cuda=None), "device", "note"),
+        (replace(HEALTHY, imports=ImportTimes(0.8, 1.2, ())), "import", "note"),
+        (replace(HEALTHY, imports=ImportTimes(0.8, 0.9, ("IPython",))), "import", "note"),
         (replace(HEALTHY, free_ram_bytes=1 * GIB), "RAM", "note"),
         (replace(HEALTHY, ram_bytes=None, free_ram_bytes=None), "RAM", "note"),
         (replace(HEALTHY, cores=1), "cores", "note"),
@@ -93,6 +97,25 @@ def test_one_thing_wrong_shows_in_its_row_alone(facts: Facts, check: str, status
     assert row(facts, check).status == status
     assert "\n" not in row(facts, check).advice
     assert all(each.status == "ok" for each in diagnose(facts) if each.check != check)
+
+
+def test_both_imports_are_told_with_what_the_engine_adds() -> None:
+    found = row(HEALTHY, "import")
+    assert found.found == "torch 0.80 s, l2l_core 0.95 s"
+    assert found.advice == "l2l_core adds 0.15 s of processor time, and imports neither transformers nor IPython"
+    without = diagnose(replace(HEALTHY, torch_error="no torch", imports=None))
+    assert "import" not in {each.check for each in without}
+
+
+def test_imports_are_measured_in_fresh_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("torch", ""), ("l2l_core", "import IPython"), ("IPython", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)  # where `python -c` looks first
+    times = measure_imports()
+    assert times.torch_s > 0 and times.engine_s > 0 and times.heavy == ("IPython",)
+    (tmp_path / "torch.py").write_text("raise ImportError('no libc10')")
+    with pytest.raises(RuntimeError, match="import torch failed: ImportError: no libc10"):
+        measure_imports()
 
 
 def test_room_is_told_in_parameters() -> None:
