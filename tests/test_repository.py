@@ -40,7 +40,8 @@ def requirements() -> list[Requirement]:
     lines = [*project()["dependencies"]]
     for extra in project()["optional-dependencies"].values():
         lines += extra
-    return [Requirement(line) for line in lines]
+    every = [Requirement(line) for line in lines]
+    return [each for each in every if each.name != project()["name"]]  # an extra may hold another one
 
 
 def constraint_lines() -> list[str]:
@@ -77,6 +78,16 @@ def test_torch_is_pinned_without_a_local_version() -> None:
 def test_ipykernel_stays_in_the_range_that_works_with_threads() -> None:
     (ipykernel,) = (each for each in requirements() if each.name == "ipykernel")
     assert ipykernel.specifier == SpecifierSet(">=7.1,<8")
+
+
+def test_only_the_engine_is_installed_without_an_extra() -> None:
+    names = {Requirement(line).name for line in project()["dependencies"]}
+    assert names == {"torch", "greenlet", "safetensors", "numpy", "psutil", "tqdm", "packaging"}
+    extras = project()["optional-dependencies"]
+    assert "l2l-workbench[workbench]" in extras["test"], "make setup installs everything that demo, lab and tests need"
+    assert {"transformers", "jupyterlab", "ipywidgets"} <= {Requirement(line).name for line in extras["workbench"]}
+    head = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()[0]
+    assert {*head.partition("[")[2].partition("]")[0].split(",")} == {*extras}
 
 
 def test_environment_file_points_at_the_other_two() -> None:
@@ -241,7 +252,7 @@ MAY_IMPORT = {
         "pictures": "readings session",
         "runs": "pictures readings session",
         "what_if": "pictures readings session",
-        "commands": "runs",
+        "commands": "extras runs",
         "lessons": "pictures runs session",
         "pages": "",
         "ranks": "session",
@@ -251,7 +262,8 @@ MAY_IMPORT = {
         "lab_bench": "plans panels session",
         "launched": "ranks panels session",
         "replayed": "panels pictures runs",
-        "__main__": "commands lessons runs",
+        "extras": "",
+        "__main__": "commands extras lessons runs",
     },
 }
 LAZY = {"workbench", "l2l_core"}  # names of theirs are imported when they are asked for

@@ -14,12 +14,14 @@ from workbench.commands.doctor import GIB, Facts, Row, Wanted, diagnose, format_
 from workbench.commands.import_time import ImportTimes, measure_imports
 
 IPYKERNEL = Wanted("ipykernel", SpecifierSet(">=7.1,<8"), Version("7.4.0"))
+JUPYTERLAB = Wanted("jupyterlab", SpecifierSet(">=4.4"), Version("4.6.6"))
 TORCH = Wanted("torch", SpecifierSet(">=2.11"), Version("2.13.0"))
 HEALTHY = Facts(
     python="3.11.7",
     python_range=SpecifierSet(">=3.11,<3.13"),
-    wanted=(TORCH, IPYKERNEL),
-    installed={"torch": "2.13.0+cpu", "ipykernel": "7.4.0"},
+    wanted=(TORCH,),
+    extra=(IPYKERNEL, JUPYTERLAB),
+    installed={"torch": "2.13.0+cpu", "ipykernel": "7.4.0", "jupyterlab": "4.6.6"},
     widget_manager=Path("package.json"),
     kernel=".venv/bin/python",
     this_python=".venv/bin/python",
@@ -45,7 +47,7 @@ def with_ipykernel(version: str | None) -> Facts:
 def test_a_healthy_machine_is_all_ok() -> None:
     rows = diagnose(HEALTHY)
     assert [each.check for each in rows] == [
-        "Python", "torch", "ipykernel", "kernel", "widget manager", "device", "import", "RAM", "cores", "disk",
+        "Python", "torch", "ipykernel", "jupyterlab", "kernel", "widget manager", "device", "import", "RAM", "cores", "disk",
     ]  # fmt: skip
     assert {each.status for each in rows} == {"ok"}
     assert all(each.advice and "\n" not in each.advice for each in rows)
@@ -72,9 +74,22 @@ def test_what_is_missing_comes_with_the_command_that_brings_it() -> None:
     assert "pip install -c constraints.txt 'ipykernel<8,>=7.1'" in row(with_ipykernel(None), "ipykernel").advice
 
 
+def test_outside_a_clone_the_command_names_no_file_of_one() -> None:
+    outside = replace(with_ipykernel(None), extra=(replace(IPYKERNEL, tested=None), JUPYTERLAB))
+    assert row(outside, "ipykernel").advice == "pip install 'ipykernel<8,>=7.1'"
+
+
+def test_without_the_notebook_one_row_says_how_to_install_it() -> None:
+    engine = replace(HEALTHY, installed={"torch": "2.13.0", "ipykernel": None, "jupyterlab": None}, kernel=None)
+    checks = [each.check for each in diagnose(engine)]
+    assert checks == ["Python", "torch", "notebook", "device", "import", "RAM", "cores", "disk"]
+    assert row(engine, "notebook").status == "note"
+    assert row(engine, "notebook").advice.endswith('pip install "l2l-workbench[workbench]"')
+
+
 def test_a_version_without_a_tested_one_is_ok_in_range() -> None:
     untested = replace(IPYKERNEL, tested=None)
-    assert row(replace(with_ipykernel("7.2.0"), wanted=(untested,)), "ipykernel").status == "ok"
+    assert row(replace(with_ipykernel("7.2.0"), extra=(untested,)), "ipykernel").status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +159,8 @@ def test_status_is_1_when_something_required_is_missing(
 
 def test_gather_reads_ranges_and_pins_of_the_clone() -> None:
     facts = gather()
-    by_name = {wanted.name: wanted for wanted in facts.wanted}
+    by_name = {wanted.name: wanted for wanted in (*facts.wanted, *facts.extra)}
+    assert {"torch", "greenlet"} <= {wanted.name for wanted in facts.wanted}
     assert by_name["ipykernel"].specifier == SpecifierSet(">=7.1,<8")
     assert by_name["torch"].tested == Version("2.13.0")
     assert facts.cores >= 1 and facts.free_disk_bytes > 0
@@ -162,11 +178,13 @@ def test_outside_a_clone_the_installed_package_says_what_it_needs(
     (info / "METADATA").write_text(
         "Metadata-Version: 2.4\nName: l2l-workbench\nVersion: 9\nRequires-Python: >=3.11\n"
         "Requires-Dist: torch>=2.11\nRequires-Dist: pytest>=8; extra == 'test'\n"
+        "Requires-Dist: plotly>=6.0; extra == 'workbench'\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
-    python_range, requirements = read_project(tmp_path)
+    python_range, requirements, extra = read_project(tmp_path)
     assert python_range == SpecifierSet(">=3.11")
     assert [str(each) for each in requirements] == ["torch>=2.11"]
+    assert [each.name for each in extra] == ["plotly"]
 
 
 def test_what_the_package_imports_on_first_use_is_there() -> None:
