@@ -33,7 +33,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         "notebooks", help="execute notebooks and store them with their outputs, or copy them"
     )
     notebooks.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all of the repository)")
-    notebooks.add_argument("--check", action="store_true", help="execute nothing, only judge what is stored")
+    instead = notebooks.add_mutually_exclusive_group()
+    instead.add_argument("--check", action="store_true", help="execute nothing, only judge what is stored")
+    instead.add_argument("--to", type=Path, metavar="DIR", help="execute nothing, copy the notebooks to a folder")
     commands.add_parser(
         "doctor", help="check versions, widgets, devices and free space; status 1 if something is missing"
     )
@@ -63,6 +65,10 @@ def run(args: argparse.Namespace) -> int | None:
         from workbench.commands import replay
 
         return replay.main(args.runs, args.port, args.no_browser)
+    if args.command == "notebooks" and args.to is not None:
+        from workbench.commands import copy_notebooks
+
+        return copy_notebooks.main(args.to)
     if args.command == "notebooks":
         from workbench.commands import notebooks
 
