@@ -333,7 +333,8 @@ class Runner:
         mine = room, rows.count, sum(map(nbytes_of, tensors))
         rooms, counts, sizes = zip(*company.every([mine], "say what room there is"), strict=True)
         asked, fixed = self.settled(self.config, batch), [*fixed] if not isinstance(fixed, str) else fixed
-        looks, found = sizes.index(max(sizes)), list[Fit]()
+        looks = sizes.index(max(sizes))
+        found: list[Fit] = []
         with company.whole():
             if company.rank == looks:
                 args = fixed, Room.least(rooms), most_s, min(counts), self.fleet()
