@@ -27,7 +27,7 @@ from _common import alternate, make_batch, make_gpt2, report, spread
 from _common import show as table
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, StepResult
-from l2l_core.trace import PHASES, Roofline, roofline
+from l2l_core.analysis import PHASES, Roofline, roofline
 
 SHARES = (0.5, 0.9)  # of compute, taken by copies
 FREE = "free"

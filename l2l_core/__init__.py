@@ -1,6 +1,7 @@
 """Layer relay: train a model one layer at a time, equal to plain training, in device memory that does not grow with depth."""
 
-from typing import NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from l2l_core.config import Compress as Compress
 from l2l_core.config import RelayConfig as RelayConfig
@@ -31,33 +32,54 @@ from l2l_core.edits import stacking_by_doubling as stacking_by_doubling
 from l2l_core.eps import LayerStore as LayerStore
 from l2l_core.eps import NonFiniteError as NonFiniteError
 from l2l_core.eps import TornStep as TornStep
-from l2l_core.forecast import Fit as Fit
-from l2l_core.forecast import Forecast as Forecast
-from l2l_core.forecast import ForecastCheck as ForecastCheck
-from l2l_core.forecast import Machine as Machine
-from l2l_core.forecast import NothingFits as NothingFits
-from l2l_core.forecast import PlannedShelf as PlannedShelf
-from l2l_core.forecast import Profile as Profile
-from l2l_core.forecast import Shapes as Shapes
-from l2l_core.forecast import fit_config as fit_config
-from l2l_core.forecast import forecast_config as forecast_config
-from l2l_core.forecast import simulate as simulate
-from l2l_core.inside import Inside as Inside
 from l2l_core.model import find_layers as find_layers
-from l2l_core.optim import in_bf16 as in_bf16
 from l2l_core.relay import Relay as Relay
 from l2l_core.shelf import Disk as Disk
 from l2l_core.shelf import FileShelf as FileShelf
 from l2l_core.shelf import empty_weights as empty_weights
-from l2l_core.trace import Bound as Bound
 from l2l_core.trace import Event as Event
 from l2l_core.trace import StepResult as StepResult
 from l2l_core.trace import Trace as Trace
-from l2l_core.trace import Traces as Traces
 from l2l_core.workers import Network as Network
 from l2l_core.workers import WorkerError as WorkerError
 from l2l_core.workers import WorkerLostError as WorkerLostError
 from l2l_core.workers import Workers as Workers
+
+if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
+    from l2l_core.analysis import Bound as Bound
+    from l2l_core.analysis import Traces as Traces
+    from l2l_core.forecast import Fit as Fit
+    from l2l_core.forecast import Forecast as Forecast
+    from l2l_core.forecast import ForecastCheck as ForecastCheck
+    from l2l_core.forecast import NothingFits as NothingFits
+    from l2l_core.forecast import PlannedShelf as PlannedShelf
+    from l2l_core.forecast import fit_config as fit_config
+    from l2l_core.forecast import forecast_config as forecast_config
+    from l2l_core.inside import Inside as Inside
+    from l2l_core.optim import in_bf16 as in_bf16
+    from l2l_core.simulator import Machine as Machine
+    from l2l_core.simulator import Profile as Profile
+    from l2l_core.simulator import Shapes as Shapes
+    from l2l_core.simulator import simulate as simulate
+
+# Names from rooms that a step does not need, imported on first use.
+_LATE = {
+    "Bound": "l2l_core.analysis",
+    "Traces": "l2l_core.analysis",
+    "Fit": "l2l_core.forecast",
+    "Forecast": "l2l_core.forecast",
+    "ForecastCheck": "l2l_core.forecast",
+    "NothingFits": "l2l_core.forecast",
+    "PlannedShelf": "l2l_core.forecast",
+    "fit_config": "l2l_core.forecast",
+    "forecast_config": "l2l_core.forecast",
+    "Inside": "l2l_core.inside",
+    "in_bf16": "l2l_core.optim",
+    "Machine": "l2l_core.simulator",
+    "Profile": "l2l_core.simulator",
+    "Shapes": "l2l_core.simulator",
+    "simulate": "l2l_core.simulator",
+}
 
 _REMOVED = {
     "LAMB": "timm.optim.Lamb(params, max_grad_norm=None, always_adapt=True)",
@@ -65,8 +87,15 @@ _REMOVED = {
 }
 
 
-def __getattr__(name: str) -> NoReturn:
-    """Name the replacement of a removed class. `from l2l_core import ...` hides the text of an AttributeError."""
-    if name in _REMOVED:
+def __getattr__(name: str) -> Any:
+    """Import a name of `_LATE` on first use (PEP 562)."""
+    if name in _REMOVED:  # not an AttributeError: `from l2l_core import ...` would hide its text
         raise ImportError(f"l2l_core.{name} was removed: use {_REMOVED[name]} (pip install timm)")
-    raise AttributeError(f"module 'l2l_core' has no attribute {name!r}")
+    if name not in _LATE:
+        raise AttributeError(f"module 'l2l_core' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from l2l_core.batches import (
     structure_of,
 )
 from l2l_core.config import RelayConfig, checked_config
-from l2l_core.devices import Device, Ledger, Process, resolve_device
+from l2l_core.devices import Device, Ledger, Process, free_bytes, resolve_device
 from l2l_core.edits import Branch, Branches, Edit, Editor, Entry, History
 from l2l_core.edits import State as BranchState
 from l2l_core.eps import Gradients, LayerStore, Masters, Residuals
@@ -46,18 +46,6 @@ from l2l_core.eps.blocks import (
     refuse_scripted,
 )
 from l2l_core.eps.optimizers import OptimizerFactory, make_optimizer, rounds_weights, settings_of, silent
-from l2l_core.forecast import (
-    Costs,
-    Fit,
-    Fleet,
-    Forecast,
-    LastStep,
-    built_shelf,
-    forecast_step,
-    free_bytes,
-    on_shelf,
-)
-from l2l_core.inside import Asked, Inside, Observer, Passes, Rows, check_numbers, look, spaced
 from l2l_core.model import Caches, RandomState, Where, keep_attributes, keep_without, refuse_whole, resolve_layers
 from l2l_core.runner import Runner
 from l2l_core.saves import Edited, Restorer, Resumption, keep, parts_of, parts_of_values
@@ -71,8 +59,14 @@ from l2l_core.step import (
     interrupts_wait,
 )
 from l2l_core.surgery import same_random_numbers
-from l2l_core.trace import StepResult, Trace, Traces
+from l2l_core.trace import StepResult, Trace
 from l2l_core.workers import Network, Workers, company
+
+if TYPE_CHECKING:  # of verbs that plan, analyse or look inside; these import the rooms when they are called
+    from l2l_core.analysis import Traces
+    from l2l_core.forecast import Costs, Fit, Forecast
+    from l2l_core.inside import Inside, Observer
+    from l2l_core.simulator import Fleet
 
 _FIT_S = 30.0  # a search for settings ends after so many seconds, once it has found some
 _DEFAULT_OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4, fused=True)
@@ -248,6 +242,8 @@ class Relay:
         Raises:
             ValueError: there was no step yet.
         """
+        from l2l_core.analysis import Traces
+
         with self._exclusive(), self._company.together("put traces together", self._facts):
             if self.trace is None:
                 raise ValueError("no step was made yet, so there is no trace: make one with `relay.step(batch)`")
@@ -430,6 +426,8 @@ class Relay:
             ValueError, TypeError: a layer or number that there is not, or a batch that cannot be evaluated.
             DeviceOutOfMemory: as of `step`.
         """
+        from l2l_core.inside import Asked, Passes, Rows, check_numbers, look
+
         began_s = time.perf_counter()
         layers, leave_out, micro_batches = map(_kept, (layers, leave_out, micro_batches))
         numbers = micro_batches, row, positions, attention, lens, generate, top
@@ -580,6 +578,8 @@ class Relay:
             TypeError, ValueError: a config, batch or figure that no step could have.
             Whatever the model itself raises on the batch.
         """
+        from l2l_core.forecast import LastStep, forecast_step
+
         fleet = self._runner.fleet(
             count=workers, network=network, stragglers=stragglers, wire=wire, reduce=reduce, rank=rank
         )
@@ -868,6 +868,8 @@ class Relay:
 
     def _on_disk(self, config: RelayConfig, disk: Disk | None, fleet: Fleet) -> tuple[Callable[[Costs], Costs], ...]:
         """Give what puts this relay's files under the costs of a step, if it has any."""
+        from l2l_core.forecast import built_shelf, on_shelf
+
         checked_config(config, has_disk=self.shelf is not None)
         if (shelf := self.shelf) is None:
             if disk is not None:
@@ -898,6 +900,8 @@ class Relay:
 
     def _units_to_look_at(self, layers: Iterable[Where] | None) -> list[Unit]:
         """Find the layers that are looked at, in order, each once."""
+        from l2l_core.inside import spaced
+
         if layers is None:
             return [self._runner.parts.layers[i] for i in spaced(len(self._runner.parts.layers))]
         if isinstance(layers, str | nn.Module) or not isinstance(layers, Iterable):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from socket import gethostname
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,6 @@ from l2l_core.config import RelayConfig, bytes_in
 from l2l_core.devices import DeviceOutOfMemory
 from l2l_core.eps import LayerStore, TornStep
 from l2l_core.eps.blocks import Unit, check_model, check_step
-from l2l_core.forecast import Fit, Fleet, Rehearsal, Room, advise, fit_step, layers_within, room_of
 from l2l_core.model import Caches, full_precision, keep_attributes, nbytes_of
 from l2l_core.step import (
     Kind,
@@ -40,6 +39,10 @@ from l2l_core.step import (
 from l2l_core.surgery import same_random_numbers
 from l2l_core.trace import StepResult, Trace
 from l2l_core.workers import Company
+
+if TYPE_CHECKING:  # of methods that plan; these import the rooms when they are called
+    from l2l_core.forecast import Fit, Rehearsal
+    from l2l_core.simulator import Fleet
 
 
 def _as_it_is(stage: Stage) -> None:
@@ -120,6 +123,8 @@ class Runner:
         kind = self.kind_of(self.rows_of(batch).split(config.micro_batches), config)
         known = self.learned.kept_of(kind)
         if None in (counts := self._company.every([known], "say how many graphs are kept")):
+            from l2l_core.forecast import layers_within
+
             with self._company.seen_whole(), self.rehearsing() as rehearsal:
                 mine = layers_within(rehearsal, batch, config, nbytes) if known is None else known
             counts = self._company.every([mine], "count the graphs that are kept")
@@ -183,6 +188,8 @@ class Runner:
             if isinstance(error, NewHabit):
                 self.learned.distrust()
             if isinstance(error, DeviceOutOfMemory) and self._company.can_rehearse:
+                from l2l_core.forecast import advise
+
                 with self.rehearsing() as rehearsal:
                     advise(error, rehearsal, batch, config)
             if updated:
@@ -283,6 +290,8 @@ class Runner:
 
     def rehearsal(self, fleet: Fleet | None = None) -> Rehearsal:
         """Make what runs passes that train nothing, beside the model's own weights; as one of a fleet, default of its own."""
+        from l2l_core.forecast import Rehearsal
+
         learn = self.learned.take_way  # what the first step would find out the slow way
         reduce = "ordered" if (self.fleet() if fleet is None else fleet).keeps_apart else "sum"
         place = self._company.place_apart
@@ -300,6 +309,8 @@ class Runner:
 
     def fleet(self, **other: Any) -> Fleet:
         """Say who trains along, for forecasts; `other` is what is asked for instead."""
+        from l2l_core.simulator import Fleet
+
         settings = self._company.settings
         ours = {"network": settings.network, "wire": settings.wire, "reduce": settings.reduce}
         given = {name: value for name, value in other.items() if value is not None}
@@ -312,6 +323,8 @@ class Runner:
 
         Of several workers the one with the largest batch looks, in the room of whoever has least, and all do as it says.
         """
+        from l2l_core.forecast import Room, fit_step, room_of
+
         check_model(self._model, self.parts.units)
         company, rows, here = self._company, self.rows_of(batch), gethostname()
         neighbours = company.every([here], "say where they are").count(here)
@@ -320,7 +333,8 @@ class Runner:
         mine = room, rows.count, sum(map(nbytes_of, tensors))
         rooms, counts, sizes = zip(*company.every([mine], "say what room there is"), strict=True)
         asked, fixed = self.settled(self.config, batch), [*fixed] if not isinstance(fixed, str) else fixed
-        looks, found = sizes.index(max(sizes)), list[Fit]()
+        looks = sizes.index(max(sizes))
+        found: list[Fit] = []
         with company.whole():
             if company.rank == looks:
                 args = fixed, Room.least(rooms), most_s, min(counts), self.fleet()

@@ -41,7 +41,8 @@ def requirements() -> list[Requirement]:
     lines = [*project()["dependencies"]]
     for extra in project()["optional-dependencies"].values():
         lines += extra
-    return [Requirement(line) for line in lines]
+    every = [Requirement(line) for line in lines]
+    return [each for each in every if each.name != project()["name"]]  # an extra may hold another one
 
 
 def constraint_lines() -> list[str]:
@@ -78,6 +79,16 @@ def test_torch_is_pinned_without_a_local_version() -> None:
 def test_ipykernel_stays_in_the_range_that_works_with_threads() -> None:
     (ipykernel,) = (each for each in requirements() if each.name == "ipykernel")
     assert ipykernel.specifier == SpecifierSet(">=7.1,<8")
+
+
+def test_only_the_engine_is_installed_without_an_extra() -> None:
+    names = {Requirement(line).name for line in project()["dependencies"]}
+    assert names == {"torch", "greenlet", "safetensors", "numpy", "psutil", "tqdm", "packaging"}
+    extras = project()["optional-dependencies"]
+    assert "l2l-workbench[workbench]" in extras["test"], "make setup installs everything that demo, lab and tests need"
+    assert {"transformers", "jupyterlab", "ipywidgets"} <= {Requirement(line).name for line in extras["workbench"]}
+    head = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()[0]
+    assert {*head.partition("[")[2].partition("]")[0].split(",")} == {*extras}
 
 
 def test_environment_file_points_at_the_other_two() -> None:
@@ -158,20 +169,22 @@ def is_type_checking(node: ast.AST) -> TypeGuard[ast.If]:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def import_nodes(node: ast.AST, *, typing: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """`node` and what is below it, in functions too; imports for annotations alone only when `typing`."""
+def import_nodes(node: ast.AST, *, typing: bool, late: bool = True) -> Iterator[ast.Import | ast.ImportFrom]:
+    """`node` and what is below it; imports for annotations alone only when `typing`, those in functions only when `late`."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not late:
+        return
     skip_body = is_type_checking(node) and not typing
     for child in node.orelse if skip_body else ast.iter_child_nodes(node):
-        yield from import_nodes(child, typing=typing)
+        yield from import_nodes(child, typing=typing, late=late)
 
 
-def imported(path: Path, modules: set[str], *, typing: bool = True) -> set[str]:
+def imported(path: Path, modules: set[str], *, typing: bool = True, late: bool = True) -> set[str]:
     """Absolute names that a file imports; `from package import x` is `package.x` if that is a module."""
     package = module_name(path).split(".")[: None if path.name == "__init__.py" else -1]
     names = set()
-    for node in import_nodes(ast.parse(path.read_text(encoding="utf-8")), typing=typing):
+    for node in import_nodes(ast.parse(path.read_text(encoding="utf-8")), typing=typing, late=late):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
             continue
@@ -201,12 +214,16 @@ def test_core_imports_only_what_it_may() -> None:
 
 
 # Which room may import which, imports for annotations included. Rooms come in the order in which they build on one another.
+# All may import `_torch`, the private names of PyTorch (tests/test_torch_names.py).
 MAY_IMPORT = {
     "l2l_core": {
+        "_torch": "",
         "config": "",
         "rules": "",
-        "optim": "",
+        "rounding": "",
+        "optim": "rounding",
         "trace": "rules",
+        "analysis": "trace rules",
         "model": "",
         "batches": "model",
         "devices": "trace",
@@ -214,7 +231,7 @@ MAY_IMPORT = {
         "surgery.identity": "surgery model",
         "eps.blocks": "devices model",
         "eps.optimizers": "eps.blocks surgery model",
-        "eps": "eps.optimizers eps.blocks devices model optim trace config rules",
+        "eps": "eps.optimizers eps.blocks devices model rounding trace config rules",
         "step.graph": "eps.blocks model",
         "step.traffic": "step.graph eps eps.blocks devices model trace rules",
         "step.micro_batch": "step.traffic step.graph eps.blocks surgery devices model trace",
@@ -224,12 +241,12 @@ MAY_IMPORT = {
         "saves": "edits eps eps.optimizers eps.blocks surgery devices model config",
         "workers": "eps eps.blocks devices batches trace config",
         "shelf": "workers saves eps eps.optimizers eps.blocks surgery devices model trace config",
-        "forecast": "shelf workers step step.traffic eps eps.optimizers eps.blocks devices batches trace config rules",
+        "simulator": "shelf workers eps.blocks devices trace config rules",
+        "forecast": "simulator shelf step step.traffic eps eps.optimizers eps.blocks devices batches analysis trace config rules",
         "inside": "step.micro_batch eps.blocks batches model",
-        "runner": "workers forecast step eps eps.blocks surgery devices batches model trace config",
-        "relay": "runner shelf workers inside saves forecast edits step eps eps.optimizers eps.blocks surgery devices batches "
-        "model trace config",
-        "strategies": "relay forecast step step.traffic step.graph eps eps.optimizers eps.blocks surgery devices batches model "
+        "runner": "workers step eps eps.blocks surgery devices batches model trace config",
+        "relay": "runner shelf workers saves edits step eps eps.optimizers eps.blocks surgery devices batches model trace config",
+        "strategies": "relay simulator step step.traffic step.graph eps eps.optimizers eps.blocks surgery devices batches model "
         "trace rules config",
     },
     "workbench": {
@@ -238,7 +255,7 @@ MAY_IMPORT = {
         "pictures": "readings session",
         "runs": "pictures readings session",
         "what_if": "pictures readings session",
-        "commands": "runs",
+        "commands": "extras runs",
         "lessons": "pictures runs session",
         "pages": "",
         "ranks": "session",
@@ -248,10 +265,26 @@ MAY_IMPORT = {
         "lab_bench": "plans panels session",
         "launched": "ranks panels session",
         "replayed": "panels pictures runs",
-        "__main__": "commands lessons runs",
+        "extras": "",
+        "__main__": "commands extras lessons runs",
     },
 }
-LAZY = {"workbench"}  # its names are imported when they are asked for
+LAZY = {"workbench", "l2l_core"}  # names of theirs are imported when they are asked for
+
+# The engine is every room but these, which plan, compare, analyse or look; it trains without them.
+OUTSIDE = {"analysis", "forecast", "inside", "optim", "strategies"}
+# Files of the facade: what they import when one of their verbs is called, and for the annotations of that verb.
+WHEN_CALLED = {
+    "l2l_core.trace.trace": "analysis",
+    "l2l_core.runner": "forecast simulator",
+    "l2l_core.relay": "analysis forecast inside simulator",
+}
+
+
+def imports_of(name: str, path: Path, modules: set[str]) -> set[str]:
+    """Modules of the package that a file needs; of a file of the facade those that come with its own import."""
+    at_once = name in WHEN_CALLED
+    return imported(path, modules, typing=not at_once, late=not at_once) & modules
 
 
 def files_of(package: str) -> dict[str, Path]:
@@ -270,10 +303,10 @@ def test_rooms_import_only_those_below(package: str) -> None:
     files = files_of(package)
     table = {room: {*others.split()} for room, others in MAY_IMPORT[package].items()}
     assert find_cycle(table) is None
-    graph = {name: imported(path, {*files}) & {*files} for name, path in files.items() if name != package}
+    graph = {name: imports_of(name, path, {*files}) for name, path in files.items() if name != package}
     found: dict[str, set[str]] = {room: set() for room in table}
     for name, others in graph.items():
-        found[room_of(name, files)] |= {room_of(other, files) for other in others if other != package}
+        found[room_of(name, files)] |= {room_of(other, files) for other in others} - {"", "_torch"}
     strays = {room: others - table[room] - {room} for room, others in found.items()}
     assert not any(strays.values()), {room: others for room, others in strays.items() if others}
     needless = {room: others - found[room] for room, others in table.items()}
@@ -283,13 +316,47 @@ def test_rooms_import_only_those_below(package: str) -> None:
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_files_import_one_another_in_no_circle(package: str) -> None:
     files = files_of(package)
-    graph = {name: imported(path, {*files}) & {*files} for name, path in files.items() if name not in LAZY}
+    graph = {name: imports_of(name, path, {*files}) for name, path in files.items() if name not in LAZY}
     doors = {name for name, path in files.items() if path.name == "__init__.py"}
     through = {
         name: {other for other in others if other not in doors or other not in parents(name)}
         for name, others in graph.items()
     }
     assert find_cycle(through) is None
+
+
+def test_the_engine_imports_nothing_that_plans_compares_or_looks() -> None:
+    files = files_of("l2l_core")
+    engine = {name: path for name, path in files.items() if room_of(name, files) not in OUTSIDE | {""}}
+    rooms = {
+        name: {room_of(other, files) for other in imports_of(name, path, {*files})} for name, path in engine.items()
+    }
+    strays = {name: others & OUTSIDE for name, others in rooms.items() if others & OUTSIDE}
+    assert len(engine) > 150 and not strays, strays
+    for name, table in WHEN_CALLED.items():
+        every = {room_of(other, files) for other in imported(files[name], {*files}) & {*files}}
+        assert every - rooms[name] == {*table.split()}, name
+
+
+# A step of a small model; prints the modules that it took.
+STEP = """
+import sys
+import torch
+from l2l_core import Relay, RelayConfig
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
+loss = lambda outputs, batch: outputs.square().mean()
+with Relay(model, device="cpu", loss=loss, config=RelayConfig(micro_batches=2, stash="host")) as relay:
+    assert relay.step((torch.randn(4, 4),)).trace.events
+print(*sys.modules)
+"""
+HEAVY = {"transformers", "datasets", "IPython", "ipywidgets", "plotly", "jinja2", "rich", "workbench"}
+
+
+def test_a_step_takes_the_engine_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", STEP], cwd=ROOT, capture_output=True, text=True, check=True)
+    taken = {*done.stdout.split()}
+    beyond = {f"l2l_core.{room}" for room in (OUTSIDE | {"simulator"})}
+    assert "l2l_core.step.loop" in taken and not taken & (beyond | HEAVY), taken & (beyond | HEAVY)
 
 
 def parents(name: str) -> set[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from workbench.extras import is_ours, missing
+
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from workbench.app import Workbench as Workbench
     from workbench.lab_bench import LabBench as LabBench
@@ -35,10 +37,19 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that `python -m workbench doctor` runs where torch or ipywidgets are missing."""
+    """Import on first use, so that `python -m workbench doctor` runs where torch or ipywidgets are missing.
+
+    Raises:
+        ModuleNotFoundError: a package of the extra `workbench` is not installed; has the command that installs it.
+    """
     if name not in _WHERE:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    try:
+        return getattr(import_module(_WHERE[name]), name)
+    except ModuleNotFoundError as error:
+        if is_ours(error):
+            raise
+        raise ModuleNotFoundError(f"workbench.{name}: {missing(error.name)}", name=error.name) from error
 
 
 def __dir__() -> list[str]:

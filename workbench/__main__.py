@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-OUR_PACKAGES = ("workbench", "l2l_core")
+from workbench.extras import is_ours, missing
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -29,9 +29,13 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     for opens in (lab, replay):
         opens.add_argument("--port", type=int, default=8888, help="first port to try (default: %(default)s)")
         opens.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
-    notebooks = commands.add_parser("notebooks", help="execute notebooks and store them with their outputs")
+    notebooks = commands.add_parser(
+        "notebooks", help="execute notebooks and store them with their outputs, or copy them"
+    )
     notebooks.add_argument("paths", nargs="*", type=Path, help="notebooks (default: all of the repository)")
-    notebooks.add_argument("--check", action="store_true", help="execute nothing, only judge what is stored")
+    instead = notebooks.add_mutually_exclusive_group()
+    instead.add_argument("--check", action="store_true", help="execute nothing, only judge what is stored")
+    instead.add_argument("--to", type=Path, metavar="DIR", help="execute nothing, copy the notebooks to a folder")
     commands.add_parser(
         "doctor", help="check versions, widgets, devices and free space; status 1 if something is missing"
     )
@@ -61,6 +65,10 @@ def run(args: argparse.Namespace) -> int | None:
         from workbench.commands import replay
 
         return replay.main(args.runs, args.port, args.no_browser)
+    if args.command == "notebooks" and args.to is not None:
+        from workbench.commands import copy_notebooks
+
+        return copy_notebooks.main(args.to)
     if args.command == "notebooks":
         from workbench.commands import notebooks
 
@@ -80,10 +88,9 @@ def main(argv: Sequence[str]) -> int | None:
         # The parser is made in here too: the demo's options come with imports that may be missing.
         return run(build_parser(argv[0] if argv else None).parse_args(argv))
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in OUR_PACKAGES:
-            raise  # a mistake of ours, not of the installation
-        remedy = "run `make setup`, then use .venv/bin/python"
-        print(f"{error.name} is not installed for {sys.executable}: {remedy}", file=sys.stderr)
+        if is_ours(error):
+            raise
+        print(missing(error.name), file=sys.stderr)
         return 1
 
 

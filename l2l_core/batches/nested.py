@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
+
+from l2l_core._torch import pytree
 
 _CLOSED = (torch.Tensor, nn.Module, type, str, bytes, torch.Size, PackedSequence)
 

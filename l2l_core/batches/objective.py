@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from l2l_core._torch import pytree
 from l2l_core.model import arguments_without, refuse_hidden
 
 Objective = Callable[[nn.Module, Any], torch.Tensor]

@@ -12,6 +12,7 @@ from l2l_core.devices.disk import is_full as is_full
 from l2l_core.devices.disk import no_room as no_room
 from l2l_core.devices.disk import write_tensors as write_tensors
 from l2l_core.devices.emulated import EmulatedDevice as EmulatedDevice
+from l2l_core.devices.free_memory import free_bytes as free_bytes
 from l2l_core.devices.ledger import DeviceOutOfMemory as DeviceOutOfMemory
 from l2l_core.devices.ledger import Ledger as Ledger
 from l2l_core.devices.named import resolve_device as resolve_device

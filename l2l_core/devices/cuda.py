@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
+from l2l_core._torch import no_dispatch
 from l2l_core.devices.device import Copy, Device, Record, Ticket
 from l2l_core.devices.ledger import Ledger
 from l2l_core.devices.pinned import Pinned

@@ -9,11 +9,15 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import _pop_mode as _pop_function_mode
-from torch.overrides import _push_mode as _push_function_mode
-from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
-from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+from l2l_core._torch import (
+    count_dispatch_modes,
+    count_function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+)
 from l2l_core.devices.process import Process
 
 
@@ -77,14 +81,14 @@ class Unseen(AbstractContextManager[None]):
     """
 
     def __enter__(self) -> None:
-        self._functions = [_pop_function_mode() for _ in range(torch._C._len_torch_function_stack())]
-        self._dispatch = [_pop_dispatch_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        self._functions = [pop_function_mode() for _ in range(count_function_modes())]
+        self._dispatch = [pop_dispatch_mode() for _ in range(count_dispatch_modes())]
 
     def __exit__(self, *exc: object) -> None:
         for mode in reversed(self._functions):
-            _push_function_mode(mode)
+            push_function_mode(mode)
         for mode in reversed(self._dispatch):
-            _push_dispatch_mode(mode)
+            push_dispatch_mode(mode)
 
 
 class _Serial(ThreadPoolExecutor):

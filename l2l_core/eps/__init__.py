@@ -1,6 +1,6 @@
 """Where weights, gradients and optimizer state live, and who updates them; knows no order of layers.
 
-May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `optim`, `trace`.
+May import `eps.blocks`, `eps.optimizers`, `devices`, `model`, `rounding`, `trace`.
 Begin reading at `store.py`; `updates.py`, `places.py`, `reducer.py`, `custody.py` and `wire.py` say what could be done otherwise.
 """
 

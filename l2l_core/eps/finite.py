@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from l2l_core._torch import foreach_norm
 from l2l_core.eps.blocks import Block, GradientPiece, Unit
 from l2l_core.eps.errors import NonFiniteError
 
@@ -34,4 +35,4 @@ def norm_of(parts: Sequence[torch.Tensor]) -> float:
     """Compute the norm of some tensors together; 0 of none."""
     if len(parts) == 1:
         return torch.linalg.vector_norm(parts[0]).item()
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(parts)))).item() if parts else 0.0
+    return torch.linalg.vector_norm(torch.stack(foreach_norm(list(parts)))).item() if parts else 0.0

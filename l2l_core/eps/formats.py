@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import pad
 
-from l2l_core.optim import round_at_random
+from l2l_core.rounding import round_at_random
 from l2l_core.rules import GROUP
 
 Coded = tuple[torch.Tensor, torch.Tensor]  # bytes, and a float32 for each group

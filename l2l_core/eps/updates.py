@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from l2l_core._torch import foreach_norm
 from l2l_core.eps.blocks import SHELL, Block, GradientPiece, Trained
 from l2l_core.eps.clock import Clock
 from l2l_core.eps.masters import Masters, warmth_of
@@ -158,7 +159,7 @@ class ByOptimizer:
         finally:
             for param in self._masters.params_of(block):
                 param.grad = None  # a view of a buffer that the next gradient gets
-        moved, size = (norm.item() for norm in torch._foreach_norm([_sample(block, piece.trained) - before, before]))
+        moved, size = (norm.item() for norm in foreach_norm([_sample(block, piece.trained) - before, before]))
         block.version += 1
         return {"update_ratio": moved / size if size else math.inf if moved else 0.0}
 

@@ -1,20 +1,11 @@
-"""What a step costs, in numbers: recorded, stretched, replayed, put into words.
+"""Forecasts of steps and searches for settings: costs from a rehearsal or a configuration, in bytes, seconds and words.
 
-May import `shelf`, `workers`, `step`, `eps`, `devices`, `batches`, `trace`.
-Begin reading at `costs.py` and `replay.py`, then at `from_costs.py`.
+May import `simulator`, `analysis`, `shelf`, `step`, `eps`, `devices`, `batches`, `trace`, `rules`, `config`.
+Begin reading at `forecast.py` and `from_costs.py`.
 """
 
 from l2l_core.forecast.built_shelf import built_shelf as built_shelf
 from l2l_core.forecast.built_shelf import on_shelf as on_shelf
-from l2l_core.forecast.costs import COPY_LANES as COPY_LANES
-from l2l_core.forecast.costs import SHELL as SHELL
-from l2l_core.forecast.costs import START as START
-from l2l_core.forecast.costs import LayerCost as LayerCost
-from l2l_core.forecast.costs import Memory as Memory
-from l2l_core.forecast.costs import Op as Op
-from l2l_core.forecast.costs import PartCost as PartCost
-from l2l_core.forecast.costs import Stay as Stay
-from l2l_core.forecast.costs import TurnCost as TurnCost
 from l2l_core.forecast.families import ModelShapes as ModelShapes
 from l2l_core.forecast.families import shapes_of_config as shapes_of_config
 from l2l_core.forecast.figures import StepFigures as StepFigures
@@ -24,13 +15,9 @@ from l2l_core.forecast.fit import Room as Room
 from l2l_core.forecast.fit_config import ConfigFit as ConfigFit
 from l2l_core.forecast.fit_config import fit_config as fit_config
 from l2l_core.forecast.fit_step import fit_step as fit_step
-from l2l_core.forecast.fit_step import free_bytes as free_bytes
 from l2l_core.forecast.fit_step import room_of as room_of
-from l2l_core.forecast.fleet import Fleet as Fleet
 from l2l_core.forecast.forecast import Forecast as Forecast
 from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
-from l2l_core.forecast.formula import Machine as Machine
-from l2l_core.forecast.formula import Shapes as Shapes
 from l2l_core.forecast.from_config import forecast_config as forecast_config
 from l2l_core.forecast.from_costs import Costs as Costs
 from l2l_core.forecast.from_relay import LastStep as LastStep
@@ -41,9 +28,7 @@ from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
 from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.planned_shelf import OfShelf as OfShelf
 from l2l_core.forecast.planned_shelf import PlannedShelf as PlannedShelf
-from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
-from l2l_core.forecast.simulate import simulate as simulate
 from l2l_core.forecast.smallest import Priced as Priced
 from l2l_core.forecast.smallest import Run as Run
 from l2l_core.forecast.smallest import WhatFits as WhatFits

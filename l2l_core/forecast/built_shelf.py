@@ -8,8 +8,8 @@ from l2l_core.config import RelayConfig
 from l2l_core.eps.blocks import Block
 from l2l_core.forecast.from_costs import Costs
 from l2l_core.forecast.planned_shelf import BlockCosts, ShelfCosts
-from l2l_core.forecast.virtual_shelf import Filed
 from l2l_core.shelf import Disk, OnFiles, pages
+from l2l_core.simulator import Filed
 
 
 def on_shelf(shelf: ShelfCosts, costs: Costs) -> Costs:

@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.costs import SHELL, Job, Memory, Op, PartCost, Stay, TurnCost
 from l2l_core.forecast.families import ModelShapes, Shape, count, slot_numel
-from l2l_core.forecast.formula import Machine, Sized, cost_of_moving, costs_by_formula
 from l2l_core.forecast.from_costs import Costs
 from l2l_core.forecast.kept_state import KeptState
 from l2l_core.forecast.planned_moves import Image, with_moves
 from l2l_core.forecast.planned_shelf import PlannedShelf, ShelfCosts
-from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.stands import pattern
 from l2l_core.rules import (
     CHUNK,
@@ -29,6 +26,20 @@ from l2l_core.rules import (
     spare_residuals,
     weight_itemsize,
     weight_slots,
+)
+from l2l_core.simulator import (
+    SHELL,
+    Job,
+    Machine,
+    Memory,
+    Op,
+    PartCost,
+    Profile,
+    Sized,
+    Stay,
+    TurnCost,
+    cost_of_moving,
+    costs_by_formula,
 )
 
 _KNOWN = 4  # micro-batches that are written out; more are as these

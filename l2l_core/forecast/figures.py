@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from l2l_core.trace import Bound, Trace
+from l2l_core.analysis import Bound
+from l2l_core.trace import Trace
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

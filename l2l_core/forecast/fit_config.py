@@ -13,11 +13,11 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.forecast import Forecast
-from l2l_core.forecast.formula import Machine
 from l2l_core.forecast.from_config import forecast_config
 from l2l_core.forecast.kept_state import KeptState, MakeOptimizer
 from l2l_core.forecast.planned_shelf import PlannedShelf
 from l2l_core.shelf import Disk
+from l2l_core.simulator import Machine
 from l2l_core.trace import format_bytes
 
 

@@ -6,22 +6,19 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import psutil
-
 from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Device, Ledger
+from l2l_core.devices import Device, Ledger, free_bytes
 from l2l_core.forecast.fastest import Search, Wanted
 from l2l_core.forecast.fit import FREE, Fit, NothingFits, Room
-from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.prices import Prices
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.smallest import Priced, settings_in_words, what_fits
 from l2l_core.rules import has_link
+from l2l_core.simulator import Fleet
 from l2l_core.trace import format_bytes
 
-_USABLE = 0.9  # of memory that nobody has limited: fragments, libraries and other processes take some of it
 _PASSES = 3  # timed ones, of the steps that are looked at once more
 
 
@@ -88,12 +85,6 @@ def room_of(
     if device.in_host_memory:
         return Room(device_bytes or budget, host_bytes, free_host)
     return Room(device_bytes or budget or free_bytes(device), host_bytes or free_host)
-
-
-def free_bytes(device: Device | None) -> int:
-    """What can be had of a device's memory now, whatever its budget; of the host's if it has none of its own."""
-    free = device.free_bytes() if device is not None else None
-    return int(_USABLE * (psutil.virtual_memory().available if free is None else free))
 
 
 def _free(asked: RelayConfig, fixed: Iterable[str], has_pre_hooks: bool, workers: int) -> list[str]:

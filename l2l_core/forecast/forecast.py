@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.figures import StepFigures
-from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.planned_shelf import OfShelf
-from l2l_core.forecast.virtual_crew import Sent
+from l2l_core.simulator import Fleet, Sent
 from l2l_core.trace import StepResult, format_bytes
 
 

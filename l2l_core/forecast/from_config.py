@@ -14,10 +14,10 @@ from l2l_core.forecast.configured_step import ConfiguredStep, costs_of
 from l2l_core.forecast.families import Shape, shapes_of_config
 from l2l_core.forecast.fitting import advise, advise_shelf
 from l2l_core.forecast.forecast import Forecast
-from l2l_core.forecast.formula import Machine
 from l2l_core.forecast.from_costs import forecast_costs
 from l2l_core.forecast.kept_state import KeptState, MakeOptimizer, bytes_per_parameter
 from l2l_core.forecast.planned_shelf import PlannedShelf
+from l2l_core.simulator import Machine
 
 ADAMW = 8  # bytes per parameter of its two moments in float32
 

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.costs import COPY_LANES
-from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.forecast import Forecast, OfWorker
 from l2l_core.forecast.gradient_buffers import gradient_buffer_bytes, gradient_buffer_bytes_of_worker
 from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.limits import Budgets, hiding_micro_batches, largest_depth
 from l2l_core.forecast.planned_shelf import OfShelf, ShelfCosts
-from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.simulate import replayed as replayed_step
 from l2l_core.forecast.stretch import stretch
 from l2l_core.rules import weight_itemsize
+from l2l_core.simulator import COPY_LANES, Fleet, Profile
+from l2l_core.simulator import replayed as replayed_step
 from l2l_core.trace import MemorySample, Trace, format_bytes
 
 

@@ -9,13 +9,12 @@ from typing import Any
 from l2l_core.batches import Batch, RowsOf, form_of, split
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
-from l2l_core.forecast.costs import COPY_LANES
-from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.measured_costs import costs_of_rehearsal, costs_of_step
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.smallest import Priced, WhatFits, what_fits
+from l2l_core.simulator import COPY_LANES, Fleet
 from l2l_core.step import Kind
 from l2l_core.trace import Trace
 

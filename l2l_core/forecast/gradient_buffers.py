@@ -11,9 +11,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from l2l_core.forecast.costs import SHELL
-from l2l_core.forecast.fleet import Share
-from l2l_core.forecast.profile import Profile
+from l2l_core.simulator import SHELL, Profile, Share
 from l2l_core.trace import Trace
 
 Changes = defaultdict[int, list[tuple[float, int]]]  # by bytes of a buffer: when one is taken, 1, or given back, -1

@@ -12,7 +12,7 @@ import torch
 from l2l_core.eps import Update
 from l2l_core.eps.blocks import SHELL, Layout, Trained, Unit
 from l2l_core.eps.optimizers import state_bytes
-from l2l_core.forecast.fleet import Share
+from l2l_core.simulator import Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.fit_step import free_bytes
+from l2l_core.devices import free_bytes
 from l2l_core.forecast.prices import Prices
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.rules import weight_slots

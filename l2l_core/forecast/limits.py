@@ -6,17 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from l2l_core.analysis import OVERLAPPING, Work, micro_batches_to_hide
 from l2l_core.config import Compress, RelayConfig
-from l2l_core.forecast.costs import COPY_LANES, SHELL
-from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.planned_shelf import ShelfCosts
-from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.simulate import MOST_EVENTS, replayed, simulate
 from l2l_core.forecast.stands import from_the_middle, pattern
 from l2l_core.forecast.stretch import stretch, with_memory
 from l2l_core.rules import kept_of, weight_slots
-from l2l_core.trace import DISK, OVERLAPPING, Trace, Work, micro_batches_to_hide
+from l2l_core.simulator import COPY_LANES, MOST_EVENTS, SHELL, Fleet, Profile, replayed, simulate
+from l2l_core.trace import DISK, Trace
 
 _DEEPEST = 1 << 20  # layers; what fits so many has no limit worth a number
 _HIDDEN = (*COPY_LANES, *DISK)  # lanes that compute should hide

@@ -9,15 +9,14 @@ from typing import Any
 from l2l_core.batches import form_of
 from l2l_core.config import Compress, RelayConfig
 from l2l_core.eps.blocks import Block
-from l2l_core.forecast.costs import Memory
 from l2l_core.forecast.from_costs import Costs
 from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.mixture import with_slots
-from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.stands import Representatives, each_for_itself, representatives
 from l2l_core.forecast.stretch import with_memory
 from l2l_core.rules import kept_of, weight_itemsize
+from l2l_core.simulator import Memory, Profile
 from l2l_core.trace import Trace
 
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from l2l_core.forecast.costs import START, Memory, TurnCost
-from l2l_core.forecast.profile import Profile
+from l2l_core.simulator import START, Memory, Profile, TurnCost
 from l2l_core.trace import PLACES
 
 Bytes = Mapping[str, int]  # by category

@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.costs import START, Memory, Op, TurnCost
 from l2l_core.forecast.memory_walk import MemoryWalk, total
-from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.stretch import with_memory
 from l2l_core.rules import weight_slots
+from l2l_core.simulator import START, Memory, Op, Profile, TurnCost
 
 
 def mixed(recomputing: Profile, keeping: Profile, kept: int) -> Profile:

@@ -10,8 +10,7 @@ from itertools import count
 import torch
 
 from l2l_core.devices import Device, HostRoom, Ledger, Spot, Ticket
-from l2l_core.forecast.costs import START, Moves, TurnCost
-from l2l_core.forecast.profile import Profile
+from l2l_core.simulator import START, Moves, Profile, TurnCost
 from l2l_core.trace import Trace
 
 _At = tuple[int, int]  # visit and micro-batch

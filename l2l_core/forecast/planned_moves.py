@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from l2l_core.forecast.costs import START, Moves, Stay, TurnCost
 from l2l_core.forecast.families import Beside
 from l2l_core.forecast.noted import without_gone
-from l2l_core.forecast.profile import Profile
+from l2l_core.simulator import START, Moves, Profile, Stay, TurnCost
 
 _Reader = Literal["layers", "loss", "end"] | None
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from l2l_core.config import bytes_in
-from l2l_core.forecast.costs import SHELL
 from l2l_core.forecast.families import ModelShapes, Shape, slot_numel
 from l2l_core.forecast.kept_state import KeptState
-from l2l_core.forecast.virtual_shelf import Filed, OnShelf
 from l2l_core.shelf import BlockSize, Disk, Sizes, StateTrial, pages
+from l2l_core.simulator import SHELL, Filed, OnShelf
 from l2l_core.trace import Trace, format_bytes
 
 

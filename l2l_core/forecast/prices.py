@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from l2l_core.batches import Batch, split
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.from_costs import Costs
 from l2l_core.forecast.measured_costs import costs_of_rehearsal, slot_bytes
 from l2l_core.forecast.memory_walk import MemoryWalk
@@ -21,6 +20,7 @@ from l2l_core.forecast.mixture import mixed, with_slots
 from l2l_core.forecast.rehearsal import Rehearsal
 from l2l_core.forecast.smallest import Priced, device_bytes
 from l2l_core.rules import kept_of
+from l2l_core.simulator import Fleet
 
 _PASSES = 2  # timed ones, of short steps: one may fall into a moment in which the machine does something else
 

@@ -21,8 +21,7 @@ from l2l_core.eps import Alone, AloneApart, LayerStore, Place, ScratchResiduals,
 from l2l_core.eps.blocks import Block, Unit
 from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.noted import NotedRoom
-from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.recording import Recording
+from l2l_core.simulator import Profile, Recording
 from l2l_core.step import Parts, Plan, Task, Work, run_step
 from l2l_core.step.traffic import Metered
 from l2l_core.trace import Trace

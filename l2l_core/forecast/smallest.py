@@ -16,9 +16,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from l2l_core.config import IN_MEMORY, RelayConfig
-from l2l_core.forecast.fleet import Fleet
 from l2l_core.forecast.from_costs import Costs, replayed
 from l2l_core.forecast.memory_walk import MemoryWalk
+from l2l_core.simulator import Fleet
 from l2l_core.trace import format_bytes
 
 # Of the bytes: with overlap, what copies still hold is a matter of timing, and forecasts are exact to so much.

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from l2l_core.forecast.costs import Memory, Stay, TurnCost
 from l2l_core.forecast.memory_walk import MemoryWalk, total
-from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.stands import StandIn
+from l2l_core.simulator import Memory, Profile, Stay, TurnCost
 
 
 def stretch(profile: Profile, stands: Sequence[int]) -> Profile:

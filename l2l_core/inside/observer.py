@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from l2l_core._torch import pytree
 from l2l_core.batches import Objective
 from l2l_core.inside.asked import Asked
 from l2l_core.inside.attention import AttentionMaps

@@ -19,7 +19,6 @@ from l2l_core.model.compiled import not_compiled as not_compiled
 from l2l_core.model.compiled import parts_of as parts_of
 from l2l_core.model.compiled import refuse_hooks as refuse_hooks
 from l2l_core.model.compiled import refuse_whole as refuse_whole
-from l2l_core.model.compiled import wrapper_class as wrapper_class
 from l2l_core.model.full_precision import full_precision as full_precision
 from l2l_core.model.hidden import RelayCache as RelayCache
 from l2l_core.model.hidden import cache_refusal as cache_refusal

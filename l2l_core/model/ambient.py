@@ -14,13 +14,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.overrides import _pop_mode as _pop_function_mode
-from torch.overrides import _push_mode as _push_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
-from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+from l2l_core._torch import (
+    TorchDispatchMode,
+    attention_flags,
+    dispatch_modes,
+    function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    pop_saved_tensors_hooks,
+    push_dispatch_mode,
+    push_function_mode,
+    push_saved_tensors_hooks,
+    set_attention_flags,
+    set_grad_enabled,
+    top_saved_tensors_hooks,
+)
 from l2l_core.model.python_random import PYTHON
 
 _AUTOCAST_TYPES = ("cpu", "cuda")
@@ -78,15 +87,15 @@ class Ambient(NamedTuple):  # which takes half as long to make as a frozen datac
             grad_enabled=torch.is_grad_enabled(),
             autocast=tuple([(on(kind), type_of(kind)) for kind in _AUTOCAST_TYPES]),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            function_modes=tuple(_get_current_function_mode_stack()),
-            dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+            function_modes=tuple(function_modes()),
+            dispatch_modes=tuple(dispatch_modes()),
             saved_tensor_hooks=_pop_saved_tensor_hooks(),
-            attention=_attention_flags(),
+            attention=attention_flags(),
         )
         for _ in state.function_modes:
-            _pop_function_mode()
+            pop_function_mode()
         for _ in state.dispatch_modes:
-            _pop_dispatch_mode()
+            pop_dispatch_mode()
         return state
 
     @staticmethod
@@ -99,10 +108,10 @@ class Ambient(NamedTuple):  # which takes half as long to make as a frozen datac
     @staticmethod
     def clear() -> None:
         """Empty the thread's mode and hook stacks."""
-        for _ in _get_current_function_mode_stack():
-            _pop_function_mode()
-        for _ in _get_current_dispatch_mode_stack():
-            _pop_dispatch_mode()
+        for _ in function_modes():
+            pop_function_mode()
+        for _ in dispatch_modes():
+            pop_dispatch_mode()
         _pop_saved_tensor_hooks()
 
     def put(self) -> None:
@@ -112,19 +121,19 @@ class Ambient(NamedTuple):  # which takes half as long to make as a frozen datac
 
     def put_all_but_random(self) -> None:
         """Do the same, and let the random generators be as they are."""
-        torch._C._set_grad_enabled(self.grad_enabled)  # past what wraps it for tracing: this runs at every turn
+        set_grad_enabled(self.grad_enabled)  # past what wraps it for tracing: this runs at every turn
         for device_type, (enabled, dtype) in zip(_AUTOCAST_TYPES, self.autocast, strict=True):
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
         for mode in self.function_modes:
-            _push_function_mode(mode)
+            push_function_mode(mode)
         for mode in self.dispatch_modes:
-            _push_dispatch_mode(mode)
+            push_dispatch_mode(mode)
         for pack, unpack in self.saved_tensor_hooks:
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        if self.attention != _attention_flags():
-            _set_attention_flags(self.attention)
+            push_saved_tensors_hooks(pack, unpack)
+        if self.attention != attention_flags():
+            set_attention_flags(self.attention)
 
     def without(self, *modes: Any) -> Ambient:
         """Copy the state with some dispatch or function modes left out."""
@@ -182,7 +191,7 @@ class _Aside(AbstractContextManager[None]):
 class _Bare(_Aside):
     def __enter__(self) -> None:
         super().__enter__()
-        torch._C._set_grad_enabled(True)
+        set_grad_enabled(True)
         for device_type in _AUTOCAST_TYPES:
             torch.set_autocast_enabled(device_type, False)
 
@@ -215,45 +224,25 @@ class _Within(AbstractContextManager[None]):
 @contextmanager
 def function_modes_without(kind: type) -> Iterator[None]:
     """Run a block under the function modes in force, but for those of a kind."""
-    modes = _get_current_function_mode_stack()
+    modes = function_modes()
     for _ in modes:
-        _pop_function_mode()
+        pop_function_mode()
     kept = [mode for mode in modes if not isinstance(mode, kind)]
     for mode in kept:
-        _push_function_mode(mode)
+        push_function_mode(mode)
     try:
         yield
     finally:
         for _ in kept:
-            _pop_function_mode()
+            pop_function_mode()
         for mode in modes:
-            _push_function_mode(mode)
+            push_function_mode(mode)
 
 
 def _pop_saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
     hooks = []
     # True: also while Dynamo traces, where they would not show.
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := top_saved_tensors_hooks(True)) is not None:
         hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
     return tuple(reversed(hooks))
-
-
-def _attention_flags() -> tuple[Any, ...]:
-    c = torch._C
-    return (
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-        tuple(c._get_sdp_priority_order()),
-    )
-
-
-def _set_attention_flags(flags: tuple[Any, ...]) -> None:
-    c = torch._C
-    c._set_sdp_use_flash(flags[0])
-    c._set_sdp_use_mem_efficient(flags[1])
-    c._set_sdp_use_math(flags[2])
-    c._set_sdp_use_cudnn(flags[3])
-    c._set_sdp_priority_order(list(flags[4]))

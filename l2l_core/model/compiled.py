@@ -8,7 +8,6 @@ ways to compile a module: in place (``module.compile()``), by a module around it
 from __future__ import annotations
 
 import copy
-import sys
 import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from l2l_core._torch import dynamo_is_imported, optimized_module
 from l2l_core.model.modules import modules_of, name_in
 
 _ENTRIES = ("_compiled_call_impl", "forward")  # where a module keeps what `torch.compile` has made of it
@@ -25,7 +25,7 @@ _ENTRIES = ("_compiled_call_impl", "forward")  # where a module keeps what `torc
 def is_wrapper(module: nn.Module) -> bool:
     """Whether it is what ``torch.compile(module)`` returns: a module around the one that is compiled."""
     # Who has compiled nothing has not imported Dynamo, which takes long.
-    return "torch._dynamo.eval_frame" in sys.modules and isinstance(module, wrapper_class())
+    return dynamo_is_imported() and isinstance(module, optimized_module())
 
 
 def entry_of(module: nn.Module) -> str | None:
@@ -93,7 +93,7 @@ def refuse_hooks(layer: nn.Module, name: str) -> None:
 
 def not_compiled() -> AbstractContextManager[Any]:
     """Run compiled modules as they are written in such a block, so that hooks and modes see what is in them."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if dynamo_is_imported() else nullcontext()
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -115,8 +115,3 @@ def _made_again(made: Callable[..., Any], own: nn.Module, new: nn.Module) -> Cal
     held = dict(zip(made.__code__.co_freevars, made.__closure__ or (), strict=True))
     compiler = held["self"].cell_contents  # backend and options; PyTorch keeps them nowhere else
     return compiler(types.MethodType(method.__func__, new))
-
-
-def wrapper_class() -> type:
-    """Return the class of what ``torch.compile(module)`` gives; Dynamo must have been imported."""
-    return sys.modules["torch._dynamo.eval_frame"].OptimizedModule

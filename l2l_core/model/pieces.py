@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from l2l_core._torch import DisableTorchFunctionSubclass
+
 _INDICES = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
@@ -24,7 +26,7 @@ def pieces_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """List the dense tensors of which a tensor consists: itself, or indices and values."""
     if not is_sparse(tensor):
         return (tensor,)
-    with torch._C.DisableTorchFunctionSubclass():  # nobody is asked whether it may be read
+    with DisableTorchFunctionSubclass():  # nobody is asked whether it may be read
         tensor = tensor.detach()  # of which it has them without a graph
         if tensor.layout is torch.sparse_coo:
             return tensor._indices(), tensor._values()  # those of an uncoalesced one, too

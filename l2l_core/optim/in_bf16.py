@@ -29,10 +29,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from l2l_core.rounding import round_at_random
+
 NOISE = "noise"  # in a parameter's state: what its next random numbers are drawn from
 _TO_NEAREST = frozenset({"exp_avg", "momentum_buffer"})  # change by more per step than bfloat16 rounds away
 _COUNTS = frozenset({"step", "eta", "mu", "mu_product"})  # of a parameter without dimensions they look like its moments
-_LOW = 0xFFFF  # the bits of a float32 that a bfloat16 does not have
 
 
 @cache
@@ -90,24 +91,6 @@ def in_bf16(kind: type[Optimizer], weights: bool = False) -> type[Optimizer]:
         f"{kind.__name__} with its state{' and the weights' if weights else ''} in bfloat16, see `in_bf16`."
     )
     return InBf16
-
-
-def round_at_random(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round to a neighbour in bfloat16 with the probability that makes the mean right; what fits stays as it is.
-
-    Args:
-        values: float32, finite; they are written into.
-        seed: of the random numbers; element i gets the i-th of them.
-
-    Returns:
-        The rounded values, still in float32: the same memory.
-    """
-    drawn = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
-    drawn.random_(-(2**63), None, generator=torch.Generator(values.device).manual_seed(seed))  # four at a time
-    noise = drawn.view(torch.uint16)[: values.numel()].to(torch.int32).view(values.shape)
-    # As an integer, a float grows with its magnitude: adding noise below the last kept bit carries as often as it should
-    values.view(torch.int32).add_(noise).bitwise_and_(~_LOW)
-    return values
 
 
 Home = tuple[torch.Tensor, torch.Tensor | None]  # where a parameter's values were, and its gradient

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 
+from l2l_core._torch import temporarily_clear_interpreter_stack
 from l2l_core.devices import Unseen
 from l2l_core.eps import LayerStore, NonFiniteError
 from l2l_core.eps.blocks import SHELL, Buffers, Stamp, Unit, check_stamps, refuse_cached, stamps_of

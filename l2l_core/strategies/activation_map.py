@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from l2l_core._torch import FakeTensorMode
 
 Forward = Callable[[nn.Module, int, int], Any]  # the model, rows, length; what it returns holds the graph
 
@@ -66,7 +67,7 @@ def activation_map(
         forward: runs it, on tensors that it makes itself.
 
     Raises:
-        torch._subclasses.fake_tensor.DataDependentOutputException: the model asks for values, which fake tensors lack.
+        DataDependentOutputException: of fake tensors; the model asks for values, which fake tensors lack.
     """
     with FakeTensorMode():
         model = make()

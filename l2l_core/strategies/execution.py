@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from l2l_core._torch import DisableTorchDispatch, pytree
 from l2l_core.model import RandomState, keep_attributes
 from l2l_core.step.graph import Sink, enter, run_backward
 from l2l_core.strategies.forward import Forward, Stage, Tensor
@@ -193,7 +193,7 @@ class Execution(Forward):
         self._check_way(is_over=loss is not None)
         if loss is not None:
             self._outs[self.structure.loss] = loss
-            with torch._C._DisableTorchDispatch():  # the result is the caller's
+            with DisableTorchDispatch():  # the result is the caller's
                 self.loss = loss.detach().clone()
             self._cut.clear()
         wanted = self.structure.live[i + 1] if loss is None else (self.structure.loss,)

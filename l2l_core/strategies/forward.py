@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import greenlet
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from l2l_core._torch import DisableTorchFunction, function_modes, pytree
 from l2l_core.model import RandomState, call_of, refuse_hidden
 
 Tensor = torch.Tensor
@@ -122,7 +122,7 @@ class Forward(TorchFunctionMode):
                     f"layer {name} was called outside of the forward that a plan runs. Is gradient checkpointing on? A plan "
                     "recomputes layers itself: call model.gradient_checkpointing_disable()"
                 )
-            with torch._C.DisableTorchFunction():  # the tape is for shell code
+            with DisableTorchFunction():  # the tape is for shell code
                 out = self._call(name, real, args, kwargs)
             self._coroutine.parent.switch()  # type: ignore[union-attr]  # the stage is over
             return out
@@ -134,7 +134,7 @@ class Forward(TorchFunctionMode):
         self.stages.append(Stage(len(self.stages), RandomState.take()))
         with self:
             loss = self._coroutine.switch()
-            if _get_current_function_mode_stack()[-1] is not self:
+            if function_modes()[-1] is not self:
                 raise RuntimeError(
                     f"layer {self.name} was called within a torch function mode: close it before the call"
                 )

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2l_core._torch import TorchDispatchMode, pytree
 from l2l_core.devices import Ledger
 from l2l_core.strategies.frames import Seen
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from l2l_core._torch import DisableTorchDispatch
 from l2l_core.devices import Device, Ledger, Ticket
 from l2l_core.step.traffic import Lane
 from l2l_core.strategies.meter import Meter
@@ -42,7 +43,7 @@ class Moves:
     def send(self, what: Key, storages: Iterable[int], layer: str, k: int) -> None:
         """Start to copy storages to the host; their device bytes are free after the next stage of compute."""
         found = [(key, storage) for key in storages if (storage := self._meter.storage(key)) is not None]
-        with torch._C._DisableTorchDispatch():  # the meter counts what is on the device
+        with DisableTorchDispatch():  # the meter counts what is on the device
             room = [self._device.host_empty(storage.nbytes(), torch.uint8) for _, storage in found]
         gone = [_Away(weakref.ref(storage), key, host) for (key, storage), host in zip(found, room, strict=True)]
         nbytes = sum(each.host.nbytes for each in gone)
@@ -99,5 +100,5 @@ class _Away:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from l2l_core.batches import Batch
 from l2l_core.config import RelayConfig
 from l2l_core.devices import Device, EmulatedDevice
-from l2l_core.forecast import Profile, simulate
 from l2l_core.relay import Relay
 from l2l_core.rules import kept_of
+from l2l_core.simulator import Profile, simulate
 from l2l_core.strategies.table import Row
 
 _TIMED = 3  # steps, of which one is hoped to be undisturbed: other ways take medians of their operations

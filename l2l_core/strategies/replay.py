@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from l2l_core._torch import pytree
 from l2l_core.strategies.forward import Call, Ref, Tensor
 
 

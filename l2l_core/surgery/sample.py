@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from l2l_core._torch import pytree
 from l2l_core.model import RandomState, is_cache, not_compiled
 
 _SHARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)

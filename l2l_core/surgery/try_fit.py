@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from l2l_core._torch import pytree
 from l2l_core.model import Stack
 from l2l_core.surgery.rearrange import rearrange
 from l2l_core.surgery.sample import same_random_numbers, untouched

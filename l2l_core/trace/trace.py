@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from l2l_core.trace.bounds import Bound, bounds
 from l2l_core.trace.events import ALL_LANES, DISK, PLACES, Event, Failed, MemorySample, Worker
 from l2l_core.trace.export import build, read_jsonl, write_chrome, write_jsonl
 from l2l_core.trace.intervals import Interval, intersect, measure, merge
 from l2l_core.trace.memory_snapshot import write_memory_snapshot
-from l2l_core.trace.plan_bounds import plan_bounds
-from l2l_core.trace.waits import Wait, waits_of
 from l2l_core.trace.words import format_bytes
+
+if TYPE_CHECKING:  # of the methods that analyse a trace; these import the analysis when they are called
+    from l2l_core.analysis import Bound, Wait
 
 
 class Trace:
@@ -167,18 +167,21 @@ class Trace:
         return min(1.0, measure(hidden) / measure(copies)) if copies else 1.0
 
     def bound_by(self) -> tuple[Bound, ...]:
-        """Say what each phase of the step waits for, by how much, and the setting that would help; see `bounds.py`.
+        """Find the lane that binds each phase, by how much, and the setting that would help; see `analysis/bounds.py`.
 
-        Of a step by a plan, it is said of the step as a whole (`plan_bounds.py`). Empty without events, and for a step that
-        failed. Print one for a sentence: "forward: h2d exposes 420 ms of 1.9 s;
-        6 micro-batches ...".
+        For a step by a plan there is one result for the whole step (`analysis/plan_bounds.py`). Empty without events, and for a
+        failed step. `print` writes a sentence: "forward: h2d exposes 420 ms of 1.9 s; 6 micro-batches ...".
         """
+        from l2l_core.analysis import bounds, plan_bounds
+
         if self.failed is not None:
             return ()
         return plan_bounds(self) if "plan" in self.settings else bounds(self)
 
     def waits(self) -> tuple[Wait, ...]:
-        """Say for which other workers this one has waited, where and how long; see `waits.py`. Empty for one that is alone."""
+        """List the waits of this worker for others, with place and seconds; see `analysis/waits.py`. Empty without others."""
+        from l2l_core.analysis import waits_of
+
         return waits_of(self)
 
     def _busy(self, *lanes: str) -> list[Interval]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from l2l_core._torch import default_store
 from l2l_core.batches import RowsOf
 from l2l_core.devices import serial_thread
 from l2l_core.eps.blocks import Block
@@ -42,7 +43,7 @@ class Crew:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, made_group: bool, network: Network) -> None:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         ranks = dist.get_process_group_ranks(group)
-        store = dist.distributed_c10d._get_default_store()  # there is no public way to it
+        store = default_store()
         self._is_world = len(ranks) == dist.get_world_size()
         self._line, self._made_group = Line(self.rank, self.count, timeout_s, store, network), made_group
         self.control, self.gathers, self.reduces = (self._channel(ranks) for _ in range(3))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from l2l_core._torch import NormBase
 from l2l_core.eps.blocks import Unit
 
 _REMEDY = (
@@ -22,7 +22,7 @@ def refuse_batch_norm(model: nn.Module) -> None:
         ValueError: names one.
     """
     for name, module in model.named_modules():
-        if isinstance(module, _NormBase) and module.track_running_stats and module.training:
+        if isinstance(module, NormBase) and module.track_running_stats and module.training:
             raise ValueError(_changes(f"{name} ({type(module).__name__})"))
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from l2l_core._torch import pytree
 from l2l_core.devices import Ledger
 from l2l_core.eps import Masters, Side
 from l2l_core.eps.blocks import Block, Layout, Piece, Unit, is_absent, new_piece

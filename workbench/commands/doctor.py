@@ -21,8 +21,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from workbench.commands.import_time import MOST_S, ImportTimes, measure_imports
+from workbench.extras import INSTALL
+
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTION = "l2l-workbench"
+NOTEBOOK = {"ipykernel", "ipywidgets", "jupyterlab"}  # without any of them only the engine was installed
 GIB = 2**30
 BYTES_PER_PARAM = 16  # float32 weight, gradient and AdamW's two moments, all in host memory
 LOW_RAM_BYTES = 4 * GIB
@@ -57,13 +61,15 @@ class Facts:
 
     python: str
     python_range: SpecifierSet
-    wanted: tuple[Wanted, ...]
-    installed: Mapping[str, str | None]  # by the name in `wanted`; None: not installed
+    wanted: tuple[Wanted, ...]  # by the engine
+    extra: tuple[Wanted, ...]  # by the notebook besides
+    installed: Mapping[str, str | None]  # by the name in `wanted` or `extra`; None: not installed
     widget_manager: Path | None
     kernel: str | None  # the Python that a notebook of ours would start
     this_python: str
     torch_error: str | None  # why `import torch` failed, if it did
     cuda: str | None  # name of the device
+    imports: ImportTimes | None  # None where an import fails
     ram_bytes: int | None
     free_ram_bytes: int | None
     cores: int
@@ -73,15 +79,21 @@ class Facts:
 # What is wanted ------------------------------------------------------------------------------------------------------
 
 
-def read_project(root: Path) -> tuple[SpecifierSet, list[Requirement]]:
-    """Read the range of Python versions and the dependencies: from pyproject.toml in a clone, else from the installed package."""
+def read_project(root: Path) -> tuple[SpecifierSet, list[Requirement], list[Requirement]]:
+    """Read the range of Python versions, the engine's dependencies, and those of the extra `workbench`.
+
+    They come from pyproject.toml in a clone, else from the installed package.
+    """
     pyproject = root / "pyproject.toml"
     if pyproject.is_file():
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-        return SpecifierSet(project["requires-python"]), [Requirement(line) for line in project["dependencies"]]
+        lines = project["dependencies"], project["optional-dependencies"]["workbench"]
+        return SpecifierSet(project["requires-python"]), *([Requirement(line) for line in each] for each in lines)
     metadata = importlib.metadata.metadata(DISTRIBUTION)
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    return SpecifierSet(metadata["Requires-Python"]), [each for each in requirements if each.marker is None]
+    engine = [each for each in requirements if each.marker is None]
+    extra = [each for each in requirements if each.marker is not None and each.marker.evaluate({"extra": "workbench"})]
+    return SpecifierSet(metadata["Requires-Python"]), engine, extra
 
 
 def read_pins(constraints: Path) -> dict[str, Version]:
@@ -135,6 +147,14 @@ def look_at_torch() -> tuple[str | None, str | None]:
     return None, torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def look_at_imports() -> ImportTimes | None:
+    """Measure what the imports of torch and of the engine take; None where one of them fails."""
+    try:
+        return measure_imports()
+    except RuntimeError:
+        return None
+
+
 def look_at_ram() -> tuple[int | None, int | None]:
     """Return (bytes of RAM, bytes available); None for both without psutil."""
     try:
@@ -152,21 +172,26 @@ def count_cores() -> int:
 
 def gather(root: Path = ROOT) -> Facts:
     """Look at this environment and machine. Needs no network."""
-    python_range, requirements = read_project(root)
+    python_range, *requirements = read_project(root)
     pins = read_pins(root / "constraints.txt")
-    wanted = tuple(Wanted(each.name, each.specifier, pins.get(canonicalize_name(each.name))) for each in requirements)
+    wanted, extra = (
+        tuple(Wanted(each.name, each.specifier, pins.get(canonicalize_name(each.name))) for each in of)
+        for of in requirements
+    )
     torch_error, cuda = look_at_torch()
     ram_bytes, free_ram_bytes = look_at_ram()
     return Facts(
         python=platform.python_version(),
         python_range=python_range,
         wanted=wanted,
-        installed={each.name: installed_version(each.name) for each in wanted},
+        extra=extra,
+        installed={each.name: installed_version(each.name) for each in (*wanted, *extra)},
         widget_manager=find_widget_manager(),
         kernel=find_kernel(),
         this_python=sys.executable,
         torch_error=torch_error,
         cuda=cuda,
+        imports=look_at_imports() if torch_error is None else None,
         ram_bytes=ram_bytes,
         free_ram_bytes=free_ram_bytes,
         cores=count_cores(),
@@ -186,15 +211,27 @@ def judge_python(version: str, wanted: SpecifierSet) -> Row:
 
 def judge_version(wanted: Wanted, installed: str | None) -> Row:
     """Judge one distribution: missing or out of range fails; another version than the tested one gets a note."""
-    wants = f"{wanted.name}{wanted.specifier}"
+    pinned = "" if wanted.tested is None else "-c constraints.txt "  # there in a clone
+    remedy = f"pip install {pinned}'{wanted.name}{wanted.specifier}'"
     if installed is None:
-        return Row(wanted.name, "missing", "fail", f"run `make setup`, or: pip install -c constraints.txt '{wants}'")
+        return Row(wanted.name, "missing", "fail", f"run `make setup`, or: {remedy}" if pinned else remedy)
     if not wanted.specifier.contains(installed, prereleases=True):
-        return Row(wanted.name, installed, "fail", f"out of range: pip install -c constraints.txt '{wants}'")
+        return Row(wanted.name, installed, "fail", f"out of range: {remedy}")
     # the public part, because torch 2.13.0 and 2.13.0+cpu are the same code
     if wanted.tested is not None and Version(installed).public != wanted.tested.public:
         return Row(wanted.name, installed, "note", f"in range, but tested with {wanted.tested}; `make setup` has that")
     return Row(wanted.name, installed, "ok", f"in {wanted.specifier or 'any version'}")
+
+
+def judge_notebook(facts: Facts) -> list[Row]:
+    """Judge the packages of the notebook, its kernel and its widgets; one row if only the engine was installed."""
+    if all(facts.installed[wanted.name] is None for wanted in facts.extra if wanted.name in NOTEBOOK):
+        return [Row("notebook", "not installed", "note", f"the engine runs without it; to install it: {INSTALL}")]
+    return [
+        *(judge_version(wanted, facts.installed[wanted.name]) for wanted in facts.extra),
+        judge_kernel(facts.kernel, facts.this_python),
+        judge_widgets(facts.widget_manager),
+    ]
 
 
 def judge_widgets(manager: Path | None) -> Row:
@@ -224,6 +261,18 @@ def judge_device(torch_error: str | None, cuda: str | None) -> Row:
     if cuda is None:
         return Row("device", "CPU", "note", "no CUDA: relays run on the emulated device, which computes for real")
     return Row("device", cuda, "ok", "device='auto' uses it; device='cpu' still emulates")
+
+
+def judge_imports(imports: ImportTimes) -> Row:
+    """Judge the seconds of imports, and whether the engine imports packages of the notebook."""
+    if imports.heavy:
+        advice = f"l2l_core imported {' and '.join(imports.heavy)}, which it should not: please report it"
+        return Row("import", str(imports), "note", advice)
+    if imports.added_s > MOST_S:
+        advice = f"l2l_core adds {imports.added_s:.2f} s of processor time to torch, more than {MOST_S} s: on a slow machine only"
+        return Row("import", str(imports), "note", advice)
+    advice = f"l2l_core adds {imports.added_s:.2f} s of processor time, and imports neither transformers nor IPython"
+    return Row("import", str(imports), "ok", advice)
 
 
 def judge_ram(total_bytes: int | None, free_bytes: int | None) -> Row:
@@ -258,9 +307,9 @@ def diagnose(facts: Facts) -> list[Row]:
     return [
         judge_python(facts.python, facts.python_range),
         *(judge_version(wanted, facts.installed[wanted.name]) for wanted in facts.wanted),
-        judge_kernel(facts.kernel, facts.this_python),
-        judge_widgets(facts.widget_manager),
+        *judge_notebook(facts),
         judge_device(facts.torch_error, facts.cuda),
+        *([judge_imports(facts.imports)] if facts.imports is not None else []),
         judge_ram(facts.ram_bytes, facts.free_ram_bytes),
         judge_cores(facts.cores),
         judge_disk(facts.free_disk_bytes),

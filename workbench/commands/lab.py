@@ -21,7 +21,10 @@ def start_page(root: Path) -> str:
     """
     folder = root / "notebooks"
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}: run this from a clone of the repository, after `make setup`")
+        raise ValueError(
+            f"there is no folder {folder}: run this from a clone of the repository; or copy the notebooks that came with the "
+            "package, `python -m workbench notebooks --to notebooks`, and open them with `jupyter lab notebooks`"
+        )
     return f"notebooks/{FIRST_NOTEBOOK}" if (folder / FIRST_NOTEBOOK).is_file() else "notebooks"
 
 

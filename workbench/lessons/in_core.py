@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from l2l_core import RelayConfig
+from l2l_core._torch import TorchDispatchMode, pytree
 from l2l_core.batches import rows_of, shares, split
 from l2l_core.model import train_step
 
@@ -82,7 +81,7 @@ class StorageMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._note, out)
+        pytree.tree_map_only(torch.Tensor, self._note, out)
         return out
 
     def _note(self, tensor: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import ipywidgets
 
-from l2l_core.trace import Bound
+from l2l_core.analysis import Bound
 from workbench.panels.fold import Fold
 from workbench.panels.panel import Panel
 from workbench.pictures import Said, Table, bounds_table, plain, verdict_html, verdict_of

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace import OVERLAPPING, format_bytes
+from l2l_core.analysis import OVERLAPPING
+from l2l_core.trace import format_bytes
 from workbench.pictures import svg
 from workbench.pictures.scale import Scale, format_seconds
 from workbench.pictures.theme import KIND_LETTERS, ink_on, kind_colour

@@ -2,7 +2,7 @@
 
 Speed is at most that of the device, and at most intensity times the link. Both axes are logarithmic, so that the bounds are
 straight lines. Source: Williams, Waterman, Patterson, https://doi.org/10.1145/1498765.1498785. The roofline of a relay's step,
-phase by phase, is arithmetic of `l2l_core.trace.roofline`, not this.
+phase by phase, is arithmetic of `l2l_core.analysis.roofline`, not this.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from l2l_core.trace import BEGIN, NETWORK, Trace, Traces, Wait
+from l2l_core.analysis import BEGIN, Traces, Wait
+from l2l_core.trace import NETWORK, Trace
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import Scale, format_seconds, round_up, ticks

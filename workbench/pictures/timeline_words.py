@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from l2l_core.trace import ALL_PHASES, LANES, MIDDLE, NETWORK
+from l2l_core.analysis import ALL_PHASES, MIDDLE
+from l2l_core.trace import LANES, NETWORK
 from workbench.pictures import svg
 from workbench.pictures.scale import format_seconds
 from workbench.pictures.theme import KIND_COLOURS, KIND_LETTERS, LANE_NAMES, ink_on, kind_colour

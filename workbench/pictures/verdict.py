@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from l2l_core.trace import NETWORK, Bound, Trace, format_bytes
+from l2l_core.analysis import Bound
+from l2l_core.trace import NETWORK, Trace, format_bytes
 from workbench.pictures.glossary import term
 from workbench.pictures.picture import Table
 from workbench.pictures.scale import format_seconds

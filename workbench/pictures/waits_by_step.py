@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from l2l_core.trace import Traces, Wait
+from l2l_core.analysis import Traces, Wait
 from workbench.pictures import svg
 from workbench.pictures.picture import Picture, Table
 from workbench.pictures.scale import format_seconds, round_up

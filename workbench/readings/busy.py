@@ -1,6 +1,6 @@
 """When lanes were busy, exposed, and in which phase, from a trace's columns.
 
-The numbers are those of `Trace` and of `l2l_core.trace.phases`, by numpy, so that a picture of a hundred thousand events can
+The numbers are those of `Trace` and of `l2l_core.analysis.phases`, by numpy, so that a picture of a hundred thousand events can
 show them ten times a second. A test compares the two.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from l2l_core.trace import ALL_PHASES, OVERLAPPING
+from l2l_core.analysis import ALL_PHASES, OVERLAPPING
 from workbench.readings.columns import Columns
 
 Intervals = tuple[
@@ -88,7 +88,7 @@ def length_s(intervals: Intervals) -> float:
 
 
 def phases_of(columns: Columns) -> list[tuple[str, float, float]]:
-    """Give name, start and stop of each phase that takes time, also of a step under way; as `l2l_core.trace.phases.cuts_of`."""
+    """Give name, start and stop of each phase that takes time, as `l2l_core.analysis.phases.cuts_of`; also of a running step."""
     if not len(columns.start_s):
         return []
     compute = columns.on("compute")

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from l2l_core import Profile
-from l2l_core.forecast import Memory, MemoryWalk, Op, TurnCost, WalkedTurn
+from l2l_core.forecast import MemoryWalk, WalkedTurn
+from l2l_core.simulator import Memory, Op, TurnCost
 
 Call = tuple[int, int]  # visit of forward and micro-batch
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from l2l_core import Profile, Trace
-from l2l_core.forecast import SHELL, MemoryWalk
+from l2l_core.forecast import MemoryWalk
 from l2l_core.rules import kept_of, weight_share
+from l2l_core.simulator import SHELL
 from workbench.what_if.kept_graphs import with_kept_graphs
 
 

@@ -12,23 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from l2l_core import Profile
-from l2l_core.forecast import (
-    SHELL,
-    START,
-    LayerCost,
-    Memory,
-    Op,
-    PartCost,
-    Repeated,
-    StandIn,
-    Stay,
-    TurnCost,
-    in_chunks,
-    in_turn,
-    repeat,
-    stack_of,
-)
+from l2l_core.forecast import Repeated, StandIn, in_chunks, in_turn, repeat, stack_of
 from l2l_core.rules import pieces_of_copy, weight_slots
+from l2l_core.simulator import SHELL, START, LayerCost, Memory, Op, PartCost, Stay, TurnCost
 from workbench.what_if.kept_graphs import with_kept_graphs
 from workbench.what_if.measured_step import MeasuredStep
 from workbench.what_if.question import CONFIG, Question

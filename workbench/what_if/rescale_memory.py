@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from l2l_core import Compress
-from l2l_core.forecast import SHELL, START, Memory, TurnCost, WalkedTurn
+from l2l_core.forecast import WalkedTurn
 from l2l_core.rules import gradient_slots, spare_residuals, weight_share, weight_slots
+from l2l_core.simulator import SHELL, START, Memory, TurnCost
 from l2l_core.trace import CATEGORIES
 from workbench.readings import BF16_FACTOR
 from workbench.what_if.measured_step import MeasuredStep

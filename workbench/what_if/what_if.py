@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from l2l_core import Profile, RelayConfig, Trace, simulate
-from l2l_core.forecast import COPY_LANES, StepFigures
+from l2l_core.forecast import StepFigures
+from l2l_core.simulator import COPY_LANES
 from l2l_core.trace import format_bytes
 from workbench.pictures import format_seconds
 from workbench.readings import Columns, TimelineSummary, timeline_summary

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from l2l_core._torch import caches_parametrizations
 from l2l_core.eps.blocks.units import SHELL, Unit
 from l2l_core.model import modules_of, name_in, refuse_hooks, refuse_whole
 
@@ -158,7 +159,7 @@ def refuse_scripted(model: nn.Module) -> None:
 
 def refuse_cached(model: nn.Module) -> None:
     """Raise ValueError in the middle of ``parametrize.cached()``, if the model has parametrized weights."""
-    if parametrize._cache_enabled and any(isinstance(m, parametrize.ParametrizationList) for m in modules_of(model)):
+    if caches_parametrizations() and any(isinstance(m, parametrize.ParametrizationList) for m in modules_of(model)):
         raise ValueError(
             "the model has parametrized weights and runs in torch.nn.utils.parametrize.cached(), which keeps each of them from "
             "its first use on: micro-batches take turns, and a layer that is recomputed needs its weight with a graph of its "

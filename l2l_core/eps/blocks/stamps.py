@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from l2l_core._torch import data_ptr
+
 Stamp = tuple[int, int]  # of a parameter: changes when it is written to, or gets other data
 
 
 def stamps_of(params: Iterable[torch.Tensor]) -> list[Stamp]:
     """Marks by which `check_stamps` recognises that nobody has changed these weights."""
-    address = torch._C.TensorBase.data_ptr  # Tensor's own may be watched for reads of the model
-    return [(param._version, address(param)) for param in params]
+    return [(param._version, data_ptr(param)) for param in params]
 
 
 def check_stamps(params: Sequence[torch.Tensor], stamps: Sequence[Stamp], who: str) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_module
 
+from l2l_core._torch import hooks_of_all_optimizers
 from l2l_core.eps.optimizers.settings import Changes, changes_of, lend, own, settings_of
 
 _ITS_OWN = ("param_groups", "state", "step", "zero_grad")  # the last two: a scheduler's wrappers around the methods
@@ -84,7 +84,7 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
 @contextmanager
 def silent(optimizer: Optimizer) -> Iterator[None]:
     """Fire no step hooks in the block, neither the optimizer's nor those of all optimizers."""
-    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_hooks_of_all()]
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *hooks_of_all_optimizers()]
     kept = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()  # not another dictionary: handles that remove hooks point to this one
@@ -97,15 +97,11 @@ def silent(optimizer: Optimizer) -> Iterator[None]:
 
 def step_alone(part: Optimizer) -> None:
     """Let a part take its step. Hooks of all optimizers are not fired: the whole does that, once."""
-    if not any(_hooks_of_all()):
+    if not any(hooks_of_all_optimizers()):
         part.step()
         return
     with _silencing, silent(part):
         part.step()
-
-
-def _hooks_of_all() -> tuple[dict[int, Any], dict[int, Any]]:
-    return optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
 
 
 def replace_params(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from l2l_core._torch import is_traceable_wrapper_subclass, pytree
 from l2l_core.eps.optimizers.settings import is_same
 
 

@@ -20,11 +20,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_module
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2l_core._torch import TorchDispatchMode, hooks_of_all_optimizers, pytree
 from l2l_core.eps.blocks import Block, GradientPiece
 
 Hook = Callable[..., Any]
@@ -37,7 +35,7 @@ _REMEDY = (
 
 def pre_hooks(optimizer: Optimizer, of_all: bool = True) -> list[Hook]:
     """Return the hooks that are fired before a step of the optimizer; `of_all`: those of all optimizers too."""
-    everywhere = optimizer_module._global_optimizer_pre_hooks if of_all else {}
+    everywhere = hooks_of_all_optimizers()[0] if of_all else {}
     return [*everywhere.values(), *optimizer._optimizer_step_pre_hooks.values()]
 
 
@@ -118,7 +116,7 @@ class StepHooks:
 
     @property
     def _post(self) -> list[Hook]:
-        of_all = optimizer_module._global_optimizer_post_hooks if self.of_all else {}
+        of_all = hooks_of_all_optimizers()[1] if self.of_all else {}
         return [*self.optimizer._optimizer_step_post_hooks.values(), *of_all.values()]
 
     def _note_write(self, row: _Row, hook: str) -> None:

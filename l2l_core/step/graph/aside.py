@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from l2l_core._torch import DisableTorchFunctionSubclass, pytree
 
 Ask = Callable[[torch.Tensor, int], None]  # a tensor, and the micro-batch that made it
-unasked = torch._C.DisableTorchFunctionSubclass  # in such a block the engine looks at guarded tensors itself
+unasked = DisableTorchFunctionSubclass  # in such a block the engine looks at guarded tensors itself
 
 _TELLING = frozenset(  # methods that say something of a tensor and read none of its bytes
     "untyped_storage size dim stride numel nelement ndimension element_size storage_offset is_contiguous is_floating_point "

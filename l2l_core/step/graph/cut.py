@@ -17,9 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from l2l_core._torch import (
+    AccumulateGrad,
+    DisableFuncTorch,
+    PythonNode,
+    enable_single_level_autograd_function,
+    run_engine,
+    transforms_are_active,
+)
+from l2l_core._torch import sequence_number as sequence_number
 from l2l_core.step.graph.aside import back
 
 Root = tuple[GradientEdge, torch.Tensor]
@@ -77,10 +85,10 @@ def enter(x: torch.Tensor, sink: Sink) -> torch.Tensor:
 
     Gradients must be enabled.
     """
-    if not torch._C._are_functorch_transforms_active():
+    if not transforms_are_active():
         return _make_entry(_PHONY, None, (sink, x))
     # A function under `vmap` or `jvp` reads it from outside: what is transformed is the function, not the tensor.
-    with torch._C._DisableFuncTorch(), enable_single_level_autograd_function():
+    with DisableFuncTorch(), enable_single_level_autograd_function():
         return _make_entry(_PHONY, None, (sink, x))
 
 
@@ -113,14 +121,9 @@ _make_entry = super(torch.autograd.Function, _Enter).apply
 def edge_of(tensor: torch.Tensor, lives: bool = False) -> GradientEdge:
     """Return where backward of a tensor starts, as `get_gradient_edge` does; `lives`: the tensor is there as long as the edge."""
     node = tensor.grad_fn
-    if node is None or (isinstance(node, torch._C._FunctionBase) and not lives):
+    if node is None or (isinstance(node, PythonNode) and not lives):
         return get_gradient_edge(tensor)  # with a node besides, which keeps one alive that Python has made
     return GradientEdge(node, tensor.output_nr)
-
-
-def sequence_number() -> int:
-    """Read autograd's clock: nodes made from now on have this number or a higher one."""
-    return torch._C._autograd._get_sequence_nr()
 
 
 @dataclass(eq=False, slots=True)
@@ -165,7 +168,7 @@ def run_backward(roots: Sequence[Root]) -> None:
     if roots:
         edges, grads = zip(*roots, strict=True)
         # What `torch.autograd.backward` ends in: gradients that come from sinks need not be looked at before.
-        _engine_run_backward(edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        run_engine(edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def uses_of(starts: Iterable[GradientEdge], entered: Mapping[Any, torch.Tensor]) -> Counter[torch.Tensor]:
@@ -218,7 +221,7 @@ def reach(starts: Iterable[GradientEdge]) -> Reach:
     while todo:
         node = todo.pop()
         kind = type(node)
-        if kind is _LEAF:
+        if kind is AccumulateGrad:
             leaves.append(node.variable)
         elif kind is _ENTRY:
             entries.append(node)
@@ -231,7 +234,7 @@ def reach(starts: Iterable[GradientEdge]) -> Reach:
             if kind not in _ORDINARY:
                 name = kind.__name__
                 if name == "ToCopyBackward0":
-                    cast.update(parent.variable for parent in behind if type(parent) is _LEAF)
+                    cast.update(parent.variable for parent in behind if type(parent) is AccumulateGrad)
                 elif name == "CheckpointFunctionBackward":
                     is_nested = True
                 elif kind.__module__ == "builtins":  # a custom function's class may be one of many
@@ -251,7 +254,7 @@ def nested(who: str) -> str:
 
 def is_leaf(node: Any) -> bool:
     """Whether a graph node stands for a leaf: a parameter, or a tensor that asks for a gradient itself."""
-    return type(node) is _LEAF
+    return type(node) is AccumulateGrad
 
 
 def is_entry(node: Any) -> bool:
@@ -260,5 +263,4 @@ def is_entry(node: Any) -> bool:
 
 
 _ORDINARY: set[type] = set()  # kinds of nodes of which nothing is to be known; to ask one for its name takes long
-_LEAF = torch._C._functions.AccumulateGrad
 _ENTRY = _Enter._backward_cls

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from l2l_core._torch import pytree
 from l2l_core.eps.blocks import Unit, check_stamps, stamps_of
 from l2l_core.model import Ambient, refuse_hidden
 from l2l_core.step.graph import (

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
+from torch.overrides import TorchFunctionMode
 
+from l2l_core._torch import function_modes, pytree
 from l2l_core.model import is_sparse, key_of
 from l2l_core.step.graph import (
     Asides,
@@ -382,7 +382,7 @@ def _changes_view(tensor: torch.Tensor) -> str:
 
 def crossing_in_force() -> Crossing | None:
     """Return the crossing of the micro-batch at work, while its shell code runs."""
-    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Crossing)), None)
+    return next((mode for mode in function_modes() if isinstance(mode, Crossing)), None)
 
 
 @contextmanager

@@ -30,13 +30,14 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 
+from l2l_core._torch import (
+    TorchDispatchMode,
+    count_dispatch_modes,
+    dispatch_modes,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+)
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import key_of
 from l2l_core.step.graph import is_entry, written_by
@@ -90,7 +91,7 @@ class Endings:
     def first(self, unit: Unit) -> Whole:
         """Give the first run of a layer that will be recomputed what it needs."""
         last = None if self._learns or not torch.is_grad_enabled() else self._metered.last_products.get(unit.key)
-        if last is None or not all(isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack()):
+        if last is None or not all(isinstance(mode, Watch) for mode in dispatch_modes()):
             return WHOLE
         owner = self._owner_of(unit, last)
         return WHOLE if owner is None else _Ending(self, unit, owner, last.number)
@@ -142,7 +143,7 @@ class _Ending(Whole, TorchDispatchMode):
 
     def around(self, real: Run) -> Run:
         def ran(*args: Any, **kwargs: Any) -> Any:
-            depth = torch._C._len_torch_dispatch_stack()
+            depth = count_dispatch_modes()
             begin = partial(self._begin, depth, get_ident())
             # Not a hook of the module's own, which whoever copies the module would copy.
             handle = nn_module.register_module_forward_pre_hook(begin)
@@ -153,8 +154,8 @@ class _Ending(Whole, TorchDispatchMode):
             finally:
                 handle.remove()
                 self.endings.watching = None
-                while torch._C._len_torch_dispatch_stack() > depth:  # an interrupt comes before or after it is noted
-                    _pop_mode()
+                while count_dispatch_modes() > depth:  # an interrupt comes before or after it is noted
+                    pop_dispatch_mode()
 
         return ran
 
@@ -163,11 +164,11 @@ class _Ending(Whole, TorchDispatchMode):
 
         Nor in a thread of the layer's own, where the mode would stay.
         """
-        is_here = thread == get_ident() and torch._C._len_torch_dispatch_stack() == depth
+        is_here = thread == get_ident() and count_dispatch_modes() == depth
         if module is self.owner and not self._has_begun and is_here:
             self._has_begun = True
             self.endings.watching = self
-            _push_mode(self)
+            push_dispatch_mode(self)
 
     def made(self, nodes: Iterable[Any]) -> None:
         if any(_is_foreign(node) for node in nodes):

@@ -15,6 +15,7 @@ import greenlet
 import torch
 from torch import nn
 
+from l2l_core._torch import DisableTorchFunction, transforms_are_active
 from l2l_core.eps.blocks import SHELL, Unit
 from l2l_core.model import Ambient, call_of
 from l2l_core.step.micro_batch.attributes import Place, holder_of
@@ -105,7 +106,7 @@ class Forward:
 
     def call(self, unit: Unit, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a shadowed layer does: cut, give way, and run when it is this layer's turn."""
-        if torch._C._are_functorch_transforms_active():  # what is transformed would see others at work meanwhile
+        if transforms_are_active():  # what is transformed would see others at work meanwhile
             raise RuntimeError(
                 f"layer {unit.name} is called in a function under torch.vmap, or under jvp or grad of torch.func, where it "
                 "cannot give way to other layers. Call it outside, and hand the function what it gives out"
@@ -113,7 +114,7 @@ class Forward:
         for last in self.calls[-1:]:
             last.gives_way(self._run)  # it was not the last one after all
         self._run.check_call()
-        with torch._C.DisableTorchFunction():  # the crossing is for the model's own code
+        with DisableTorchFunction():  # the crossing is for the model's own code
             self.waiting = call = Call.of(unit, real, self.k, args, kwargs, self.crossing)
             for item in call.inputs:
                 self._run.stash.hold(item.tensor, self.k, "stash", "")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.functional import cosine_similarity
 
+from l2l_core._torch import is_functorch_wrapped_tensor
 from l2l_core.eps.blocks import Unit
 from l2l_core.step.micro_batch.trees import flatten
 

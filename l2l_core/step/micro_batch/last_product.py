@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2l_core._torch import TorchDispatchMode, count_dispatch_modes
 from l2l_core.eps.blocks import Unit
 from l2l_core.model import key_of, modules_of, parts_of
 from l2l_core.step.micro_batch.recomputes import Run, Sum, Whole
@@ -158,7 +158,7 @@ class _Search(Whole, TorchDispatchMode):
     def _called(self, module: nn.Module, *_: Any) -> None:
         self._calls[module] += 1
         if get_ident() == self._thread:
-            self._open.append(_Open(module, torch._C._len_torch_dispatch_stack()))
+            self._open.append(_Open(module, count_dispatch_modes()))
 
     def _returned(self, module: nn.Module, *_: Any) -> None:
         while get_ident() == self._thread and len(self._open) > 1 and self._open.pop().module is not module:

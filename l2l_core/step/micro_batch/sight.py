@@ -8,7 +8,6 @@ piece: which tensors go in and come out, which attributes and buffers have chang
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,11 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from l2l_core._torch import dispatch_modes, dynamo_is_imported, optimized_module, pytree, wrap_dynamo
 from l2l_core.eps.blocks import Buffers
-from l2l_core.model import entry_of, function_modes_without, is_wrapper, modules_of, parts_of, wrapper_class
+from l2l_core.model import entry_of, function_modes_without, is_wrapper, modules_of, parts_of
 from l2l_core.step.graph import Asides, BufferOrder, sequence_number
 from l2l_core.step.micro_batch.attributes import Attributes
 from l2l_core.step.micro_batch.crossing import Crossing, crossing_in_force
@@ -58,7 +56,7 @@ class OutOfSight:
 
     def __enter__(self) -> OutOfSight:
         self._undo.enter_context(_alone(bool(self._parts)))
-        if "torch._dynamo" in sys.modules:
+        if dynamo_is_imported():
             _hide_engine()
         if self._parts:
             self._undo.enter_context(_plainly_called(self._parts))
@@ -178,7 +176,7 @@ def _plainly_called(parts: Mapping[nn.Module, Any]) -> Iterator[None]:
     if not any(is_wrapper(part) for part in parts):
         yield
         return
-    cls = wrapper_class()
+    cls = optimized_module()
     before = vars(cls)["__call__"]
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -194,23 +192,22 @@ def _plainly_called(parts: Mapping[nn.Module, Any]) -> Iterator[None]:
 @cache
 def _hide_engine() -> None:
     """Let Dynamo take no frame of the engine for the model's, and run nothing by itself in shell code."""
-    from torch._dynamo import eval_frame, trace_rules
 
-    trace_rules.add(__package__)
-    before = eval_frame._callback_from_stance  # called whenever compiled code is about to run
+    def around(before: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def callback(compiler: Any) -> Any:
+            _refuse_function(compiler)  # compiled code is about to run
+            return before(compiler)
 
-    def callback(compiler: Any) -> Any:
-        _refuse_function(compiler)
-        return before(compiler)
+        return callback
 
-    eval_frame._callback_from_stance = callback
+    wrap_dynamo(__package__, around)
 
 
 def _refuse_function(compiler: Any) -> None:
     """Compiled code is about to run in this thread: refuse it in shell code, unless it is a part, which was entered properly."""
     if not callable(compiler):  # nothing is: each operation that the watch sees comes by here
         return
-    watches = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watch)]
+    watches = [mode for mode in dispatch_modes() if isinstance(mode, Watch)]
     if crossing_in_force() is not None or any(watch.is_needed for watch in watches):
         raise RuntimeError(
             "the model's own code calls a compiled function (torch.compile on a function) outside of its layers: it would be "

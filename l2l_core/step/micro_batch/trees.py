@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from l2l_core._torch import pytree
 from l2l_core.model import is_cache
 from l2l_core.step.graph import Aside
 

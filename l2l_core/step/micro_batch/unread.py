@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from l2l_core._torch import DisableTorchDispatch, storage_of_weak_ptr
 from l2l_core.model import key_of
 from l2l_core.step.micro_batch.recomputes import Sum
 
@@ -111,7 +112,7 @@ def make_up(missing: Sequence[Missing]) -> None:
             args = [values[arg.key].as_strided(*arg.form[:3]) if isinstance(arg, Part) else arg for arg in each.args]
             values[each.ref.cdata] = value = each.func(*args, **each.kwargs)
             if not each.ref.expired():
-                storage = torch.UntypedStorage._new_with_weak_ptr(each.ref.cdata)
+                storage = storage_of_weak_ptr(each.ref.cdata)
                 each.form.over(storage).copy_(value)
 
 
@@ -143,12 +144,12 @@ def _word_of(values: torch.Tensor) -> torch.dtype:
 
 @lru_cache(maxsize=64)
 def _weights(count: int, step: float, dtype: torch.dtype) -> torch.Tensor:
-    with torch._C._DisableTorchDispatch():  # they stay, and belong to no micro-batch
+    with DisableTorchDispatch():  # they stay, and belong to no micro-batch
         return (step * torch.arange(1, count + 1, dtype=torch.float64)).cos().to(dtype)
 
 
 @lru_cache(maxsize=64)
 def _odd(count: int) -> torch.Tensor:
     """Weights modulo 2**64, by which no number that is not 0 becomes 0."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return (torch.arange(1, count + 1) * 0x1E3779B97F4A7C15) | 1

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from l2l_core._torch import engine_will_run
 from l2l_core.eps.blocks import Block, Unit
 
 
@@ -153,4 +154,4 @@ class Takers:
 
 def _will_come(param: torch.Tensor) -> bool:
     """Whether the run of backward that asks leads to a parameter."""
-    return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+    return engine_will_run(get_gradient_edge(param).node)

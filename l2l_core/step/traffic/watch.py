@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2l_core._torch import TorchDispatchMode
 from l2l_core.eps.blocks import weights_changed
 from l2l_core.model import key_of, pieces_of
 from l2l_core.step.graph import BufferOrder, written_by

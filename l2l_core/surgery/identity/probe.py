@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from l2l_core._torch import TorchDispatchMode, pytree
 from l2l_core.model import Ambient, RandomState, deep_copy, is_cache, not_compiled
 from l2l_core.surgery import Sample, same_random_numbers
 

@@ -45,7 +45,7 @@ def test_as_many_are_kept_as_there_is_room_for(stash: Any) -> None:
 
 def test_it_is_found_once_for_a_kind_and_again_after_an_edit(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
-    from l2l_core import runner as module
+    from l2l_core import forecast as module
 
     before = module.layers_within
     monkeypatch.setattr(module, "layers_within", lambda *args: found.append(before(*args)) or found[-1])

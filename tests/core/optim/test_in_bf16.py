@@ -13,7 +13,7 @@ from torch import nn
 
 from l2l_core import Relay, RelayConfig
 from l2l_core.optim import in_bf16
-from l2l_core.optim.in_bf16 import round_at_random
+from l2l_core.rounding import round_at_random
 
 STEPS = 6
 

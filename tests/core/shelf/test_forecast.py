@@ -32,8 +32,8 @@ from l2l_core import (
 from l2l_core.devices import Ledger
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.forecast.kept_state import KeptState
-from l2l_core.forecast.virtual_shelf import VirtualPool
 from l2l_core.shelf.pool import Buffer, Pool
+from l2l_core.simulator.virtual_shelf import VirtualPool
 
 MACHINE = Machine(flops_per_s=1e10, update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
 DISK = Disk(read_bytes_per_s=1e9, write_bytes_per_s=5e8)

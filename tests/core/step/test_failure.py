@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Profile, Relay, RelayConfig, Trace
-from l2l_core.trace import roofline
+from l2l_core.analysis import roofline
 
 WIDTH = 16
 

@@ -11,19 +11,23 @@ import workbench
 from workbench.__main__ import main
 from workbench.commands import doctor
 from workbench.commands.doctor import GIB, Facts, Row, Wanted, diagnose, format_rows, gather, read_pins, read_project
+from workbench.commands.import_time import ImportTimes, measure_imports
 
 IPYKERNEL = Wanted("ipykernel", SpecifierSet(">=7.1,<8"), Version("7.4.0"))
+JUPYTERLAB = Wanted("jupyterlab", SpecifierSet(">=4.4"), Version("4.6.6"))
 TORCH = Wanted("torch", SpecifierSet(">=2.11"), Version("2.13.0"))
 HEALTHY = Facts(
     python="3.11.7",
     python_range=SpecifierSet(">=3.11,<3.13"),
-    wanted=(TORCH, IPYKERNEL),
-    installed={"torch": "2.13.0+cpu", "ipykernel": "7.4.0"},
+    wanted=(TORCH,),
+    extra=(IPYKERNEL, JUPYTERLAB),
+    installed={"torch": "2.13.0+cpu", "ipykernel": "7.4.0", "jupyterlab": "4.6.6"},
     widget_manager=Path("package.json"),
     kernel=".venv/bin/python",
     this_python=".venv/bin/python",
     torch_error=None,
     cuda="H200",
+    imports=ImportTimes(torch_s=0.8, engine_s=0.95, heavy=()),
     ram_bytes=32 * GIB,
     free_ram_bytes=16 * GIB,
     cores=8,
@@ -43,7 +47,7 @@ def with_ipykernel(version: str | None) -> Facts:
 def test_a_healthy_machine_is_all_ok() -> None:
     rows = diagnose(HEALTHY)
     assert [each.check for each in rows] == [
-        "Python", "torch", "ipykernel", "kernel", "widget manager", "device", "RAM", "cores", "disk",
+        "Python", "torch", "ipykernel", "jupyterlab", "kernel", "widget manager", "device", "import", "RAM", "cores", "disk",
     ]  # fmt: skip
     assert {each.status for each in rows} == {"ok"}
     assert all(each.advice and "\n" not in each.advice for each in rows)
@@ -70,9 +74,22 @@ def test_what_is_missing_comes_with_the_command_that_brings_it() -> None:
     assert "pip install -c constraints.txt 'ipykernel<8,>=7.1'" in row(with_ipykernel(None), "ipykernel").advice
 
 
+def test_outside_a_clone_the_command_names_no_file_of_one() -> None:
+    outside = replace(with_ipykernel(None), extra=(replace(IPYKERNEL, tested=None), JUPYTERLAB))
+    assert row(outside, "ipykernel").advice == "pip install 'ipykernel<8,>=7.1'"
+
+
+def test_without_the_notebook_one_row_says_how_to_install_it() -> None:
+    engine = replace(HEALTHY, installed={"torch": "2.13.0", "ipykernel": None, "jupyterlab": None}, kernel=None)
+    checks = [each.check for each in diagnose(engine)]
+    assert checks == ["Python", "torch", "notebook", "device", "import", "RAM", "cores", "disk"]
+    assert row(engine, "notebook").status == "note"
+    assert row(engine, "notebook").advice.endswith('pip install "l2l-workbench[workbench]"')
+
+
 def test_a_version_without_a_tested_one_is_ok_in_range() -> None:
     untested = replace(IPYKERNEL, tested=None)
-    assert row(replace(with_ipykernel("7.2.0"), wanted=(untested,)), "ipykernel").status == "ok"
+    assert row(replace(with_ipykernel("7.2.0"), extra=(untested,)), "ipykernel").status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +100,8 @@ def test_a_version_without_a_tested_one_is_ok_in_range() -> None:
         (replace(HEALTHY, widget_manager=None), "widget manager", "fail"),
         (replace(HEALTHY, torch_error="libc10.so: no such file\nmore", cuda=None), "device", "fail"),
         (replace(HEALTHY, cuda=None), "device", "note"),
+        (replace(HEALTHY, imports=ImportTimes(0.8, 1.2, ())), "import", "note"),
+        (replace(HEALTHY, imports=ImportTimes(0.8, 0.9, ("IPython",))), "import", "note"),
         (replace(HEALTHY, free_ram_bytes=1 * GIB), "RAM", "note"),
         (replace(HEALTHY, ram_bytes=None, free_ram_bytes=None), "RAM", "note"),
         (replace(HEALTHY, cores=1), "cores", "note"),
@@ -93,6 +112,25 @@ def test_one_thing_wrong_shows_in_its_row_alone(facts: Facts, check: str, status
     assert row(facts, check).status == status
     assert "\n" not in row(facts, check).advice
     assert all(each.status == "ok" for each in diagnose(facts) if each.check != check)
+
+
+def test_both_imports_are_told_with_what_the_engine_adds() -> None:
+    found = row(HEALTHY, "import")
+    assert found.found == "torch 0.80 s, l2l_core 0.95 s"
+    assert found.advice == "l2l_core adds 0.15 s of processor time, and imports neither transformers nor IPython"
+    without = diagnose(replace(HEALTHY, torch_error="no torch", imports=None))
+    assert "import" not in {each.check for each in without}
+
+
+def test_imports_are_measured_in_fresh_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("torch", ""), ("l2l_core", "import IPython"), ("IPython", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)  # where `python -c` looks first
+    times = measure_imports()
+    assert times.torch_s > 0 and times.engine_s > 0 and times.heavy == ("IPython",)
+    (tmp_path / "torch.py").write_text("raise ImportError('no libc10')")
+    with pytest.raises(RuntimeError, match="import torch failed: ImportError: no libc10"):
+        measure_imports()
 
 
 def test_room_is_told_in_parameters() -> None:
@@ -121,7 +159,8 @@ def test_status_is_1_when_something_required_is_missing(
 
 def test_gather_reads_ranges_and_pins_of_the_clone() -> None:
     facts = gather()
-    by_name = {wanted.name: wanted for wanted in facts.wanted}
+    by_name = {wanted.name: wanted for wanted in (*facts.wanted, *facts.extra)}
+    assert {"torch", "greenlet"} <= {wanted.name for wanted in facts.wanted}
     assert by_name["ipykernel"].specifier == SpecifierSet(">=7.1,<8")
     assert by_name["torch"].tested == Version("2.13.0")
     assert facts.cores >= 1 and facts.free_disk_bytes > 0
@@ -139,11 +178,13 @@ def test_outside_a_clone_the_installed_package_says_what_it_needs(
     (info / "METADATA").write_text(
         "Metadata-Version: 2.4\nName: l2l-workbench\nVersion: 9\nRequires-Python: >=3.11\n"
         "Requires-Dist: torch>=2.11\nRequires-Dist: pytest>=8; extra == 'test'\n"
+        "Requires-Dist: plotly>=6.0; extra == 'workbench'\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
-    python_range, requirements = read_project(tmp_path)
+    python_range, requirements, extra = read_project(tmp_path)
     assert python_range == SpecifierSet(">=3.11")
     assert [str(each) for each in requirements] == ["torch>=2.11"]
+    assert [each.name for each in extra] == ["plotly"]
 
 
 def test_what_the_package_imports_on_first_use_is_there() -> None:

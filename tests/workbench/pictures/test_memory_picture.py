@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
-from l2l_core.forecast.formula import Machine, Shapes
-from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.simulate import simulate
+from l2l_core.simulator.formula import Machine, Shapes
+from l2l_core.simulator.profile import Profile
+from l2l_core.simulator.simulate import simulate
 from l2l_core.trace.events import CATEGORIES, LANES, Event, MemorySample
 from l2l_core.trace.words import format_bytes
 from workbench.pictures.memory import DEVICE, HOST, draw_memory, memory_table, show_memory

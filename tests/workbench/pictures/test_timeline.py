@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from l2l_core import Machine, Profile, RelayConfig, Shapes, simulate
+from l2l_core.analysis.phases import cuts_of
 from l2l_core.trace.events import LANES, Event
-from l2l_core.trace.phases import cuts_of
 from l2l_core.trace.trace import Trace
 from workbench.pictures.timeline import draw_timeline, show_timeline, timeline_summary, timeline_table
 from workbench.readings.bars import Bars, make_bars

@@ -6,8 +6,8 @@ import pytest
 from sessions import make_batches, make_relay
 
 from l2l_core import EmulatedDevice, RelayConfig, Trace
-from l2l_core.trace import MIDDLE
-from l2l_core.trace.phases import cuts_of
+from l2l_core.analysis import MIDDLE
+from l2l_core.analysis.phases import cuts_of
 from workbench.readings import Columns, Moment, Moments, line_words, phases_of
 
 DEPTH = 4

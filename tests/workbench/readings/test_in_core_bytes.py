@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from l2l_core import EmulatedDevice, Relay, RelayConfig, Trace
-from l2l_core.forecast.formula import Machine, Shapes
-from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.simulate import simulate
+from l2l_core.simulator.formula import Machine, Shapes
+from l2l_core.simulator.profile import Profile
+from l2l_core.simulator.simulate import simulate
 from l2l_core.trace.events import Event
 from workbench.lessons.in_core import InCore
 from workbench.readings.in_core_bytes import estimate_bytes, in_core_bytes

@@ -16,7 +16,7 @@ from patience import HANG_S, wait_until
 from sessions import make_batches, make_relay
 
 from l2l_core import Drop, EmulatedDevice, Machine, Profile, Relay, RelayConfig, Shapes, Trace, simulate
-from l2l_core.trace.bounds import Bound
+from l2l_core.analysis.bounds import Bound
 from workbench.session.session import Session
 from workbench.what_if.differences import changed_settings, differences, forecast_error, what_if_table
 from workbench.what_if.guess import Guess, guess

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l2l_core import EmulatedDevice, Event, Relay, RelayConfig, Trace
-from l2l_core.trace.bounds import Bound, micro_batches_to_hide
+from l2l_core.analysis.bounds import Bound, micro_batches_to_hide
+from l2l_core.analysis.roofline import ALL_PHASES, PHASES, roofline
 from l2l_core.trace.events import LANES
 from l2l_core.trace.export import chrome_trace
-from l2l_core.trace.roofline import ALL_PHASES, PHASES, roofline
 from l2l_core.trace.words import time_words
 
 FORWARD_S, BACKWARD_S = 1.0, 3.0  # per micro-batch

@@ -6,10 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from l2l_core.trace.events import NETWORK, Event
-from l2l_core.trace.intervals import Interval, intersect, measure, merge
-from l2l_core.trace.roofline import ALL_PHASES, last_turn_of, turn_of, visits_of
-from l2l_core.trace.waits import wait_before
+from l2l_core.analysis.roofline import ALL_PHASES
+from l2l_core.analysis.waits import wait_before
+from l2l_core.trace import NETWORK, Event, Interval, intersect, last_turn_of, measure, merge, turn_of, visits_of
 
 IDLE = "idle"  # what binds a phase when compute waits and no lane works
 OTHERS = "others"  # what binds it when compute waits for other workers to come

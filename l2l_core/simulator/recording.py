@@ -9,7 +9,7 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
-from l2l_core.forecast.costs import COPY_LANES, CopySpeed, Job, LayerCost, Memory, Op, PartCost, Stay, TurnCost
+from l2l_core.simulator.costs import COPY_LANES, CopySpeed, Job, LayerCost, Memory, Op, PartCost, Stay, TurnCost
 from l2l_core.trace import Event, Trace, visits_of
 
 

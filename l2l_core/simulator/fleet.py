@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from l2l_core.eps.blocks import Layout, Trained, aligned
-from l2l_core.forecast.profile import Profile
 from l2l_core.rules import weight_itemsize
+from l2l_core.simulator.profile import Profile
 from l2l_core.workers import Cut, Network, Traffic, exchange_traffic, gather_traffic, meeting_traffic, spread_traffic
 
 # Messages to all: meeting, two of clocks; meeting and values of what batches count for, and of losses

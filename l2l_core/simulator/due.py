@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.costs import Job
-from l2l_core.forecast.profile import Profile
+from l2l_core.simulator.costs import Job
+from l2l_core.simulator.profile import Profile
 
 
 def trained(profile: Profile) -> set[str]:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from l2l_core import Bound, Event, Trace, Traces
-from l2l_core.trace import Wait, Worker
+from l2l_core.analysis import Wait
+from l2l_core.trace import Worker
 
 
 def of_worker(

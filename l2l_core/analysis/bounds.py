@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from l2l_core.analysis.phases import IDLE, OTHERS, Phase, cuts_of
+from l2l_core.analysis.roofline import ALL_PHASES, Seconds, Work
 from l2l_core.rules import has_link
-from l2l_core.trace.events import DISK, NETWORK, Event, Recorded
-from l2l_core.trace.phases import IDLE, OTHERS, Phase, cuts_of
-from l2l_core.trace.roofline import ALL_PHASES, Seconds, Work
-from l2l_core.trace.words import format_bytes, time_words
+from l2l_core.trace import DISK, NETWORK, Event, Recorded, format_bytes, time_words
 
 SMALL = 0.05  # a share of a phase that is not worth a sentence
 _ONCE = (

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from l2l_core.trace.events import NETWORK, Event, Recorded
-from l2l_core.trace.intervals import Interval, intersect, measure, merge
+from l2l_core.trace import NETWORK, Event, Interval, Recorded, intersect, measure, merge
 
 BEGIN = "begin"  # where a wait is that comes before the step's first event
 

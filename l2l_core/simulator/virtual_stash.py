@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from l2l_core.forecast.costs import Moves, Stay, TurnCost
-from l2l_core.forecast.virtual_lane import DiskLane
 from l2l_core.shelf import PAGE, READ_AHEAD, Buffer, Extent, Read, Rotation, Supply
+from l2l_core.simulator.costs import Moves, Stay, TurnCost
+from l2l_core.simulator.virtual_lane import DiskLane
 
 
 class InMemory:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from l2l_core import Machine, Network, Profile, RelayConfig, Shapes, Trace, simulate
-from l2l_core.forecast import Fleet
+from l2l_core.simulator import Fleet
 from l2l_core.workers.network import exchange_traffic, gather_traffic, spread_traffic
 
 P = 1600  # parameters of a layer: 800 of two workers, 400 of four

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from l2l_core.trace.bounds import SMALL, Bound, binding_lane
-from l2l_core.trace.events import Event, Recorded
-from l2l_core.trace.phases import IDLE, Phase
-from l2l_core.trace.words import time_words
+from l2l_core.analysis.bounds import SMALL, Bound, binding_lane
+from l2l_core.analysis.phases import IDLE, Phase
+from l2l_core.trace import Event, Recorded, time_words
 
 STEP = "the step"  # what the only phase is called
 

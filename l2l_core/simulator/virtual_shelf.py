@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from l2l_core.forecast.virtual_crew import Alone
-from l2l_core.forecast.virtual_lane import DiskLane
-from l2l_core.forecast.virtual_stash import InFile
 from l2l_core.shelf import PAGE, Disk
+from l2l_core.simulator.virtual_crew import Alone
+from l2l_core.simulator.virtual_lane import DiskLane
+from l2l_core.simulator.virtual_stash import InFile
 from l2l_core.trace import Event
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import overload
 
-from l2l_core.trace.export import write_chrome
-from l2l_core.trace.trace import Trace
-from l2l_core.trace.waits import Wait
+from l2l_core.analysis.waits import Wait
+from l2l_core.trace import Trace, write_chrome
 
 _FILE = "rank{}.jsonl"
 

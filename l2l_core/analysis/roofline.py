@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_core.trace.events import Event, Recorded
+from l2l_core.trace import Event, Recorded, last_turn_of, turn_of, visits_of
 
 MIDDLE = "middle"
 PHASES = ("fill", "forward", "backward", "tail")  # of any step
@@ -41,31 +41,6 @@ OVERLAPPING = ("forward", "backward")  # fill and tail are chains
 SHELL = "shell"
 
 Seconds = Mapping[str, float]  # by lane
-
-
-def visits_of(compute: Sequence[Event]) -> list[list[Event]]:
-    """Group compute events by stay, in order; what comes before the first layer computes is the first group."""
-    groups: list[list[Event]] = [[]]
-    last = None
-    for event in compute:
-        if event.kind in OVERLAPPING and event.stay != last:
-            groups.append([])
-            last = event.stay
-        groups[-1].append(event)
-    return groups
-
-
-def turn_of(groups: Sequence[Sequence[Event]]) -> int:
-    """Find the index in `visits_of` of the group that back-propagates first, their number if none does."""
-    turns = (i for i, group in enumerate(groups) if i and any(e.kind in ("loss", "backward") for e in group))
-    return next(turns, len(groups))
-
-
-def last_turn_of(groups: Sequence[Sequence[Event]]) -> int:
-    """Find the index in `visits_of` of the group in which the last micro-batch turns; depth first each has a turn of its own."""
-    kinds = [[event.kind for event in group] for group in groups]
-    turns = (i for i, of in enumerate(kinds) if i and of[0] == "forward" and {"loss", "backward"} & {*of})
-    return max(turns, default=turn_of(groups))
 
 
 class Work:

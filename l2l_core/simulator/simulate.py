@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from l2l_core.config import Compress, RelayConfig
 from l2l_core.devices import Device
-from l2l_core.forecast.costs import Job, Op
-from l2l_core.forecast.fleet import Fleet, Share, shares_of_profile
-from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.replay import Replay
-from l2l_core.forecast.virtual_crew import Alone, Along, Meetings, Sent
-from l2l_core.forecast.virtual_shelf import OnShelf
-from l2l_core.forecast.virtual_stash import InMemory
 from l2l_core.rules import kept_of, pieces_of_copy, weight_itemsize
+from l2l_core.simulator.costs import Job, Op
+from l2l_core.simulator.fleet import Fleet, Share, shares_of_profile
+from l2l_core.simulator.profile import Profile
+from l2l_core.simulator.replay import Replay
+from l2l_core.simulator.virtual_crew import Alone, Along, Meetings, Sent
+from l2l_core.simulator.virtual_shelf import OnShelf
+from l2l_core.simulator.virtual_stash import InMemory
 from l2l_core.trace import Trace
 from l2l_core.workers import Network
 

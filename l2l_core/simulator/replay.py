@@ -17,14 +17,14 @@ from functools import partial
 from typing import Any
 
 from l2l_core.config import RelayConfig
-from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Moves, Stay, TurnCost
-from l2l_core.forecast.due import trained, when_due
-from l2l_core.forecast.profile import Profile
-from l2l_core.forecast.virtual_crew import Alone, Company
-from l2l_core.forecast.virtual_lane import VirtualLane
-from l2l_core.forecast.virtual_stash import InMemory
 from l2l_core.rules import MAX_UNDER_WAY, gradient_slots, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.shelf import READ_AHEAD
+from l2l_core.simulator.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Moves, Stay, TurnCost
+from l2l_core.simulator.due import trained, when_due
+from l2l_core.simulator.profile import Profile
+from l2l_core.simulator.virtual_crew import Alone, Company
+from l2l_core.simulator.virtual_lane import VirtualLane
+from l2l_core.simulator.virtual_stash import InMemory
 from l2l_core.trace import Event, MemorySample, Trace
 
 _UNKNOWN = Moves()  # for waiting rooms that need not know

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from greenlet import getcurrent, greenlet
 
-from l2l_core.forecast.fleet import Fleet, Share
 from l2l_core.rules import weight_itemsize
+from l2l_core.simulator.fleet import Fleet, Share
 from l2l_core.trace import Event, Worker
 from l2l_core.workers import Traffic, meeting_traffic
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from l2l_core.forecast.costs import CopySpeed
 from l2l_core.rules import cuts
+from l2l_core.simulator.costs import CopySpeed
 from l2l_core.trace import Event
 
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from l2l_core.forecast.costs import START, CopySpeed, Job, LayerCost, Memory, Moves, Op, PartCost, Stay, TurnCost
-from l2l_core.forecast.formula import Machine, Shapes, costs_of_shapes
-from l2l_core.forecast.recording import Recording
+from l2l_core.simulator.costs import START, CopySpeed, Job, LayerCost, Memory, Moves, Op, PartCost, Stay, TurnCost
+from l2l_core.simulator.formula import Machine, Shapes, costs_of_shapes
+from l2l_core.simulator.recording import Recording
 from l2l_core.trace import OtherVersionError, Trace, check_version
 
 SCHEMA = "l2l-profile"

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, LayerCost, Op, Stay, TurnCost
 from l2l_core.rules import gradient_slots, weight_itemsize, weight_slots
+from l2l_core.simulator.costs import COPY_LANES, SHELL, CopySpeed, LayerCost, Op, Stay, TurnCost
 
 
 @dataclass(frozen=True)

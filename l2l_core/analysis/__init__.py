@@ -1,0 +1,21 @@
+"""Analysis of traces: phases of a step, its roofline, the lane that binds each phase, and waits between workers.
+
+May import `trace`, `rules`.
+Begin reading at `roofline.py`, `phases.py`, `bounds.py`.
+"""
+
+from l2l_core.analysis.bounds import Bound as Bound
+from l2l_core.analysis.bounds import bounds as bounds
+from l2l_core.analysis.bounds import micro_batches_to_hide as micro_batches_to_hide
+from l2l_core.analysis.plan_bounds import plan_bounds as plan_bounds
+from l2l_core.analysis.roofline import ALL_PHASES as ALL_PHASES
+from l2l_core.analysis.roofline import MIDDLE as MIDDLE
+from l2l_core.analysis.roofline import OVERLAPPING as OVERLAPPING
+from l2l_core.analysis.roofline import PHASES as PHASES
+from l2l_core.analysis.roofline import Roofline as Roofline
+from l2l_core.analysis.roofline import Work as Work
+from l2l_core.analysis.roofline import roofline as roofline
+from l2l_core.analysis.together import Traces as Traces
+from l2l_core.analysis.waits import BEGIN as BEGIN
+from l2l_core.analysis.waits import Wait as Wait
+from l2l_core.analysis.waits import waits_of as waits_of

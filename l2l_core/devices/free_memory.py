@@ -1,0 +1,15 @@
+"""Memory that a step could still take, of a device or of the host."""
+
+from __future__ import annotations
+
+import psutil
+
+from l2l_core.devices.device import Device
+
+_USABLE = 0.9  # of memory without a budget: fragments, libraries and other processes take the rest
+
+
+def free_bytes(device: Device | None) -> int:
+    """Return the bytes of a device's memory that are usable now, whatever its budget; the host's for None or a host device."""
+    free = device.free_bytes() if device is not None else None
+    return int(_USABLE * (psutil.virtual_memory().available if free is None else free))

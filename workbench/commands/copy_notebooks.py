@@ -1,0 +1,61 @@
+"""Copies of the notebooks, from a clone or from an installed wheel: `python -m workbench notebooks --to DIR`."""
+
+import importlib.metadata
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DISTRIBUTION = "l2l-workbench"
+INSTALLED = f"share/{DISTRIBUTION}/notebooks"  # where the wheel puts them: `data-files` in pyproject.toml
+
+
+def main(folder: Path) -> int:
+    """Copy all notebooks and their README into `folder`, which is made; return 1 if nothing was copied."""
+    try:
+        copied = copy_notebooks(find_sources(), folder)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{len(copied)} files copied to {folder}; open them with: jupyter lab {folder}")
+    return 0
+
+
+def find_sources(root: Path = ROOT) -> list[Path]:
+    """List the notebooks and their README: those of the clone, else those of the installed distribution.
+
+    Raises:
+        ValueError: there are none.
+    """
+    clone = root / "notebooks"
+    found = [*clone.glob("*.ipynb"), clone / "README.md"] if clone.is_dir() else _installed_files()
+    if not any(path.suffix == ".ipynb" for path in found):
+        raise ValueError(
+            f"no notebooks in {clone}, and none installed with {DISTRIBUTION}: install its wheel again (pip install "
+            "--force-reinstall --no-deps, with the wheel), or run this from a clone"
+        )
+    return sorted(found)
+
+
+def _installed_files() -> list[Path]:
+    try:
+        files = importlib.metadata.files(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [Path(file.locate()).resolve() for file in files if file.parent.as_posix().endswith(INSTALLED)]
+
+
+def copy_notebooks(sources: list[Path], folder: Path) -> list[Path]:
+    """Copy files into a folder, which is made; all of them or none.
+
+    Raises:
+        ValueError: a file of that name is there, or `folder` is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give a folder to copy the notebooks to")
+    if there := [path.name for path in sources if (folder / path.name).exists()]:
+        raise ValueError(
+            f"{folder} holds {', '.join(there)} already, so nothing was copied: give another folder, or move these away"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return [Path(shutil.copyfile(path, folder / path.name)) for path in sources]
