@@ -4,15 +4,15 @@ Versions: every entry was run with torch 2.13.0, by the tests. In the packages o
 Python sources or in the compiled libraries, but not run. An entry for which that is not so must name its versions.
 
 First come names of modules, which other files import from here. Attributes of PyTorch's objects are read where they are needed: a
-function for each would cost a call in the hottest paths. `ATTRIBUTES` lists them, with the files that read them. Tests compare it
-with the code (`tests/test_torch_names.py`), and let no other file name a private module of torch.
+function for each would cost a call in the hottest paths. `ATTRIBUTES` lists them. Tests compare it with the code
+(`tests/test_torch_names.py`), and let no other file name a private module of torch.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack
@@ -153,115 +153,47 @@ def wrap_dynamo(package: str, wrap: Callable[[Callable[[Any], Any]], Callable[[A
     eval_frame._callback_from_stance = wrap(eval_frame._callback_from_stance)
 
 
-class Attribute(NamedTuple):
-    """A private attribute of objects of PyTorch: its use, with what fails without it, and the files that name it.
-
-    Files are separated by blanks, without `.py`, and lie in `l2l_core` where no package is named.
-    """
-
-    use: str
-    files: str
-
-
-ATTRIBUTES: Mapping[str, Attribute] = {
+# Private attributes of objects of PyTorch: their use, and what fails without them.
+ATTRIBUTES: Mapping[str, str] = {
     # of tensors
-    "_version": Attribute(
-        "counts writes in place: without it, a write to a weight or a layer's input would not be refused",
-        "eps/blocks/stamps step/micro_batch/call step/micro_batch/crossing step/micro_batch/traces strategies/course "
-        "strategies/forward strategies/learning workbench/session/probe",
-    ),
-    "_backward_hooks": Attribute(
-        "hooks of `register_hook`, which stay with the history where a graph is cut: without it they fire twice or never",
-        "eps/blocks/checks step/checks step/graph/cut step/micro_batch/crossing surgery/identity/probe",
-    ),
-    "_post_accumulate_grad_hooks": Attribute(
-        "finds hooks of the user on weights, and removes the engine's after an interrupt",
-        "eps/blocks/checks step/traffic/takers",
-    ),
-    "_is_view": Attribute("a view cannot be detached in place: without it, backward raises", "step/graph/cut"),
-    "_base": Attribute("the tensor that a view is of, which shares its graph", "step/micro_batch/operations"),
-    "_is_zerotensor": Attribute(
-        "such a tensor has no storage: without it, asking for its address raises",
-        "step/traffic/images step/traffic/watch",
-    ),
-    "_use_count": Attribute(
-        "other holders of a side output: without it, one that a hook keeps may be freed", "step/micro_batch/hooks"
-    ),
-    "_indices": Attribute("of a sparse tensor that is not coalesced: its bytes could not be counted", "model/pieces"),
-    "_values": Attribute("the same", "model/pieces"),
+    "_version": "counts writes in place: without it, a write to a weight or a layer's input would not be refused",
+    "_backward_hooks": "hooks of `register_hook`: without it they fire twice or never where a graph is cut",
+    "_post_accumulate_grad_hooks": "finds hooks of the user on weights, and removes the engine's after an interrupt",
+    "_is_view": "a view cannot be detached in place: without it, backward raises",
+    "_base": "the tensor that a view is of, which shares its graph",
+    "_is_zerotensor": "such a tensor has no storage: without it, asking for its address raises",
+    "_use_count": "other holders of a side output: without it, one that a hook keeps may be freed",
+    "_indices": "of a sparse tensor that is not coalesced: its bytes could not be counted",
+    "_values": "the same",
     # of storages
-    "_cdata": Attribute(
-        "address of the storage, equal for all tensors that share it: without it, bytes of views would count twice",
-        "eps/blocks/units model/pieces step/early_reads step/micro_batch/operations step/traffic/images step/traffic/watch "
-        "strategies/activation_map strategies/course strategies/frames strategies/learning strategies/meter "
-        "workbench/lessons/in_core",
-    ),
+    "_cdata": "address of the storage, equal for all tensors that share it: without it, bytes of views would count twice",
     # of graph nodes and operators
-    "_sequence_nr": Attribute(
-        "number of a node in the order of the forward: without it, nodes cannot be told to be of this segment or an earlier one",
-        "step/graph/cut step/micro_batch/call step/micro_batch/crossing step/micro_batch/sight",
-    ),
-    "_input_metadata": Attribute("shape and type that a node expects of its gradient", "step/micro_batch/crossing"),
-    "_backward_cls": Attribute(
-        "class of the nodes of an autograd function, to recognise the engine's", "step/graph/cut"
-    ),
-    "_schema": Attribute(
-        "arguments that an operator writes to: without it, writes by `out=` and in place are not seen",
-        "eps/optimizers/step_hooks step/graph/buffer_order step/micro_batch/endings step/traffic/watch",
-    ),
-    "_to_copy": Attribute("operator `aten::_to_copy`, of casts", "step/micro_batch/unread"),
-    "_unsafe_view": Attribute("operator `aten::_unsafe_view`, of products", "step/micro_batch/unread"),
-    "_scaled_dot_product_efficient_attention": Attribute("operator of attention", "strategies/selective"),
-    "_scaled_dot_product_flash_attention": Attribute("operator of attention", "strategies/selective"),
-    "_scaled_dot_product_flash_attention_for_cpu": Attribute("operator of attention", "strategies/selective"),
+    "_sequence_nr": "order of nodes in the forward: without it, nodes of this segment and of earlier ones cannot be told apart",
+    "_input_metadata": "shape and type that a node expects of its gradient",
+    "_backward_cls": "class of the nodes of an autograd function, to recognise the engine's",
+    "_schema": "arguments that an operator writes to: without it, writes by `out=` and in place are not seen",
+    "_scaled_dot_product_efficient_attention": "operator of attention",
+    "_scaled_dot_product_flash_attention": "operator of attention",
+    "_scaled_dot_product_flash_attention_for_cpu": "operator of attention",
     # of modules
-    "_modules": Attribute(
-        "children by name, without those that `named_modules` leaves out: edits exchange them here",
-        "edits/lineup model/modules saves/stacks step/micro_batch/attributes step/micro_batch/traces strategies/replace "
-        "surgery/likeness surgery/rearrange surgery/surroundings",
-    ),
-    "_parameters": Attribute(
-        "parameters by name: weights that a module shares are in several of these",
-        "eps/blocks/build eps/blocks/checks shelf/empty surgery/likeness surgery/surroundings",
-    ),
-    "_buffers": Attribute(
-        "buffers by name: assigned to past `__setattr__`, which a model may have overwritten",
-        "eps/blocks/buffers shelf/on_files step/graph/buffer_order step/ground step/verify strategies/execution "
-        "surgery/likeness surgery/sample surgery/surroundings",
-    ),
-    "_non_persistent_buffers_set": Attribute("buffers that a state dict leaves out", "shelf/on_files"),
-    "_forward_hooks": Attribute(
-        "finds hooks of the user in compiled parts, which are refused, and of all modules",
-        "model/compiled step/micro_batch/hooks surgery/identity/probe",
-    ),
-    "_forward_pre_hooks": Attribute("the same", "model/compiled step/micro_batch/hooks surgery/identity/probe"),
-    "_forward_hooks_with_kwargs": Attribute(
-        "a trial of a layer runs without hooks of the user", "surgery/identity/probe"
-    ),
-    "_forward_hooks_always_called": Attribute("the same", "surgery/identity/probe"),
-    "_forward_pre_hooks_with_kwargs": Attribute("the same", "surgery/identity/probe"),
-    "_backward_pre_hooks": Attribute("the same", "surgery/identity/probe"),
+    "_modules": "children by name, without those that `named_modules` leaves out: edits exchange them here",
+    "_parameters": "parameters by name: weights that a module shares are in several of these",
+    "_buffers": "buffers by name: assigned to past `__setattr__`, which a model may have overwritten",
+    "_non_persistent_buffers_set": "buffers that a state dict leaves out",
+    "_forward_hooks": "finds hooks of the user in compiled parts, which are refused, and of all modules",
+    "_forward_pre_hooks": "the same",
+    "_forward_hooks_with_kwargs": "a trial of a layer runs without hooks of the user",
+    "_forward_hooks_always_called": "the same",
+    "_forward_pre_hooks_with_kwargs": "the same",
+    "_backward_pre_hooks": "the same",
     # of what torch.compile makes
-    "_compiled_call_impl": Attribute(
-        "what `module.compile()` sets: without it, such a module is taken for one that is not compiled",
-        "model/compiled step/micro_batch/attributes",
-    ),
-    "_orig_mod": Attribute(
-        "the module in the wrapper of `torch.compile`: names of layers would have it in them", "model/layers"
-    ),
-    "_torchdynamo_orig_callable": Attribute(
-        "the method that was compiled: copies would not be compiled", "model/compiled"
-    ),
+    "_compiled_call_impl": "what `module.compile()` sets: without it, such a module is taken for one that is not compiled",
+    "_orig_mod": "the module in the wrapper of `torch.compile`: names of layers would have it in them",
+    "_torchdynamo_orig_callable": "the method that was compiled: copies would not be compiled",
     # of optimizers
-    "_optimizer_step_pre_hooks": Attribute(
-        "step hooks of the user: without them, each part of a step fires them once",
-        "eps/optimizers/parts eps/optimizers/step_hooks",
-    ),
-    "_optimizer_step_post_hooks": Attribute("the same", "eps/optimizers/parts eps/optimizers/step_hooks"),
-    "_opt_called": Attribute(
-        "set by a step: without it, schedulers of learning rates warn that they step first",
-        "eps/optimizers/settings eps/updates",
-    ),
-    "_warned_capturable_if_run_uncaptured": Attribute("a note that is no setting", "eps/optimizers/settings"),
-    "_zero_grad_profile_name": Attribute("a note that is no setting", "eps/optimizers/settings"),
+    "_optimizer_step_pre_hooks": "step hooks of the user: without them, each part of a step fires them once",
+    "_optimizer_step_post_hooks": "the same",
+    "_opt_called": "set by a step: without it, schedulers of learning rates warn that they step first",
+    "_warned_capturable_if_run_uncaptured": "a note that is no setting",
+    "_zero_grad_profile_name": "a note that is no setting",
 }

@@ -222,7 +222,7 @@ MAY_IMPORT = {
         "rules": "",
         "rounding": "",
         "optim": "rounding",
-        "trace": "rules",
+        "trace": "",
         "analysis": "trace rules",
         "model": "",
         "batches": "model",

@@ -1,6 +1,6 @@
 """Recording of a step: events on lanes, memory over time, and files of both. Its analysis is in `analysis`.
 
-May import `rules`.
+Imports nothing of the engine.
 Begin reading at `events.py` (what a trace consists of), `trace.py`.
 """
 
