@@ -1,4 +1,4 @@
-"""Private names of PyTorch are in one file; private attributes of its objects are listed there, with the files that read them."""
+"""Private names of PyTorch are in one file, which also lists private attributes and the files that read them."""
 
 import ast
 from collections import defaultdict
@@ -30,7 +30,7 @@ def is_private(name: str) -> bool:
 
 
 def private_modules(tree: ast.Module) -> Iterator[str]:
-    """Names of torch with a private part: in imports, and in chains of attributes that begin at a name imported from torch."""
+    """Names of torch with a private part, in imports and in chains of attributes that begin at an imported name."""
     known = {}  # what a name of the file stands for
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
