@@ -118,7 +118,7 @@ NormBase = _NormBase
 
 
 def caches_parametrizations() -> bool:
-    """Return whether `parametrize.cached()` is open; without it, such a block is not refused and a step may use old weights."""
+    """Return whether `parametrize.cached()` is open; without it, such a block is not refused, and weights may be old."""
     return bool(parametrize._cache_enabled)
 
 
@@ -146,7 +146,7 @@ def optimized_module() -> type:
 
 
 def wrap_dynamo(package: str, wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """Let Dynamo skip frames of a package, and put a function around the one that it calls before compiled code runs."""
+    """Make Dynamo skip frames of a package, and wrap the function that it calls before compiled code runs."""
     from torch._dynamo import eval_frame, trace_rules
 
     trace_rules.add(package)

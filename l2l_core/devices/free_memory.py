@@ -10,6 +10,6 @@ _USABLE = 0.9  # of memory without a budget: fragments, libraries and other proc
 
 
 def free_bytes(device: Device | None) -> int:
-    """Return the bytes of a device's memory that are usable now, whatever its budget; the host's for None or a host device."""
+    """Return the bytes that are usable on a device, whatever its budget; on the host for None or a host device."""
     free = device.free_bytes() if device is not None else None
     return int(_USABLE * (psutil.virtual_memory().available if free is None else free))

@@ -1,4 +1,4 @@
-"""A step on a virtual clock: costs recorded from a trace or computed from shapes, replayed by the schedule of the relay.
+"""A step on a virtual clock: costs recorded from a trace or computed from shapes, replayed by the relay's schedule.
 
 May import `shelf`, `workers`, `eps.blocks`, `devices`, `trace`, `rules`, `config`.
 Begin reading at `costs.py`, `profile.py`, `replay.py`.

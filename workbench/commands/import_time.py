@@ -49,7 +49,9 @@ class ImportTimes:
 
 
 def measure_imports(rounds: int = 1) -> ImportTimes:
-    """Import both in turn, `rounds` times, after one round that is not measured: it compiles modules and fills the disk cache.
+    """Import both in turn, `rounds` times, after one round that is not measured.
+
+    The first round compiles modules and fills the disk cache.
 
     Raises:
         RuntimeError: an import failed; has the last line of its traceback.

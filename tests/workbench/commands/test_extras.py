@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 INSTALL = 'pip install "l2l-workbench[workbench]"'
 
 # Runs the last argument where the packages of the extra cannot be imported.
