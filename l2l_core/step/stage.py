@@ -17,7 +17,6 @@ from l2l_core.step.ground import Ground, Task
 from l2l_core.step.micro_batch import (
     Attributes,
     Crossing,
-    Endings,
     Forward,
     Observer,
     OutOfSight,
@@ -42,9 +41,6 @@ class Stage(Ground):
         hooks = enter(UserHooks({unit.key: unit.module for unit in parts.layers}))
         sides = SideOutputs(self.meter.latest, self.meter.learns)
         attributes = Attributes(parts.shell_modules(), parts.layers, self._asides, sides, self.meter.learns)
-        endings = Endings(self.meter.latest, self.meter.learns, self.stash.images.is_weight)
-        if endings.listens:
-            enter(before_reads(endings.read_past))
         layers = {unit.module: unit for unit in parts.layers}
         enter(OutOfSight(parts.model, layers, self._watch, self._asides, sides, attributes, self._order))
         self.shadows = enter(Shadows(layers))
@@ -63,7 +59,6 @@ class Stage(Ground):
             self.meter,
             self.clock,
             attributes,
-            endings,
             self._order,
             partial(refuse_cached, parts.model),
         )

@@ -8,7 +8,6 @@ from l2l_core.step.micro_batch.attributes import Attributes as Attributes
 from l2l_core.step.micro_batch.call import Call as Call
 from l2l_core.step.micro_batch.crossing import Crossing as Crossing
 from l2l_core.step.micro_batch.crossing import functions_seen as functions_seen
-from l2l_core.step.micro_batch.endings import Endings as Endings
 from l2l_core.step.micro_batch.forward import Forward as Forward
 from l2l_core.step.micro_batch.forward import Shadows as Shadows
 from l2l_core.step.micro_batch.hooks import SideOutputs as SideOutputs

@@ -44,7 +44,7 @@ from l2l_core.step.micro_batch.attributes import Place
 from l2l_core.step.micro_batch.crossing import Crossing
 from l2l_core.step.micro_batch.hooks import Locator, alive
 from l2l_core.step.micro_batch.keepers import Keeper
-from l2l_core.step.micro_batch.recomputes import WHOLE, Sum, Whole, differs
+from l2l_core.step.micro_batch.recomputes import Sum, differs, sums_of
 from l2l_core.step.micro_batch.shared import Pass
 from l2l_core.step.micro_batch.trees import unflatten
 from l2l_core.step.traffic import Stay
@@ -77,7 +77,6 @@ class Call:
     versions: list[int] = field(default_factory=list)
     attributes: dict[Place, torch.Tensor] = field(default_factory=dict)  # side outputs left there
     left_traces: bool = False  # something else than buffers is not as it was, so that the recompute may differ
-    ending: Whole = WHOLE
     sums: list[Sum] = field(default_factory=list)  # of the outputs, to compare the recompute with
 
     @staticmethod
@@ -148,10 +147,9 @@ class Call:
         traces = run.glances.traces(self.unit.module) if run.stash.metering else None
         differs = run.glances.look(self.unit.module) if traces is None and keeper.outlasts else None
         run.user_hooks.adopt(self.unit.module)
-        self.ending = WHOLE if keeper.keeps else run.endings.first(self.unit)
         stop = run.timed("forward", self.unit.key, self.k, self.visit)
         with run.sides.watching(self.unit) as seen:
-            given, graph = self._run(run, self.ending)
+            given, graph = self._run(run)
         crossing.ran(self.unit.name, began)
         given.check_caches()
         outputs = self._leave(run, given, crossing)
@@ -173,8 +171,7 @@ class Call:
                 run.attributes.layer_changed(place)
         elif differs is not None:
             self.left_traces = differs()
-        self.ending.made(found.nodes)
-        self.sums = self.ending.sums(given.flowing)
+        self.sums = sums_of(given.flowing)
         is_kept = keeper.keeps and not (keeper.outlasts and self.left_traces)  # proven by a recompute, then
         self.keeper, self.kept = keeper, graph if is_kept else None
         # Side outputs are what is still alive when the graph is gone, so nothing here may hold on to it.
@@ -238,11 +235,11 @@ class Call:
             )
         return found
 
-    def _run(self, run: Pass, ending: Whole) -> tuple[Given, Graph]:
+    def _run(self, run: Pass) -> tuple[Given, Graph]:
         buffers = [buffer for buffer in self.unit.buffers.now() if buffer is not None]
         with run.at_work.turn(self.k, self.unit.key, [*self.tensors, *buffers]), run.attributes.in_layer():
             run.asides.release(self.tensors)
-            real = ending.around(self.real)
+            real = self.real
             for shown in run.observers:
                 real = shown(self, real)
             return self.arguments.run(real)
@@ -353,15 +350,12 @@ class Call:
             self.ambient.within(run.outside),
             run.sides.watching(self.unit, strong=True) as seen,
         ):  # type: ignore[union-attr]
-            ending = run.endings.again(self.unit, self.ending, self.tensors)
-            given, graph = self._run(run, ending)
-            run.recomputes.compare(self.unit.name, *ending.compared(self.sums, given.flowing))
+            given, graph = self._run(run)
+            run.recomputes.compare(self.unit.name, self.sums, given.flowing)
             if self.side_sinks or self.attributes:
                 graph.sides = self._find_sides(run, seen)
             if self.ambient.autocasts:  # type: ignore[union-attr]  # its casts are of weights that leave with the visit
                 torch.clear_autocast_cache()
-            del given, seen
-        ending.close()
         return graph
 
     def _find_sides(self, run: Pass, seen: dict[Locator, Any]) -> dict[Locator, GradientEdge]:
@@ -403,7 +397,6 @@ class Call:
         """Let go of the stash."""
         self.arguments, self.segment, self.buffers = NO_ARGUMENTS, None, None
         self.context = self.ambient = self.kept = None
-        self.ending = WHOLE
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,16 @@
-"""Whether every recompute gives what its forward gave: compared by the sum of each output, in every step."""
+"""Compares every recompute of a layer with its first run, by the sum of each output.
+
+In host memory both sums add in the same order, so they must be equal to the bit. A GPU may add in any order, so there they
+may differ by 1e-5 of the sum of the sizes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-Sum = (
-    complex | torch.Tensor
-)  # of all elements; where sums are made in any order, with that of their sizes, (2,) on the GPU
-
-
-Run = Callable[..., Any]
+Sum = complex | torch.Tensor  # of all elements; on a GPU, with the sum of their sizes: (2,)
 
 
 class Recomputes:
@@ -24,15 +22,15 @@ class Recomputes:
     def __init__(self) -> None:
         self._open: list[tuple[str, torch.Tensor]] = []  # layer, whether it differed
 
-    def compare(self, layer: str, before: Sequence[Sum], again: Sequence[Sum]) -> None:
-        """Compare what a layer has given at first and when it was recomputed.
+    def compare(self, layer: str, before: Sequence[Sum], outputs: Sequence[torch.Tensor]) -> None:
+        """Compare the outputs of a recompute with the sums of the first run's.
 
         Raises:
-            RuntimeError: it gave something else.
+            RuntimeError: they differ in number or in a sum.
         """
-        if len(before) != len(again):
+        if len(before) != len(outputs):
             raise RuntimeError(differs(layer))
-        for old, new in zip(before, again, strict=True):
+        for old, new in zip(before, sums_of(outputs), strict=True):
             if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
                 known = torch.isfinite(old[0]) & torch.isfinite(new[0])
                 self._open.append((layer, known & ((old[0] - new[0]).abs() > 1e-5 * new[1])))
@@ -40,10 +38,10 @@ class Recomputes:
                 raise RuntimeError(differs(layer, f"; their sum was {old:.9g} and is {new:.9g}"))
 
     def settle(self) -> None:
-        """The step is over: read what was compared on a GPU. Waits for it once.
+        """Read, when the step is over, the results of comparisons on a GPU. Waits for it once.
 
         Raises:
-            RuntimeError: names the first layer that gave something else.
+            RuntimeError: a recompute differed; names the first such layer.
         """
         if self._open:
             found = torch.stack([other for _, other in self._open]).tolist()
@@ -53,33 +51,8 @@ class Recomputes:
             self._open.clear()
 
 
-class Whole:
-    """A run that computes all there is, and whose outputs are compared."""
-
-    def around(self, real: Run) -> Run:
-        """Wrap the layer's forward."""
-        return real
-
-    def made(self, nodes: Iterable[Any]) -> None:
-        """Hear of what graph the run has made."""
-
-    def sums(self, outputs: Sequence[torch.Tensor]) -> list[Sum]:
-        """Return the sums of what the first run gave out."""
-        return sums_of(outputs)
-
-    def compared(self, before: list[Sum], outputs: Sequence[torch.Tensor]) -> tuple[list[Sum], list[Sum]]:
-        """Return what tells whether a recompute gave the same: of the first run, which had the sums `before`, and of this one."""
-        return before, sums_of(outputs)
-
-    def close(self) -> None:
-        """The run is over, and what it gave out is let go."""
-
-
-WHOLE = Whole()
-
-
 def sums_of(tensors: Sequence[torch.Tensor]) -> list[Sum]:
-    """Return what tensors are compared by."""
+    """Return the sum of each tensor, by which a recompute is compared."""
     return [_sum(tensor.detach()) for tensor in tensors]
 
 

@@ -15,7 +15,6 @@ from l2l_core.eps.blocks import Unit
 from l2l_core.model import Ambient
 from l2l_core.step.graph import Asides, BufferOrder
 from l2l_core.step.micro_batch.attributes import Attributes, Place
-from l2l_core.step.micro_batch.endings import Endings
 from l2l_core.step.micro_batch.hooks import SideOutputs, UserHooks
 from l2l_core.step.micro_batch.influence import Influence
 from l2l_core.step.micro_batch.recomputes import Recomputes
@@ -48,7 +47,6 @@ class Pass:
     meter: Meter
     clock: Clock
     attributes: Attributes
-    endings: Endings
     order: BufferOrder
     check_call: Callable[[], None]  # refuses what no layer may be called in
     runs: Counter[Unit] = field(default_factory=Counter)  # how often each layer has run

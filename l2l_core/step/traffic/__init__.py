@@ -13,7 +13,6 @@ from l2l_core.step.traffic.gradient import Ways as Ways
 from l2l_core.step.traffic.images import Images as Images
 from l2l_core.step.traffic.lanes import Lane as Lane
 from l2l_core.step.traffic.lanes import Link as Link
-from l2l_core.step.traffic.meter import LastProduct as LastProduct
 from l2l_core.step.traffic.meter import Meter as Meter
 from l2l_core.step.traffic.meter import Metered as Metered
 from l2l_core.step.traffic.meter import NewHabit as NewHabit
@@ -24,4 +23,3 @@ from l2l_core.step.traffic.slots import Stay as Stay
 from l2l_core.step.traffic.stash import Stash as Stash
 from l2l_core.step.traffic.takers import Takers as Takers
 from l2l_core.step.traffic.watch import Watch as Watch
-from l2l_core.step.traffic.watch import tensors_in as tensors_in

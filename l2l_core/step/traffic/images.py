@@ -140,10 +140,6 @@ class Images:
         """Whether `tensor` lies in a storage of the model or of the engine."""
         return key_of(tensor) in self._exempt
 
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in a storage of weights; buffers have others."""
-        return key_of(tensor) in self.weights
-
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def count(self, held: Held) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from l2l_core.devices import Ledger
 from l2l_core.step.traffic.clock import Clock
@@ -28,18 +27,6 @@ class NewHabit(RuntimeError):
         )
 
 
-class LastProduct(NamedTuple):
-    """Where a layer makes the product that a recompute of it may leave out.
-
-    Attributes:
-        path: of the module in the layer.
-        number: of the products that are made from its call on, counted from 1.
-    """
-
-    path: str
-    number: int
-
-
 @dataclass(slots=True)
 class Metered:
     """What a metered pass has learned.
@@ -49,25 +36,17 @@ class Metered:
         worst: highest bytes by event label without k, for events out of order.
         gives_aside: keys of layers that give out differentiable tensors otherwise than as outputs.
         read_early: keys of layers whose weights are read, depth first, before their first call.
-        last_products: by key of layer, what recomputes of it may leave out.
     """
 
     events: list[tuple[str, int, int]] = field(default_factory=list)
     worst: dict[str, int] = field(default_factory=dict)
     gives_aside: set[str] = field(default_factory=set)
     read_early: set[str] = field(default_factory=set)
-    last_products: dict[str, LastProduct] = field(default_factory=dict)
 
     def joined(self, other: Metered) -> Metered:
         """Join what this pass and another one have learned; the order of events is that of this one."""
         worst = {label: max(m.worst.get(label, 0) for m in (self, other)) for label in {**self.worst, **other.worst}}
-        return Metered(
-            self.events,
-            worst,
-            self.gives_aside | other.gives_aside,
-            self.read_early | other.read_early,
-            {**other.last_products, **self.last_products},
-        )
+        return Metered(self.events, worst, self.gives_aside | other.gives_aside, self.read_early | other.read_early)
 
 
 class Meter:

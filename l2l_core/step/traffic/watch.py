@@ -39,7 +39,7 @@ class Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reads = {t.untyped_storage()._cdata: t for t in tensors_in(*args, kwargs)}
+        reads = {t.untyped_storage()._cdata: t for t in _tensors_in(*args, kwargs)}
         self._before(func, reads, args)
         out = func(*args, **(kwargs or {}))
         self.made(out, reads)
@@ -85,7 +85,7 @@ class Watch(TorchDispatchMode):
         here, images = self.at_work, self._images
         # What a layer or backward makes is counted, but part of no image before it crosses to the shell (`hold`).
         k = here.k if here.in_shell and here.in_forward else NOBODY
-        for tensor in tensors_in(out):
+        for tensor in _tensors_in(out):
             storage = tensor.untyped_storage()
             key = storage._cdata
             is_new = key not in reads and key not in images.held
@@ -133,7 +133,7 @@ class Watch(TorchDispatchMode):
         )
 
 
-def tensors_in(*trees: Any) -> list[torch.Tensor]:
+def _tensors_in(*trees: Any) -> list[torch.Tensor]:
     """List the tensors among an operation's arguments or results, in order; of sparse ones indices and values."""
     found: list[torch.Tensor] = []
     for tree in trees:  # a loop and no generator: every operation that is watched comes by here
@@ -143,7 +143,7 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
             else:
                 found += pieces_of(tree)
         elif isinstance(tree, (tuple, list)):
-            found += tensors_in(*tree)
+            found += _tensors_in(*tree)
         elif isinstance(tree, dict):
-            found += tensors_in(*tree.values())
+            found += _tensors_in(*tree.values())
     return found
