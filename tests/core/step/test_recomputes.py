@@ -91,6 +91,8 @@ def _signs(count: int) -> Tensor:
         lambda block, x, y: x + y * (torch.randperm(x.shape[0] * 2, generator=OWN)[: x.shape[0], None, None] % 2),
         lambda block, x, y: x + y * block.level.fill_(DRAWN.random()),
         lambda block, x, y: x + y * (DRAWN.choice([1.0, -1.0]) * torch.outer(_signs(x.shape[1]), _signs(WIDTH))),
+        lambda block, x, y: x + y * (DRAWN.choice([1.0, -1.0]) * _signs(WIDTH)),
+        lambda block, x, y: x + y[:, DRAWN.sample(range(x.shape[1]), x.shape[1])],
     ],
     ids=[
         "a scale",
@@ -108,6 +110,8 @@ def _signs(count: int) -> Tensor:
         "stochastic depth",
         "a buffer",
         "a chequerboard",
+        "one of two masks with the same sum",
+        "a permutation",  # sums of the same numbers, which round differently
     ],
 )
 def test_a_layer_that_computes_something_else_in_its_recompute_is_refused(end: Callable[..., Tensor]) -> None:
