@@ -16,12 +16,11 @@ from l2l_core.eps.masters import Masters, warmth_of
 from l2l_core.eps.optimizers import (
     Changes,
     StepHooks,
-    check_mode,
     clone_state,
     merge,
     settle,
     slice_of,
-    spares_others,
+    step_alone,
     update_part,
 )
 from l2l_core.model import keep_without
@@ -86,7 +85,6 @@ class ByOptimizer:
 
     def __init__(self, masters: Masters) -> None:
         self._masters, self._optimizer = masters, masters.optimizer
-        self._spares_others = spares_others(self._optimizer)
         self._hooks = StepHooks(self._optimizer, masters.all_params, self._before_hook_writes)
         self._clear()
 
@@ -105,16 +103,16 @@ class ByOptimizer:
             self._fire_before(self._hooks.fire_before_gradients)
 
     def _check_ready(self) -> None:
-        state, findings = self._optimizer.state, self._masters.findings
-        if findings.newcomers and state:
-            for block, unit in self._masters.owner.items():
-                groups = self._masters.part_of(block).param_groups
-                params = [p for group in groups for p in group["params"] if p.requires_grad]
-                if unit.key != SHELL and params and not any(param in state for param in params):
-                    findings.refuse_newcomer(f"layer {unit.key} ({unit.name})", self._optimizer)
+        if self._optimizer.state:
+            check_newcomers(self._masters, self._has_state)
         check_rates(self._masters, self._optimizer)
         if self._hooks.has_any:
             self._check_types()
+
+    def _has_state(self, block: Block) -> bool:
+        groups = self._masters.part_of(block).param_groups
+        trained = [param for group in groups for param in group["params"] if param.requires_grad]
+        return not trained or any(param in self._optimizer.state for param in trained)
 
     def _check_types(self) -> None:
         """Refuse hooks that would be shown what PyTorch does not pair."""
@@ -198,7 +196,7 @@ class ByOptimizer:
     def _snapshot(self, block: Block, piece: GradientPiece | None = None) -> Callable[[], None]:
         """Copy what an update with this gradient may change, 12 bytes per parameter with AdamW; returns the undo."""
         params, version = self._masters.params_of(block), block.version
-        indices = list(piece.views()) if piece is not None and self._spares_others else range(len(params))
+        indices = range(len(params)) if piece is None else piece.views()
         values = {params[i]: block.views[i].clone() for i in indices}
         state = {p: clone_state(self._optimizer.state[p]) for p in values if p in self._optimizer.state}
 
@@ -214,16 +212,42 @@ class ByOptimizer:
         return undo
 
 
-def check_rates(masters: Masters, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that would not take a step at the rates and in the mode that it has now.
+def check_newcomers(masters: Masters, has_state: Callable[[Block], bool]) -> None:
+    """Refuse to train a layer without state, between steps of an optimizer that makes state in its first step only.
 
     Raises:
-        ValueError: a block warms up, and settings follow the rate; or the mode is one without steps.
+        ValueError: names the layer.
+    """
+    for block, unit in masters.owner.items() if masters.findings.newcomers else ():
+        if unit.key != SHELL and any(block.trained.flags) and not has_state(block):
+            raise ValueError(
+                f"layer {unit.key} ({unit.name}) has no state in {type(masters.optimizer).__name__}, which cannot take a "
+                f"parameter after its first step ({masters.findings.newcomers}). Keep the layer frozen, insert it with "
+                "optimizer='copy', or use another optimizer; nothing has been trained"
+            )
+
+
+def check_rates(masters: Masters, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would not take a step at its present rates and in its present mode.
+
+    Raises:
+        ValueError: a block warms up, and settings follow the rate; or its mode is one without steps.
     """
     if masters.findings.follows_rate and (warm := [block for block in masters.blocks if warmth_of(block) < 1]):
-        masters.findings.refuse_warm_up(warm[0].key, optimizer)
+        raise ValueError(
+            f"layer {warm[0].key} warms up, and {type(optimizer).__name__} keeps in its settings values that it computes from "
+            "the learning rate: all layers share them, and this one needs others. Insert layers with warmup=0; nothing has been "
+            "trained"
+        )
     if callable(getattr(optimizer, "train", None)):
-        check_mode(slice_of(optimizer, []))
+        part = slice_of(optimizer, [])  # its step changes nothing
+        try:
+            step_alone(part)
+        except Exception as error:
+            raise ValueError(
+                f"{type(part).__name__} would not take a step now: {error}. If it has modes, call relay.optimizer.train() before "
+                "steps, and eval() before weights are used or saved; nothing has been trained"
+            ) from error
 
 
 def let_have(params: list[nn.Parameter], piece: GradientPiece) -> None:

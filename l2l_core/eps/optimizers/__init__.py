@@ -1,11 +1,10 @@
-"""Any torch optimizer, block by block: twins of it, its settings and states, and the proof that it works.
+"""Updates of any torch optimizer block by block: parts of it, its settings and state, and the check that it works.
 
 May import `eps.blocks`, `surgery`, `model`.
 Begin reading at `optimizers.py`, `parts.py`.
 """
 
-from l2l_core.eps.optimizers.blockwise import Findings as Findings
-from l2l_core.eps.optimizers.blockwise import check_mode as check_mode
+from l2l_core.eps.optimizers.optimizer_conformance import Findings as Findings
 from l2l_core.eps.optimizers.optimizers import OptimizerFactory as OptimizerFactory
 from l2l_core.eps.optimizers.optimizers import make_optimizer as make_optimizer
 from l2l_core.eps.optimizers.optimizers import rounds_weights as rounds_weights
@@ -27,7 +26,6 @@ from l2l_core.eps.optimizers.settings import put as put
 from l2l_core.eps.optimizers.settings import settings_of as settings_of
 from l2l_core.eps.optimizers.settings import settle as settle
 from l2l_core.eps.optimizers.settings import to_save as to_save
-from l2l_core.eps.optimizers.spares import spares_others as spares_others
 from l2l_core.eps.optimizers.states import Tally as Tally
 from l2l_core.eps.optimizers.states import clone_state as clone_state
 from l2l_core.eps.optimizers.states import differing as differing

@@ -1,7 +1,7 @@
 """An optimizer in parts: twins of it over other parameters, and updates of some of its parameters at a time.
 
-A part shares the state of the whole and is lent its settings (`settings.py`). What it is not: a judgement whether updates
-in parts give the same bits as one step over all; that is found out by `blockwise.py`.
+A part shares the state of the whole and is lent its settings (`settings.py`). `optimizer_conformance.py` checks whether updates
+in parts give the same bits as one step over all.
 """
 
 from __future__ import annotations
