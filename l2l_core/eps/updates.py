@@ -15,13 +15,17 @@ from l2l_core.eps.clock import Clock
 from l2l_core.eps.masters import Masters, warmth_of
 from l2l_core.eps.optimizers import (
     Changes,
-    StepHooks,
+    call_after,
+    call_before,
+    call_torchs,
+    check_hooks,
     clone_state,
     merge,
     settle,
     slice_of,
     step_alone,
     update_part,
+    user_hooks,
 )
 from l2l_core.model import keep_without
 
@@ -52,7 +56,7 @@ class Update(Protocol):
         """
 
     def gathered(self, whole: Whole) -> None:
-        """Hear that all gradients of a deferred step are there; what hooks make of them is in `whole` afterwards."""
+        """Hear that all gradients of a deferred step are there; `whole` afterwards has what hooks leave of them."""
 
     def expect(self, block: Block) -> None:
         """Hear, on the thread that trains, that `update` or `spare` comes for this block, after those announced before."""
@@ -85,55 +89,28 @@ class ByOptimizer:
 
     def __init__(self, masters: Masters) -> None:
         self._masters, self._optimizer = masters, masters.optimizer
-        self._hooks = StepHooks(self._optimizer, masters.all_params, self._before_hook_writes)
         self._clear()
 
     def _clear(self) -> None:
         self.updated: list[Block] = []
         self._log: list[Callable[[], None]] = []
+        self._kept: set[Block] = set()  # blocks that this step may change
         self._settings: Changes = {}  # what parts of the optimizer have made of settings in this step
-        self._settings_back: Callable[[], None] = lambda: None  # to what they were before hooks
+        self._settings_back: Callable[[], None] = lambda: None  # to those before hooks
         self._is_logged = self._is_deferred = False
 
     def begin(self, logged: bool, deferred: bool, clock: Clock) -> None:
         self._clear()
         self._is_logged, self._is_deferred = logged, deferred
-        self._check_ready()
-        if not deferred:
-            self._fire_before(self._hooks.fire_before_gradients)
-
-    def _check_ready(self) -> None:
         if self._optimizer.state:
             check_newcomers(self._masters, self._has_state)
         check_rates(self._masters, self._optimizer)
-        if self._hooks.has_any:
-            self._check_types()
+        check_hooks(self._optimizer, self._masters.blocks, deferred)
 
     def _has_state(self, block: Block) -> bool:
         groups = self._masters.part_of(block).param_groups
         trained = [param for group in groups for param in group["params"] if param.requires_grad]
         return not trained or any(param in self._optimizer.state for param in trained)
-
-    def _check_types(self) -> None:
-        """Refuse hooks that would be shown what PyTorch does not pair."""
-        for block in self._masters.blocks:
-            if block.values.dtype != torch.float32:
-                raise ValueError(
-                    f"a hook around the optimizer's step would see weights of {block.values.dtype} ({block.key}) with gradients "
-                    "of float32, which PyTorch does not pair: remove the hook, or leave the model in float32. The optimizer "
-                    "rounds its weights to the same values there"
-                )
-
-    def _fire_before(self, fire: Callable[[], None]) -> None:
-        """Fire pre-hooks; what they make of the settings is taken back with the step."""
-        if self._hooks.has_pre:
-            # Without the state, which may be as large as the weights: `_snapshot` keeps that, of what is updated
-            self._settings_back = keep_without(vars(self._optimizer), {"state"})
-            try:
-                fire()
-            except BaseException:
-                self._settings_back()
-                raise
 
     def expect(self, block: Block) -> None:
         pass
@@ -142,14 +119,17 @@ class ByOptimizer:
         pass
 
     def gathered(self, whole: Whole) -> None:
-        self._fire_before(lambda: self._hooks.fire_with_gradients(whole))
+        if user_hooks(self._optimizer):
+            for block in self._masters.blocks:  # hooks may change any weight
+                self._keep(block)
+            # Without the state, which the log has: it may be larger than the weights
+            self._settings_back = keep_without(vars(self._optimizer), {"state"})
+            call_before(self._optimizer, self._masters.all_params(), whole)
 
     def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
-        if self._is_logged:
-            self._log.append(self._snapshot(block, piece))
+        self._keep(block, piece)
         let_have(self._masters.params_of(block), piece)
         before = _sample(block, piece.trained).clone()
-        self._masters.before_write(block)
         try:
             self.updated.append(block)  # from here on the block may hold new weights
             merge(self._settings, update_part(self._masters.part_of(block), self._optimizer, warmth_of(block)))
@@ -165,12 +145,15 @@ class ByOptimizer:
             self._log.append(keep_without(vars(self._optimizer), {"state"}))
         settle(self._optimizer, self._settings)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
-        self._hooks.fire_after(whole, self._is_deferred)
-        self._log.clear()
+        if self._is_deferred and user_hooks(self._optimizer):
+            call_after(self._optimizer, self._masters.all_params(), whole)
+        else:
+            call_torchs(self._optimizer)
+        self._log.clear(), self._kept.clear()
         self._masters.book_state()
 
     def undo(self) -> None:
-        for undo in reversed(self._log):  # a hook and an update may both have kept a block: the older copy comes last
+        for undo in reversed(self._log):
             undo()
         if self._log:
             self.updated.clear()
@@ -187,11 +170,13 @@ class ByOptimizer:
         state = self._masters.optimizer.state
         return [state.get(param, {}) for param in self._masters.params_of(block)]
 
-    def _before_hook_writes(self, block: Block) -> None:
-        """Keep weights that a step hook is about to change: branches and the way back need them."""
-        if self._is_logged:
-            self._log.append(self._snapshot(block))
-        self._masters.before_write(block)
+    def _keep(self, block: Block, piece: GradientPiece | None = None) -> None:
+        """Keep weights that are about to change, for the undo and for branches."""
+        if block not in self._kept:
+            self._kept.add(block)
+            if self._is_logged:
+                self._log.append(self._snapshot(block, piece))
+            self._masters.before_write(block)
 
     def _snapshot(self, block: Block, piece: GradientPiece | None = None) -> Callable[[], None]:
         """Copy what an update with this gradient may change, 12 bytes per parameter with AdamW; returns the undo."""

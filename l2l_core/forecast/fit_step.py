@@ -41,7 +41,7 @@ def fit_step(
     looks for all: the smallest batch has so many `rows`.
     """
     began_s = time.monotonic()
-    free, figures = _free(asked, fixed, rehearsal.store.has_pre_hooks, fleet.count), rehearsal.parts.device.figures()
+    free, figures = _free(asked, fixed, rehearsal.store.has_hooks, fleet.count), rehearsal.parts.device.figures()
     prices = Prices(rehearsal, batch, figures, free_bytes(rehearsal.parts.device), fleet)
     before = prices(replace(asked, resident=0, keep=0, schedule="breadth_first")) and prices(asked)
     wanted = Wanted(asked, free, rows, prices.visits, room, has_link(figures))
@@ -96,13 +96,13 @@ def free_bytes(device: Device | None) -> int:
     return int(_USABLE * (psutil.virtual_memory().available if free is None else free))
 
 
-def _free(asked: RelayConfig, fixed: Iterable[str], has_pre_hooks: bool, workers: int) -> list[str]:
+def _free(asked: RelayConfig, fixed: Iterable[str], has_hooks: bool, workers: int) -> list[str]:
     if isinstance(fixed, str):
         raise TypeError(f"fixed={fixed!r} is text: give names, as [{fixed!r}]")
     held = {*fixed}
     if unknown := sorted(held.difference(FREE)):
         raise ValueError(f"fixed names {unknown[0]!r}: a search changes {', '.join(FREE)}, and nothing else")
-    if has_pre_hooks or asked.max_grad_norm is not None:  # both may need all gradients at once
+    if has_hooks or asked.max_grad_norm is not None:  # both need all gradients at once
         held.add("update")
     if workers > 1:  # who goes depth first trains alone
         held.add("schedule")

@@ -13,9 +13,7 @@ from l2l_core.eps.optimizers.order import Places as Places
 from l2l_core.eps.optimizers.parts import copy_over as copy_over
 from l2l_core.eps.optimizers.parts import over as over
 from l2l_core.eps.optimizers.parts import replace_params as replace_params
-from l2l_core.eps.optimizers.parts import silent as silent
 from l2l_core.eps.optimizers.parts import slice_of as slice_of
-from l2l_core.eps.optimizers.parts import step_alone as step_alone
 from l2l_core.eps.optimizers.parts import update_part as update_part
 from l2l_core.eps.optimizers.settings import Changes as Changes
 from l2l_core.eps.optimizers.settings import Settings as Settings
@@ -31,5 +29,10 @@ from l2l_core.eps.optimizers.states import clone_state as clone_state
 from l2l_core.eps.optimizers.states import differing as differing
 from l2l_core.eps.optimizers.states import state_bytes as state_bytes
 from l2l_core.eps.optimizers.states import tensors_of as tensors_of
-from l2l_core.eps.optimizers.step_hooks import StepHooks as StepHooks
-from l2l_core.eps.optimizers.step_hooks import pre_hooks as pre_hooks
+from l2l_core.eps.optimizers.step_hooks import call_after as call_after
+from l2l_core.eps.optimizers.step_hooks import call_before as call_before
+from l2l_core.eps.optimizers.step_hooks import call_torchs as call_torchs
+from l2l_core.eps.optimizers.step_hooks import check_hooks as check_hooks
+from l2l_core.eps.optimizers.step_hooks import silent as silent
+from l2l_core.eps.optimizers.step_hooks import step_alone as step_alone
+from l2l_core.eps.optimizers.step_hooks import user_hooks as user_hooks

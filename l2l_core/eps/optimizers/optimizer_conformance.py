@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from l2l_core.eps.optimizers.parts import copy_over, scale_rate, slice_of, step_alone, update_part
+from l2l_core.eps.optimizers.parts import copy_over, scale_rate, slice_of, update_part
 from l2l_core.eps.optimizers.settings import (
     Changes,
     differing_settings,
@@ -32,6 +32,7 @@ from l2l_core.eps.optimizers.settings import (
     to_save,
 )
 from l2l_core.eps.optimizers.states import clone_state, differing
+from l2l_core.eps.optimizers.step_hooks import step_alone
 from l2l_core.model import Tensors, copies_of, decode, encode
 from l2l_core.surgery import same_random_numbers
 
