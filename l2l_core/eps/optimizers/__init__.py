@@ -4,12 +4,12 @@ May import `eps.blocks`, `surgery`, `model`.
 Begin reading at `optimizers.py`, `parts.py`.
 """
 
+from l2l_core.eps.optimizers.group_order import GroupOrder as GroupOrder
+from l2l_core.eps.optimizers.group_order import Places as Places
 from l2l_core.eps.optimizers.optimizer_conformance import Findings as Findings
 from l2l_core.eps.optimizers.optimizers import OptimizerFactory as OptimizerFactory
 from l2l_core.eps.optimizers.optimizers import make_optimizer as make_optimizer
 from l2l_core.eps.optimizers.optimizers import rounds_weights as rounds_weights
-from l2l_core.eps.optimizers.order import GroupOrder as GroupOrder
-from l2l_core.eps.optimizers.order import Places as Places
 from l2l_core.eps.optimizers.parts import copy_over as copy_over
 from l2l_core.eps.optimizers.parts import over as over
 from l2l_core.eps.optimizers.parts import replace_params as replace_params
