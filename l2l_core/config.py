@@ -93,7 +93,8 @@ class RelayConfig:
             begins. So nothing gives way: all layers stay with their graphs, however many there are and whatever `resident` and
             `keep` say. It costs the least time, has the graph of one micro-batch at a time, and the gradients of all layers at
             once, 4 bytes per trained parameter. For one worker, with weights in memory and the stash on the device.
-        update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them.
+        update: ``"eager"`` updates each layer as soon as its gradient arrives; ``"deferred"`` waits for all of them, as step
+            hooks of the optimizer need.
         precision: ``"fp32"``, or ``"bf16"`` for bfloat16 weights on the device and compute under autocast. Masters,
             gradient sums and the optimizer stay float32.
         max_grad_norm: clip the global gradient norm to this; needs ``update="deferred"``.

@@ -636,7 +636,7 @@ class Relay:
                 in host memory shares that.
             fixed: settings that stay as they are, of "micro_batches", "ahead", "stash", "resident", "keep", "update", "schedule".
                 Deferred updates become eager ones only where the host has too little room for all gradients, and not with
-                clipping or with hooks that come before the optimizer's step.
+                clipping or with hooks around the optimizer's step.
             most_s: after so many seconds nothing further is tried, once something is found that fits.
 
         Returns:

@@ -27,4 +27,5 @@ from l2l_core.eps.store import LayerStore as LayerStore
 from l2l_core.eps.updates import ByOptimizer as ByOptimizer
 from l2l_core.eps.updates import Update as Update
 from l2l_core.eps.updates import Whole as Whole
+from l2l_core.eps.updates import check_newcomers as check_newcomers
 from l2l_core.eps.updates import let_have as let_have

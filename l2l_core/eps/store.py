@@ -28,7 +28,7 @@ from l2l_core.eps.custody import Custody, InMemory
 from l2l_core.eps.finite import checked, norm_of
 from l2l_core.eps.gradients import Gradients
 from l2l_core.eps.masters import Masters
-from l2l_core.eps.optimizers import StepHooks, pre_hooks
+from l2l_core.eps.optimizers import user_hooks
 from l2l_core.eps.reducer import Alone, Reducer
 from l2l_core.eps.residuals import Residuals
 from l2l_core.eps.updates import ByOptimizer, Update
@@ -100,7 +100,7 @@ class LayerStore:
         """Open a step.
 
         Raises:
-            ValueError: a step hook wants what there will be in deferred updates only, or the optimizer would not step.
+            ValueError: the optimizer has a step hook and updates are eager, or it would not take a step.
         """
         self._config, self._clock = config, Clock(trace)
         self._hands = self.thread if config.ahead else _IN_TURN  # the serial relay: nothing runs in the background
@@ -225,14 +225,9 @@ class LayerStore:
         return self.masters.optimizer
 
     @property
-    def has_pre_hooks(self) -> bool:
-        """Whether somebody may want to see all gradients before they are used."""
-        return bool(pre_hooks(self.optimizer))
-
-    @property
     def has_hooks(self) -> bool:
-        """Whether somebody wants to be called before or after a step of the optimizer."""
-        return StepHooks(self.optimizer, self.masters.all_params, self.masters.before_write).has_any
+        """Whether the user has registered hooks around a step of the optimizer."""
+        return bool(user_hooks(self.optimizer))
 
     def close(self) -> None:
         """Join the thread and give the optimizer the model's own parameters back."""

@@ -16,14 +16,17 @@ from l2l_core.eps.clock import Clock
 from l2l_core.eps.masters import Masters, warmth_of
 from l2l_core.eps.optimizers import (
     Changes,
-    StepHooks,
-    check_mode,
+    call_after,
+    call_before,
+    call_torchs,
+    check_hooks,
     clone_state,
     merge,
     settle,
     slice_of,
-    spares_others,
+    step_alone,
     update_part,
+    user_hooks,
 )
 from l2l_core.model import keep_without
 
@@ -54,7 +57,7 @@ class Update(Protocol):
         """
 
     def gathered(self, whole: Whole) -> None:
-        """Hear that all gradients of a deferred step are there; what hooks make of them is in `whole` afterwards."""
+        """Hear that all gradients of a deferred step are there; `whole` afterwards has what hooks leave of them."""
 
     def expect(self, block: Block) -> None:
         """Hear, on the thread that trains, that `update` or `spare` comes for this block, after those announced before."""
@@ -87,56 +90,28 @@ class ByOptimizer:
 
     def __init__(self, masters: Masters) -> None:
         self._masters, self._optimizer = masters, masters.optimizer
-        self._spares_others = spares_others(self._optimizer)
-        self._hooks = StepHooks(self._optimizer, masters.all_params, self._before_hook_writes)
         self._clear()
 
     def _clear(self) -> None:
         self.updated: list[Block] = []
         self._log: list[Callable[[], None]] = []
+        self._kept: set[Block] = set()  # blocks that this step may change
         self._settings: Changes = {}  # what parts of the optimizer have made of settings in this step
-        self._settings_back: Callable[[], None] = lambda: None  # to what they were before hooks
+        self._settings_back: Callable[[], None] = lambda: None  # to those before hooks
         self._is_logged = self._is_deferred = False
 
     def begin(self, logged: bool, deferred: bool, clock: Clock) -> None:
         self._clear()
         self._is_logged, self._is_deferred = logged, deferred
-        self._check_ready()
-        if not deferred:
-            self._fire_before(self._hooks.fire_before_gradients)
-
-    def _check_ready(self) -> None:
-        state, findings = self._optimizer.state, self._masters.findings
-        if findings.newcomers and state:
-            for block, unit in self._masters.owner.items():
-                groups = self._masters.part_of(block).param_groups
-                params = [p for group in groups for p in group["params"] if p.requires_grad]
-                if unit.key != SHELL and params and not any(param in state for param in params):
-                    findings.refuse_newcomer(f"layer {unit.key} ({unit.name})", self._optimizer)
+        if self._optimizer.state:
+            check_newcomers(self._masters, self._has_state)
         check_rates(self._masters, self._optimizer)
-        if self._hooks.has_any:
-            self._check_types()
+        check_hooks(self._optimizer, self._masters.blocks, deferred)
 
-    def _check_types(self) -> None:
-        """Refuse hooks that would be shown what PyTorch does not pair."""
-        for block in self._masters.blocks:
-            if block.values.dtype != torch.float32:
-                raise ValueError(
-                    f"a hook around the optimizer's step would see weights of {block.values.dtype} ({block.key}) with gradients "
-                    "of float32, which PyTorch does not pair: remove the hook, or leave the model in float32. The optimizer "
-                    "rounds its weights to the same values there"
-                )
-
-    def _fire_before(self, fire: Callable[[], None]) -> None:
-        """Fire pre-hooks; what they make of the settings is taken back with the step."""
-        if self._hooks.has_pre:
-            # Without the state, which may be as large as the weights: `_snapshot` keeps that, of what is updated
-            self._settings_back = keep_without(vars(self._optimizer), {"state"})
-            try:
-                fire()
-            except BaseException:
-                self._settings_back()
-                raise
+    def _has_state(self, block: Block) -> bool:
+        groups = self._masters.part_of(block).param_groups
+        trained = [param for group in groups for param in group["params"] if param.requires_grad]
+        return not trained or any(param in self._optimizer.state for param in trained)
 
     def expect(self, block: Block) -> None:
         pass
@@ -145,14 +120,17 @@ class ByOptimizer:
         pass
 
     def gathered(self, whole: Whole) -> None:
-        self._fire_before(lambda: self._hooks.fire_with_gradients(whole))
+        if user_hooks(self._optimizer):
+            for block in self._masters.blocks:  # hooks may change any weight
+                self._keep(block)
+            # Without the state, which the log has: it may be larger than the weights
+            self._settings_back = keep_without(vars(self._optimizer), {"state"})
+            call_before(self._optimizer, self._masters.all_params(), whole)
 
     def update(self, block: Block, piece: GradientPiece) -> Mapping[str, float]:
-        if self._is_logged:
-            self._log.append(self._snapshot(block, piece))
+        self._keep(block, piece)
         let_have(self._masters.params_of(block), piece)
         before = _sample(block, piece.trained).clone()
-        self._masters.before_write(block)
         try:
             self.updated.append(block)  # from here on the block may hold new weights
             merge(self._settings, update_part(self._masters.part_of(block), self._optimizer, warmth_of(block)))
@@ -168,12 +146,15 @@ class ByOptimizer:
             self._log.append(keep_without(vars(self._optimizer), {"state"}))
         settle(self._optimizer, self._settings)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look at
-        self._hooks.fire_after(whole, self._is_deferred)
-        self._log.clear()
+        if self._is_deferred and user_hooks(self._optimizer):
+            call_after(self._optimizer, self._masters.all_params(), whole)
+        else:
+            call_torchs(self._optimizer)
+        self._log.clear(), self._kept.clear()
         self._masters.book_state()
 
     def undo(self) -> None:
-        for undo in reversed(self._log):  # a hook and an update may both have kept a block: the older copy comes last
+        for undo in reversed(self._log):
             undo()
         if self._log:
             self.updated.clear()
@@ -190,16 +171,18 @@ class ByOptimizer:
         state = self._masters.optimizer.state
         return [state.get(param, {}) for param in self._masters.params_of(block)]
 
-    def _before_hook_writes(self, block: Block) -> None:
-        """Keep weights that a step hook is about to change: branches and the way back need them."""
-        if self._is_logged:
-            self._log.append(self._snapshot(block))
-        self._masters.before_write(block)
+    def _keep(self, block: Block, piece: GradientPiece | None = None) -> None:
+        """Keep weights that are about to change, for the undo and for branches."""
+        if block not in self._kept:
+            self._kept.add(block)
+            if self._is_logged:
+                self._log.append(self._snapshot(block, piece))
+            self._masters.before_write(block)
 
     def _snapshot(self, block: Block, piece: GradientPiece | None = None) -> Callable[[], None]:
         """Copy what an update with this gradient may change, 12 bytes per parameter with AdamW; returns the undo."""
         params, version = self._masters.params_of(block), block.version
-        indices = list(piece.views()) if piece is not None and self._spares_others else range(len(params))
+        indices = range(len(params)) if piece is None else piece.views()
         values = {params[i]: block.views[i].clone() for i in indices}
         state = {p: clone_state(self._optimizer.state[p]) for p in values if p in self._optimizer.state}
 
@@ -215,16 +198,42 @@ class ByOptimizer:
         return undo
 
 
-def check_rates(masters: Masters, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that would not take a step at the rates and in the mode that it has now.
+def check_newcomers(masters: Masters, has_state: Callable[[Block], bool]) -> None:
+    """Refuse to train a layer without state, between steps of an optimizer that makes state in its first step only.
 
     Raises:
-        ValueError: a block warms up, and settings follow the rate; or the mode is one without steps.
+        ValueError: names the layer.
+    """
+    for block, unit in masters.owner.items() if masters.findings.newcomers else ():
+        if unit.key != SHELL and any(block.trained.flags) and not has_state(block):
+            raise ValueError(
+                f"layer {unit.key} ({unit.name}) has no state in {type(masters.optimizer).__name__}, which cannot take a "
+                f"parameter after its first step ({masters.findings.newcomers}). Keep the layer frozen, insert it with "
+                "optimizer='copy', or use another optimizer; nothing has been trained"
+            )
+
+
+def check_rates(masters: Masters, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would not take a step at its present rates and in its present mode.
+
+    Raises:
+        ValueError: a block warms up, and settings follow the rate; or its mode is one without steps.
     """
     if masters.findings.follows_rate and (warm := [block for block in masters.blocks if warmth_of(block) < 1]):
-        masters.findings.refuse_warm_up(warm[0].key, optimizer)
+        raise ValueError(
+            f"layer {warm[0].key} warms up, and {type(optimizer).__name__} keeps in its settings values that it computes from "
+            "the learning rate: all layers share them, and this one needs others. Insert layers with warmup=0; nothing has been "
+            "trained"
+        )
     if callable(getattr(optimizer, "train", None)):
-        check_mode(slice_of(optimizer, []))
+        part = slice_of(optimizer, [])  # its step changes nothing
+        try:
+            step_alone(part)
+        except Exception as error:
+            raise ValueError(
+                f"{type(part).__name__} would not take a step now: {error}. If it has modes, call relay.optimizer.train() before "
+                "steps, and eval() before weights are used or saved; nothing has been trained"
+            ) from error
 
 
 def let_have(params: list[nn.Parameter], piece: GradientPiece) -> None:

@@ -38,7 +38,7 @@ def fit_step(
     looks for all: the smallest batch has so many `rows`.
     """
     began_s = time.monotonic()
-    free, figures = _free(asked, fixed, rehearsal.store.has_pre_hooks, fleet.count), rehearsal.parts.device.figures()
+    free, figures = _free(asked, fixed, rehearsal.store.has_hooks, fleet.count), rehearsal.parts.device.figures()
     prices = Prices(rehearsal, batch, figures, free_bytes(rehearsal.parts.device), fleet)
     before = prices(replace(asked, resident=0, keep=0, schedule="breadth_first")) and prices(asked)
     wanted = Wanted(asked, free, rows, prices.visits, room, has_link(figures))
@@ -87,13 +87,13 @@ def room_of(
     return Room(device_bytes or budget or free_bytes(device), host_bytes or free_host)
 
 
-def _free(asked: RelayConfig, fixed: Iterable[str], has_pre_hooks: bool, workers: int) -> list[str]:
+def _free(asked: RelayConfig, fixed: Iterable[str], has_hooks: bool, workers: int) -> list[str]:
     if isinstance(fixed, str):
         raise TypeError(f"fixed={fixed!r} is text: give names, as [{fixed!r}]")
     held = {*fixed}
     if unknown := sorted(held.difference(FREE)):
         raise ValueError(f"fixed names {unknown[0]!r}: a search changes {', '.join(FREE)}, and nothing else")
-    if has_pre_hooks or asked.max_grad_norm is not None:  # both may need all gradients at once
+    if has_hooks or asked.max_grad_norm is not None:  # both need all gradients at once
         held.add("update")
     if workers > 1:  # who goes depth first trains alone
         held.add("schedule")

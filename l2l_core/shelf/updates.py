@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from l2l_core.devices import Ledger
-from l2l_core.eps import ByOptimizer, Clock, Masters, Whole
-from l2l_core.eps.blocks import SHELL, Block, GradientPiece
+from l2l_core.eps import ByOptimizer, Clock, Masters, Whole, check_newcomers
+from l2l_core.eps.blocks import Block, GradientPiece
 from l2l_core.eps.optimizers import state_bytes
 from l2l_core.model import keep_without
 from l2l_core.shelf.form import Form
@@ -70,18 +70,12 @@ class ThroughFiles:
         self._clock, self._is_committed, self.updated, self._versions = clock, False, [], {}
         self._records.trace = clock.trace
         self.manifest.begin()
-        self._refuse_newcomers()
+        if self.manifest.steps:
+            check_newcomers(self._masters, self._has_state)
         self._inner.begin(logged=False, deferred=deferred, clock=clock)  # the old half is the log
 
-    def _refuse_newcomers(self) -> None:
-        """Do what the inner update does of state in memory: some optimizers make all state in their first step."""
-        findings = self._masters.findings
-        if not findings.newcomers or not self.manifest.steps:
-            return
-        for block, unit in self._masters.owner.items():
-            is_known = any(state is not None for state in self._records.current[block].form.state)
-            if unit.key != SHELL and any(block.trained.flags) and not is_known:
-                findings.refuse_newcomer(f"layer {unit.key} ({unit.name})", self._masters.optimizer)
+    def _has_state(self, block: Block) -> bool:
+        return any(state is not None for state in self._records.current[block].form.state)
 
     def expect(self, block: Block) -> None:
         self._wanted.append(block)

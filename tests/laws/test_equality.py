@@ -232,7 +232,7 @@ def test_scheduler_made_before_the_relay() -> None:
 
 def test_step_hooks_fire_once_per_step() -> None:
     kind = BY_NAME["chain"]
-    with both(kind, RelayConfig()) as pair:
+    with both(kind, RelayConfig(update="deferred")) as pair:
         seen: list[str] = []
         pair.relay.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
         pair.relay.optimizer.register_step_post_hook(lambda *_: seen.append("after"))

@@ -6,6 +6,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -246,7 +247,7 @@ def test_step_hooks_are_not_fired() -> None:
     fired = Counter[str]()
     everywhere = register_optimizer_step_post_hook(lambda *_: fired.update(["all"]))
     try:
-        with relay_of(torch.optim.SGD) as relay:
+        with relay_of(torch.optim.SGD, config=replace(CONFIG, update="deferred")) as relay:
             relay.optimizer.register_step_pre_hook(lambda *_: fired.update(["before"]))
             handle = relay.optimizer.register_step_post_hook(lambda *_: fired.update(["after"]))
             fired.clear()

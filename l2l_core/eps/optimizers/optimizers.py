@@ -1,7 +1,7 @@
 """Which optimizers a relay takes: a ready one is adopted, a factory is called, and what cannot be updated by layer is refused.
 
 An optimizer qualifies if updating blocks one at a time, in any order, gives the same bits as one `step` over all of
-them, and if all that it keeps can be saved. That is not looked up in a list: `blockwise.py` tries it.
+them, and if all that it keeps can be saved. A table has torch's own; any other is tried (`optimizer_conformance.py`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core.eps.optimizers.blockwise import Findings, check_blockwise
+from l2l_core.eps.optimizers.optimizer_conformance import Findings, try_blockwise
 
 logger = logging.getLogger("l2l_core")
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+_ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_OF_TORCH = dict.fromkeys(_ELEMENTWISE, Findings()) | dict.fromkeys(("Adafactor", "Muon"), Findings(elementwise=False))
 
 
 def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) -> tuple[Optimizer, Findings]:
     """Make the optimizer over the model's parameters: adopt a ready one, or call a factory once with all of them.
 
     Returns:
-        The optimizer, and what was found out about it.
+        The optimizer, and the findings about it.
 
     Raises:
         TypeError: neither an Optimizer nor a factory that returns one.
@@ -40,12 +43,27 @@ def make_optimizer(optimizer: OptimizerFactory | Optimizer, model: nn.Module) ->
             f"the optimizer holds {len(foreign)} parameter(s) that are not the model's (first of shape "
             f"{tuple(foreign[0].shape)}): build it from this model's parameters()"
         )
-    findings = check_blockwise(made)
+    findings = known_findings(made) or try_blockwise(made)
     if isinstance(made, torch.optim.AdamW | torch.optim.Adam) and made.defaults.get("fused") is None:
         logger.info(
             "%s runs unfused, as torch does by default on the CPU; fused=True is many times faster", type(made).__name__
         )
     return made, findings
+
+
+def known_findings(optimizer: Optimizer) -> Findings | None:
+    """Return the findings about one of torch's own optimizers; None if more than its class determines them."""
+    kind, groups = type(optimizer), optimizer.param_groups
+    if getattr(torch.optim, kind.__name__, None) is not kind or not kind.step.__module__.startswith("torch.optim."):
+        return None
+    # LR schedulers wrap `step`; parts take the one of the class
+    changed = [name for name, value in vars(optimizer).items() if callable(value) and name not in ("step", "zero_grad")]
+    # Fused SGD with momentum raises for a parameter whose first gradient comes later
+    unusual = ("capturable", "differentiable", *(("fused",) if kind is torch.optim.SGD else ()))
+    strange = optimizer.state.keys() - {param for group in groups for param in group["params"]}
+    if changed or strange or any(group.get(option) for group in groups for option in unusual):
+        return None
+    return _OF_TORCH.get(kind.__name__)
 
 
 def rounds_weights(optimizer: Optimizer) -> bool:

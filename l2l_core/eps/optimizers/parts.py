@@ -1,27 +1,24 @@
 """An optimizer in parts: twins of it over other parameters, and updates of some of its parameters at a time.
 
-A part shares the state of the whole and is lent its settings (`settings.py`). What it is not: a judgement whether updates
-in parts give the same bits as one step over all; that is found out by `blockwise.py`.
+A part shares the state of the whole and is lent its settings (`settings.py`). `optimizer_conformance.py` checks whether updates
+in parts give the same bits as one step over all.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from l2l_core._torch import hooks_of_all_optimizers
 from l2l_core.eps.optimizers.settings import Changes, changes_of, lend, own, settings_of
+from l2l_core.eps.optimizers.step_hooks import step_alone
 
 _ITS_OWN = ("param_groups", "state", "step", "zero_grad")  # the last two: a scheduler's wrappers around the methods
-_silencing = threading.RLock()  # hooks of all optimizers are in dictionaries of PyTorch's, for all threads
 
 
 def over(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
@@ -30,7 +27,7 @@ def over(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Opti
     Its hooks and wrappers stay behind. What is no plain value (a dictionary by parameter, say) it has in common with
     `optimizer`, as a part must; `copy_over` shares nothing.
     """
-    twin = object.__new__(type(optimizer))  # nobody knows what its constructor was given
+    twin = object.__new__(type(optimizer))  # the arguments of its constructor are not known
     kept = {name: value for name, value in optimizer.__dict__.items() if name not in _ITS_OWN}
     twin.__dict__.update({name: _bound_to(twin, own(value), optimizer) for name, value in kept.items()})
     twin.defaults = {name: own(value) for name, value in optimizer.defaults.items()}
@@ -77,31 +74,8 @@ def _hooks_of(optimizer: Optimizer) -> list[str]:
 def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # of anybody's class: a lock, a file, a tensor with a graph
+    except Exception:  # a lock, a file, a tensor with a graph
         return value
-
-
-@contextmanager
-def silent(optimizer: Optimizer) -> Iterator[None]:
-    """Fire no step hooks in the block, neither the optimizer's nor those of all optimizers."""
-    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *hooks_of_all_optimizers()]
-    kept = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()  # not another dictionary: handles that remove hooks point to this one
-    try:
-        yield
-    finally:
-        for each, known in zip(hooks, kept, strict=True):
-            each.update(known)
-
-
-def step_alone(part: Optimizer) -> None:
-    """Let a part take its step. Hooks of all optimizers are not fired: the whole does that, once."""
-    if not any(hooks_of_all_optimizers()):
-        part.step()
-        return
-    with _silencing, silent(part):
-        part.step()
 
 
 def replace_params(optimizer: Optimizer, new: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer knows of a parameter: tensors and values, in lists, dictionaries, deques: copied, counted, compared."""
+"""State that an optimizer keeps of a parameter, tensors and values in containers: copied, counted, compared."""
 
 from __future__ import annotations
 

@@ -132,18 +132,6 @@ def test_schedulers_move_the_learning_rate_without_warnings() -> None:
             assert all(torch.equal(a, b) for a, b in zip(weights, relay.model.parameters(), strict=True))
 
 
-def test_step_hooks_fire_once_per_step() -> None:
-    fired = []
-    with Relay(
-        model(), partial(torch.optim.SGD, lr=1.0), loss=squared_error, config=RelayConfig(micro_batches=2)
-    ) as relay:
-        relay.optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
-        relay.optimizer.register_step_post_hook(lambda *_: fired.append("after"))
-        relay.step(batch())
-        relay.step(batch())
-    assert fired == ["before", "after"] * 2
-
-
 class CountsSteps(torch.optim.SGD):
     """Divides by the count of its steps, which it keeps in its groups, among its defaults, and on itself."""
 
@@ -184,7 +172,7 @@ def test_a_step_counts_once_and_a_trial_not_at_all(update: str) -> None:
 
 
 def test_a_step_that_is_undone_has_not_counted() -> None:
-    config = RelayConfig(micro_batches=2, rollback=True)
+    config = RelayConfig(micro_batches=2, update="deferred")
     with Relay(model(), CountsSteps, loss=squared_error, config=config) as relay:
         relay.step(batch())
         weights = [p.detach().clone() for p in relay.model.parameters()]

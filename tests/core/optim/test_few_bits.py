@@ -20,8 +20,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from l2l_core import Duplicate, EmulatedDevice, Interpolate, NonFiniteError, Relay, RelayConfig
 from l2l_core.eps.optimizers import Tally, state_bytes
+from l2l_core.eps.optimizers.optimizer_conformance import Trial
 from l2l_core.eps.optimizers.optimizers import make_optimizer
-from l2l_core.eps.optimizers.toys import Form
 from l2l_core.optim import in_bf16
 
 WIDTH = 64  # matrices of 4,096 elements: where 8-bit state begins
@@ -170,13 +170,14 @@ def test_a_step_that_fails_halfway_is_rolled_back(make: Make) -> None:
 
 
 @missing
-def test_the_proof_reaches_8_bit_state() -> None:
-    """On toys whose matrices are quantised, not on such as stay in float32."""
-    toy = Form(eight_bit(Model().parameters())).toy()
-    for param in toy.params:
+def test_the_trial_reaches_8_bit_state() -> None:
+    """Its matrices are so large that their state is quantised."""
+    optimizer = Trial(eight_bit(Model().parameters())).copy()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
         param.grad = torch.ones_like(param)
-    toy.optimizer.step()
-    matrices = [toy.optimizer.state[param]["state1"] for param in toy.params if param.dim() == 2]
+    optimizer.step()
+    matrices = [optimizer.state[param]["state1"] for param in params if param.dim() == 2]
     assert len(matrices) == 2 and all(codes.dtype == torch.uint8 for codes in matrices)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from l2l_core import Freeze, Insert, Relay, RelayConfig
-from l2l_core.eps.optimizers import blockwise
-from l2l_core.eps.optimizers.blockwise import check_blockwise
+from l2l_core.eps.optimizers import Findings
+from l2l_core.eps.optimizers.optimizer_conformance import try_blockwise
+from l2l_core.eps.optimizers.optimizers import known_findings
 from l2l_core.eps.optimizers.settings import is_same
 
 ROOT = Path(__file__).parents[3]
@@ -305,47 +307,84 @@ def test_sums_are_added_in_the_order_of_plain_training() -> None:
             assert all(map(torch.equal, relay.model.parameters(), model.parameters()))
 
 
-def test_it_is_found_out_which_optimizers_add_elements_up() -> None:
-    params = list(Net().parameters())
-    assert check_blockwise(AdamW(params)).elementwise and check_blockwise(AdamW(params, fused=True)).elementwise
-    assert not check_blockwise(torch.optim.Adafactor(params)).elementwise
-    assert not check_blockwise(ScalesByTheMean(params)).elementwise
+def test_a_trial_shows_which_optimizers_add_elements_up() -> None:
+    assert not try_blockwise(ScalesByTheMean(Net().parameters())).elementwise
 
 
-def test_what_is_known_of_one_of_torchs_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    monkeypatch.setattr(blockwise, "_FOUND", {})
-    monkeypatch.setattr(blockwise, "_try", lambda form: tried.append(form.name))
+# -- the table of torch's own -------------------------------------------------------------------------------------------
 
+COMMON: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}, {"maximize": True, "weight_decay": 0.1}]
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "ASGD": [*COMMON, {"t0": 2}],
+    "Adadelta": COMMON,
+    "Adafactor": COMMON,
+    "Adagrad": [*COMMON, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}],
+    "Adam": [*COMMON, {"amsgrad": True}, {"decoupled_weight_decay": True, "weight_decay": 0.1, "fused": True}],
+    "AdamW": [*COMMON, {"amsgrad": True, "fused": True}, {"lr": torch.tensor(0.01)}],
+    "Adamax": COMMON,
+    "Muon": [{}, {"nesterov": False, "weight_decay": 0.0}],
+    "NAdam": [*COMMON, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    "RAdam": [*COMMON, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    "RMSprop": [*COMMON, {"centered": True, "momentum": 0.9}],
+    "Rprop": COMMON,
+    "SGD": [*COMMON, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.5, "fused": True}],
+}
+
+
+def shapes_of(name: str) -> list[nn.Parameter]:
+    sizes = [(64, 64)] if name == "Muon" else [(), (64,), (64, 64), (8, 4, 3, 3)]
+    return [nn.Parameter(torch.zeros(size)) for size in sizes]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_table_of_torchs_own_agrees_with_a_trial(name: str) -> None:
+    kind, compared = getattr(torch.optim, name), 0
+    accepted = inspect.signature(kind).parameters
+    for options in OPTIONS[name]:
+        if options.keys() <= accepted.keys():
+            optimizer = kind(shapes_of(name), **{"lr": 0.01, **options})
+            tried = try_blockwise(optimizer)
+            assert known_findings(optimizer) in (tried, None), options
+            compared += 1
+    assert compared >= 2
+
+
+def test_the_table_has_all_of_torchs_own_that_are_taken() -> None:
+    named = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
+    assert named - OPTIONS.keys() == {"Optimizer", "LBFGS", "SparseAdam"}
+    for name in OPTIONS:
+        assert known_findings(getattr(torch.optim, name)(shapes_of(name), lr=0.01)) is not None, name
+
+
+def test_what_differs_from_torchs_own_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(SGD):
         pass
 
-    def counts(**changes: Any) -> int:
-        before = len(tried)
-        check_blockwise(SGD(Net().parameters(), **{"lr": 0.1, **changes}))
-        return len(tried) - before
+    params = list(Net().parameters())
+    scheduled = SGD(params, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    assert known_findings(scheduled) == known_findings(AdamW(params, fused=True)) == Findings()
+    assert known_findings(Own(params, lr=0.1)) is None
+    assert known_findings(AdamW(params, differentiable=True)) is None
+    changed = SGD(params, lr=0.1)
+    changed._init_group = changed._init_group  # type: ignore[method-assign]
+    assert known_findings(changed) is None
+    monkeypatch.setattr(SGD, "step", lambda self, closure=None: None)
+    assert known_findings(SGD(params, lr=0.1)) is None
 
-    assert counts() == 1 and counts() == 0
-    assert counts(nesterov=True, momentum=1) == 1, "other settings"
-    assert counts(nesterov=True, momentum=1.0) == 1, "equal numbers of other types"
-    assert counts(lr=torch.tensor(0.1)) == 1 and counts(lr=torch.tensor(0.1)) == 1, "tensors may change"
-    wide, deep = nn.Linear(100, 1), nn.Conv2d(1, 1, 1)
-    check_blockwise(SGD(wide.parameters(), lr=0.1)), check_blockwise(SGD(deep.parameters(), lr=0.1))
-    assert tried == ["SGD"] * 7, "other lengths and dimensions"
 
-    for _ in range(2):
-        check_blockwise(Own(Net().parameters(), lr=0.1))  # whose code may be anything
-        patched = SGD(Net().parameters(), lr=0.1)
-        patched.step = patched.step  # as schedulers do
-        check_blockwise(patched)
-        hooked = SGD(Net().parameters(), lr=0.1)
-        hooked.register_step_pre_hook(lambda *args: None)
-        check_blockwise(hooked)
-        trained = SGD(Net().parameters(), lr=0.1, momentum=0.9)
-        first = trained.param_groups[0]["params"][0]
-        trained.state[first] = {"momentum_buffer": torch.zeros_like(first)}
-        check_blockwise(trained)
-    assert tried[7:] == ["Own", "SGD", "SGD", "SGD"] * 2
+def test_a_parameter_that_comes_later_is_refused_where_torch_raises() -> None:
+    """Fused SGD with momentum raises where some parameters have a buffer and others have none."""
+    fused = partial(SGD, lr=0.1, momentum=0.9, fused=True)
+    assert "NoneType" in try_blockwise(fused(Net().parameters())).newcomers
+    with relay_of(fused) as relay:
+        relay.step(batch(0))
+        relay.apply(Insert(at=1, like=0, init="copy"))
+        with pytest.raises(ValueError, match=r"(?s)no state in SGD.*NoneType.*optimizer='copy'"):
+            relay.step(batch(1))
+        relay.undo()
+        relay.apply(Insert(at=1, like=0, init="copy", optimizer="copy"))
+        assert relay.verify(batch(1)).equal
 
 
 # -- what is refused at the start ---------------------------------------------------------------------------------------
@@ -374,6 +413,17 @@ class CouplesLate(SGD):
             state = self.state.setdefault(p, {"n": 0})
             state["n"] += 1
             p -= 0.1 * (p.grad / norm if state["n"] > 5 else p.grad)
+
+
+class CouplesAtFirst(SGD):
+    """Scales the gradients of all steps by their norm in the first one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p -= 0.1 * p.grad / self.state[p].setdefault("norm", norm.clone())
 
 
 class Wrapper(SGD):
@@ -480,6 +530,7 @@ class HoldsOnToItsParameters(SGD):
     [
         (EstimatesADistance, r"setting 'd' for one layer.*treats each parameter by itself"),
         (CouplesLate, "couples parameters of different layers"),
+        (CouplesAtFirst, "couples parameters of different layers"),
         (Wrapper, r"keeps in .inside, a AdamW"),
         (TwoGradients, "two gradients per step"),
         (WantsAClosure, "one forward and backward"),

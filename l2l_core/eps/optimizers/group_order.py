@@ -1,4 +1,4 @@
-"""The order in which a user's own function puts parameters into an optimizer's groups, so that edits can keep to it.
+"""Order in which the user's function puts parameters into an optimizer's groups; edits keep to it.
 
 A plain optimizer tells parameters apart by their place in its groups and by nothing else. So its state fits another one only
 if both have the same parameters in the same places: after an edit, a relay's optimizer must be in the order that the same
@@ -19,7 +19,7 @@ Group = Sequence[nn.Parameter]
 
 
 class Places:
-    """Knows where parameters are in a model: the rank in `parameters()`, the name, the stack and the position there.
+    """Places of parameters in a model: rank in `parameters()`, name, stack and position there.
 
     Args:
         model: as it is now.
@@ -40,11 +40,11 @@ class Places:
 
 @dataclass
 class _Learned:
-    """Holds what is known of one group.
+    """Order of one group.
 
     Attributes:
-        fits: names of the rules that it follows, a small one several by chance.
-        rule: name of the one that is taken; "pattern" for none of them.
+        fits: names of the rules that it follows; a small group follows several by chance.
+        rule: name of the rule taken; "pattern" for none of them.
         pattern: parameters that are in no stack, and containers of stacks, in the order in which they come first.
         downwards: containers whose layers come from the last to the first.
     """
@@ -90,24 +90,21 @@ class GroupOrder:
         self._learned = [_Learned.of(group, places) for group in groups]
         for rule in _RULES:  # one for all groups, where there is one: one function has made them
             if all(rule in learned.fits for learned in self._learned):
-                self._take([rule] * len(groups))
+                for learned in self._learned:
+                    learned.rule = rule
                 return
 
-    def _take(self, rules: Sequence[str]) -> None:
-        for learned, rule in zip(self._learned, rules, strict=True):
-            learned.rule = rule
-
     def sorted(self, groups: Sequence[Group], places: Places) -> list[list[nn.Parameter]]:
-        """Put the groups in their order; one that somebody has added since is left as it is."""
+        """Sort the groups; one that has been added since is left as it is."""
         known = [each.sorted(group, places) for each, group in zip(self._learned, groups, strict=False)]
         return known + [list(group) for group in groups[len(known) :]]
 
     def to_plain(self, names: Mapping[nn.Module, str]) -> list[Any]:
-        """Give the rules as plain data; `names` are those of the stacks' containers."""
+        """Return the rules as plain data; `names` are those of the stacks' containers."""
         return [[each.rule, sorted(names[stack] for stack in each.downwards)] for each in self._learned]
 
     def recall(self, plain: Sequence[Any], names: Mapping[nn.Module, str]) -> None:
-        """Take over what a save tells of the same optimizer: a model of one layer does not show which way its layers go."""
+        """Take over the rules in a save of the same optimizer: a model of one layer does not show their direction."""
         if len(plain) != len(self._learned):
             return
         for learned, (rule, downwards) in zip(self._learned, plain, strict=True):

@@ -1,0 +1,314 @@
+"""Trial of an optimizer: does updating it block by block give the same bits as one step over all parameters?
+
+Copies of the optimizer train small weights in two blocks for ten steps: in plain steps, in parts as `LayerStore` updates them,
+and resumed from a save. Weights, state and settings must agree in every bit.
+
+A trial is no proof for every input; `Relay.verify` is the proof. An optimizer that couples layers from its eleventh step on
+passes the trial. `settings.merge` refuses it in training if the coupling shows in its settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from l2l_core.eps.optimizers.parts import copy_over, scale_rate, slice_of, update_part
+from l2l_core.eps.optimizers.settings import (
+    Changes,
+    differing_settings,
+    is_same,
+    merge,
+    put,
+    settings_of,
+    settle,
+    to_save,
+)
+from l2l_core.eps.optimizers.states import clone_state, differing
+from l2l_core.eps.optimizers.step_hooks import step_alone
+from l2l_core.model import Tensors, copies_of, decode, encode
+from l2l_core.surgery import same_random_numbers
+
+_STEPS, _RESUMES = 10, 4
+_PAUSES, _JOINS = (6, 7), (0, 1)  # steps in which the second block has no gradient: it is frozen, or comes later
+_RATE = 1e-2  # at least: at lower ones, rounding may hide for ten steps that layers are coupled
+_WEAK = 0.001  # scale of the second block's gradients, so that sums over both blocks differ from sums over one
+_LARGE = 4096  # elements: quantised state begins there
+
+Change = Callable[[Tensor], Tensor]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Properties of an optimizer that can be updated block by block.
+
+    Attributes:
+        elementwise: it treats each element by itself. Otherwise it adds elements up, and the bits depend on the number of cores
+            that share an operation.
+        newcomers: why it cannot take a parameter whose first gradient comes in a later step; empty if it can.
+        follows_rate: it computes settings from the learning rate, so a layer that warms up would have others.
+    """
+
+    elementwise: bool = True
+    newcomers: str = ""
+    follows_rate: bool = False
+
+
+def try_blockwise(optimizer: Optimizer) -> Findings:
+    """Try copies of an optimizer on small weights; the original stays as it is.
+
+    Raises:
+        ValueError: it couples parameters, keeps state outside of them, draws random numbers or does not step; or its state
+            cannot be copied or saved.
+    """
+    trial, pauses, newcomers = Trial(optimizer), _PAUSES, ""
+    with same_random_numbers():
+        try:
+            whole = trial.compare(pauses)
+        except _StepError:  # plain training cannot freeze a layer with it either
+            whole = trial.compare(pauses := ())
+        try:
+            trial.compare(_JOINS)
+        except ValueError as error:
+            newcomers = str(error.__cause__ or error)
+        return Findings(trial.is_elementwise(pauses), newcomers, trial.follows_rate(whole, pauses))
+
+
+class Trial:
+    """Trains copies of an optimizer on small weights, which belong to two blocks in turn."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._name = optimizer, type(optimizer).__name__
+        self._check_keys(optimizer)
+        noise = torch.Generator().manual_seed(0)
+        groups = _two_of_each_kind(optimizer.param_groups)
+        self._groups = [(group, _likes(group["params"], optimizer.state, noise)) for group in groups]
+        self._likes = [like for _, likes in self._groups for like in likes]
+        slopes = [torch.randn(like.shape, generator=noise) for like in self._likes]
+        self._slopes = [_WEAK * slope if i % 2 else slope for i, slope in enumerate(slopes)]
+        self._noises = [0.5 * s.abs().mean() * torch.randn(s.shape, generator=noise) for s in self._slopes]
+
+    def compare(self, pauses: Sequence[int]) -> Optimizer:
+        """Compare plain steps with steps in parts and with a resume; in `pauses` the second block has no gradient.
+
+        Raises:
+            ValueError: weights, state or settings differ, or a step fails.
+        """
+        with_state = 1 if 0 in pauses else 2
+        whole = self._train(self.copy(with_state), range(_RESUMES), pauses)
+        resumed = self._train(self._resumed(whole), range(_RESUMES, _STEPS), pauses)
+        self._train(whole, range(_RESUMES, _STEPS), pauses)
+        if not _differences(whole, self.copy(with_state)):
+            raise ValueError(
+                f"{self._name} cannot be tried: ten steps of a copy with other weights changed nothing. It seems to keep "
+                "references to its parameters outside of its groups; use an optimizer that reads them from its groups"
+            )
+        if names := _differences(whole, self._train_in_parts(self.copy(with_state), pauses)):
+            raise ValueError(
+                f"{self._name} couples parameters of different layers or keeps state outside of them: updating one layer at a "
+                f"time gives another {', '.join(names[:4])} than one step over all. Use an optimizer that treats each parameter "
+                "by itself, such as torch.optim.AdamW"
+            )
+        if names := _differences(whole, resumed):
+            raise ValueError(
+                f"{self._name} keeps something that a save would not hold, beside its settings and the state of its parameters: "
+                f"a resume gives another {', '.join(names[:4])}. Keep it in the state of each parameter, or as a number in "
+                "param_groups"
+            )
+        return whole
+
+    def is_elementwise(self, pauses: Sequence[int]) -> bool:
+        """Check whether elements in other places are updated alike, from the state's first value on."""
+        copies = [self.copy(with_state=0), self.copy(with_state=0, change=_mixed)]
+        try:
+            self._train(copies[0], range(_STEPS), pauses)
+            self._train(copies[1], range(_STEPS), pauses, _mixed)
+        except ValueError:
+            return False
+        return not _differences(*copies, _mixed)
+
+    def follows_rate(self, whole: Optimizer, pauses: Sequence[int]) -> bool:
+        """Check whether another learning rate leads to settings other than those of `whole`."""
+        if not all("lr" in group for group in whole.param_groups):
+            return False
+        other = self.copy()
+        scale_rate(other, 0.5)
+        self._train(other, range(_STEPS), pauses)
+        return differing_settings(settings_of(whole), settings_of(other)) not in ([], ["lr"])
+
+    def copy(self, with_state: int = 2, change: Change = _same) -> Optimizer:
+        """Return a copy over new weights; so many blocks have the optimizer's state."""
+        groups, counterparts = [], {}
+        for group, likes in self._groups:
+            params = [nn.Parameter(change(like.detach()).clone()) for like in likes]
+            # All of the user's parameters have a counterpart, so the copy reaches none of them
+            counterparts |= dict.fromkeys(group["params"], *params[:1]) | dict(zip(likes, params, strict=True))
+            groups.append({**group, "params": params})
+        with self._copying():
+            state = {
+                counterparts[like]: _changed(clone_state(self._optimizer.state[like]), like, change)
+                for i, like in enumerate(self._likes)
+                if like in self._optimizer.state and i % 2 < with_state
+            }
+        twin = copy_over(self._optimizer, groups, defaultdict(dict, state), counterparts)
+        for group in twin.param_groups:
+            group.pop("param_names", None)  # the user's
+            if isinstance(rate := group.get("lr"), float | int | Tensor):
+                group["lr"] = rate.clamp(min=_RATE) if isinstance(rate, Tensor) else max(rate, _RATE)
+        if callable(getattr(twin, "train", None)):  # optimizers that average weights step in this mode
+            twin.train()
+        return twin
+
+    def _train(self, optimizer: Optimizer, steps: range, pauses: Sequence[int], change: Change = _same) -> Optimizer:
+        """Take plain steps over all weights."""
+        for step in steps:
+            self._fill(optimizer, step, pauses, change)
+            before = torch.get_rng_state()
+            try:
+                step_alone(optimizer)
+            except Exception as error:
+                why = f"{self._name} cannot run block by block: its step() raised {error!r}{_hint(error)}"
+                raise _StepError(why) from error
+            if not torch.equal(before, torch.get_rng_state()):
+                raise ValueError(
+                    f"{self._name} draws random numbers in its step: updating layers one at a time, in another order, draws "
+                    "others than one step over all. Switch that off (stochastic rounding, for instance), or use another optimizer"
+                )
+        return optimizer
+
+    def _train_in_parts(self, whole: Optimizer, pauses: Sequence[int]) -> Optimizer:
+        """Take the same steps as a relay: one block after another, the last one first."""
+        parts = [slice_of(whole, _params(whole)[i::2]) for i in (1, 0)]
+        for step in range(_STEPS):
+            self._fill(whole, step, pauses)
+            changes: Changes = {}
+            for part in parts:
+                if all(param.grad is None for param in _params(part)):
+                    continue  # a relay does not update it either
+                try:
+                    merge(changes, update_part(part, whole))
+                except Exception as error:
+                    raise ValueError(f"{self._name} cannot run block by block: {error}") from error
+            settle(whole, changes)
+        return whole
+
+    def _fill(self, optimizer: Optimizer, step: int, pauses: Sequence[int], change: Change = _same) -> None:
+        """Set gradients that mostly point one way, as real ones do."""
+        for i, (param, slope, noise) in enumerate(zip(_params(optimizer), self._slopes, self._noises, strict=True)):
+            param.grad = None if i % 2 and step in pauses else change(slope + noise.roll(step))
+
+    def _resumed(self, optimizer: Optimizer) -> Optimizer:
+        """Return a new copy with all that a save would hold of a trained one."""
+        self._check_keys(optimizer)
+        tensors: Tensors = {}
+        params, (attributes, groups) = _params(optimizer), to_save(optimizer)
+        with self._copying():
+            states = encode([optimizer.state.get(param, {}) for param in params], "state", tensors)
+            settings = encode([*attributes, *groups], "settings", tensors)
+            for state in optimizer.state.values():  # for undo and branches
+                clone_state(state)
+        new, take = self.copy(), copies_of(tensors)
+        new.state.clear()
+        with torch.no_grad():
+            for param, value, state in zip(_params(new), params, decode(states, take), strict=True):
+                param.copy_(value)
+                new.state.update({param: state} if state else {})
+        put(new, decode(settings, take))
+        return new
+
+    def _check_keys(self, optimizer: Optimizer) -> None:
+        if strange := optimizer.state.keys() - set(_params(optimizer)):
+            raise ValueError(
+                f"{self._name} keeps a state of {strange.pop()!r}, which is no parameter: it would count once per layer, and no "
+                "save holds it. Use an optimizer that keeps its state by parameter and its counts in param_groups"
+            )
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(
+                f"{self._name} keeps state or settings that a relay cannot copy or save ({error}): verify, undo, branches and "
+                "saves would fail. Use an optimizer that keeps ordinary tensors and plain data"
+            ) from error
+
+
+class _StepError(ValueError):
+    """A plain step raised."""
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _differences(one: Optimizer, other: Optimizer, change: Change = _same) -> list[str]:
+    """List by name the settings, state and weights that differ after a change of `one`."""
+    names = [f"setting {name!r}" for name in differing_settings(settings_of(one), settings_of(other))]
+    for p, q in zip(_params(one), _params(other), strict=True):
+        state = _changed(one.state.get(p, {}), p, change)
+        names += [f"state {name!r}" for name in differing(state, other.state.get(q, {}))]
+        names += [] if is_same(change(p.detach()), q.detach()) else ["weights"]
+    return list(dict.fromkeys(names))
+
+
+def _changed(state: dict[str, Any], param: Tensor, change: Change) -> dict[str, Any]:
+    """Change the tensors that have an element for each of the parameter's."""
+    alike = {name for name, value in state.items() if isinstance(value, Tensor) and value.shape == param.shape}
+    return {name: change(value) if name in alike else value for name, value in state.items()}
+
+
+def _mixed(tensor: Tensor) -> Tensor:
+    """Put the same elements in other places, which depend on the number of elements alone."""
+    order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(tensor.numel()))
+    return tensor.flatten()[order].view(tensor.shape)
+
+
+def _two_of_each_kind(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Choose groups; those of one kind have weights of the same dimensions, and differ in nonzero numbers only."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        settings = {name: bool(value) if isinstance(value, float) else value for name, value in group.items()}
+        settings |= {"params": sorted({param.dim() for param in group["params"]}), "param_names": None}
+        kinds.setdefault(repr(settings), []).append(group)
+    return [group for alike in kinds.values() for group in alike[:2]]
+
+
+def _likes(params: Sequence[nn.Parameter], state: Any, noise: torch.Generator) -> list[nn.Parameter]:
+    """Choose first values for two weights of every number of dimensions in a group.
+
+    Where the optimizer has state, they are those of the user's smallest weights with it: counts in the group belong to it.
+    """
+    likes: list[nn.Parameter] = []
+    for dims in sorted({param.dim() for param in params}):
+        alike = [param for param in params if param.dim() == dims]
+        known = sorted((p for p in alike if p in state), key=lambda param: (param.numel() < _LARGE, param.numel()))
+        # 16 elements beyond a multiple of 32, since workers cut weights at multiples of 16 (`Layout`)
+        if dims < 2:  # vectors no longer than the user's: some optimizers need the square of that
+            side = min(max(64, *(param.numel() for param in alike)), _LARGE) // 32 * 32
+            shapes = [(side,) * dims, (side - 16,) * dims]
+        else:
+            side = math.ceil(_LARGE ** (1 / dims) - 1e-9)
+            shapes = [(side,) * dims, (16 * (side // 16 | 1), *(side + 1,) * (dims - 1))]
+        likes += known[:2] or [nn.Parameter(0.1 * torch.randn(shape, generator=noise)) for shape in shapes]
+    return likes
+
+
+def _hint(error: Exception) -> str:
+    words = str(error).lower()
+    if "closure" in words:
+        return ". It wants a closure that runs the model again, and a relay step has one forward and backward"
+    if "grad" in words and ("graph" in words or "require" in words):
+        return ". It wants gradients of gradients, and a relay keeps no graph"
+    return ""
