@@ -4,8 +4,6 @@ May import `shelf`, `workers`, `step`, `eps`, `devices`, `batches`, `trace`.
 Begin reading at `costs.py` and `replay.py`, then at `from_costs.py`.
 """
 
-from l2l_core.forecast.built_shelf import built_shelf as built_shelf
-from l2l_core.forecast.built_shelf import on_shelf as on_shelf
 from l2l_core.forecast.costs import COPY_LANES as COPY_LANES
 from l2l_core.forecast.costs import SHELL as SHELL
 from l2l_core.forecast.costs import START as START
@@ -17,7 +15,6 @@ from l2l_core.forecast.costs import Stay as Stay
 from l2l_core.forecast.costs import TurnCost as TurnCost
 from l2l_core.forecast.families import ModelShapes as ModelShapes
 from l2l_core.forecast.families import shapes_of_config as shapes_of_config
-from l2l_core.forecast.figures import StepFigures as StepFigures
 from l2l_core.forecast.fit import Fit as Fit
 from l2l_core.forecast.fit import NothingFits as NothingFits
 from l2l_core.forecast.fit import Room as Room
@@ -29,10 +26,12 @@ from l2l_core.forecast.fit_step import room_of as room_of
 from l2l_core.forecast.fleet import Fleet as Fleet
 from l2l_core.forecast.forecast import Forecast as Forecast
 from l2l_core.forecast.forecast import ForecastCheck as ForecastCheck
+from l2l_core.forecast.forecast import StepFigures as StepFigures
 from l2l_core.forecast.formula import Machine as Machine
 from l2l_core.forecast.formula import Shapes as Shapes
 from l2l_core.forecast.from_config import forecast_config as forecast_config
 from l2l_core.forecast.from_costs import Costs as Costs
+from l2l_core.forecast.from_costs import on_shelf as on_shelf
 from l2l_core.forecast.from_relay import LastStep as LastStep
 from l2l_core.forecast.from_relay import advise as advise
 from l2l_core.forecast.from_relay import forecast_step as forecast_step
@@ -41,6 +40,7 @@ from l2l_core.forecast.memory_walk import MemoryWalk as MemoryWalk
 from l2l_core.forecast.memory_walk import WalkedTurn as WalkedTurn
 from l2l_core.forecast.planned_shelf import OfShelf as OfShelf
 from l2l_core.forecast.planned_shelf import PlannedShelf as PlannedShelf
+from l2l_core.forecast.planned_shelf import built_shelf as built_shelf
 from l2l_core.forecast.profile import Profile as Profile
 from l2l_core.forecast.rehearsal import Rehearsal as Rehearsal
 from l2l_core.forecast.simulate import simulate as simulate

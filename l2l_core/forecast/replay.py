@@ -18,7 +18,6 @@ from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Moves, Stay, TurnCost
-from l2l_core.forecast.due import trained, when_due
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.virtual_crew import Alone, Company
 from l2l_core.forecast.virtual_lane import VirtualLane
@@ -81,9 +80,9 @@ class Replay:
         for index, stay in enumerate(profile.stays):
             self._visits[stay.layer].append(index)
         self._last = {stay.layer: index for index, stay in enumerate(profile.stays) if stay.is_backward}
-        self._trained = trained(profile)
+        self._trained = profile.trained
         self._buffers = gradient_slots(config.ahead, config.schedule, len(self._layers) - 1)
-        self._due, self._closing = when_due(profile, config)
+        self._due, self._closing = profile.jobs(config.update)
         self._pushed_s: deque[float] = deque()  # when the gradients that still fill a buffer have left
         self._updated_s: list[float] = []  # when pushed gradients have been used
 
