@@ -13,6 +13,7 @@ from l2l_core.forecast.forecast import Forecast, OfWorker
 from l2l_core.forecast.gradient_buffers import gradient_buffer_bytes, gradient_buffer_bytes_of_worker
 from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.limits import Budgets, hiding_micro_batches, largest_depth
+from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.planned_shelf import OfShelf, ShelfCosts
 from l2l_core.forecast.profile import Profile
 from l2l_core.forecast.simulate import replayed as replayed_step
@@ -46,6 +47,10 @@ class Costs:
     basis: str
     holdings: Holdings | None = None
     shelf: ShelfCosts | None = None
+
+    def peak_bytes(self, place: str) -> int:
+        """Return the bytes that the step itself takes of a place at its peak: all on the device, on the host the stash."""
+        return MemoryWalk(self.profile).rise(place, self.stands, {}).high
 
 
 def on_shelf(shelf: ShelfCosts, costs: Costs) -> Costs:
