@@ -1,23 +1,33 @@
-"""The settings that were chosen, and why: of those that fit, and change no result but by other micro-batches, the fastest.
+"""The settings that a search has found, and why: values and their words.
 
-In core is the limit case: where everything fits, all weights stay and nothing is recomputed. Values and their words;
-`fastest.py` finds them.
+`fit_step.py` finds the fastest settings, `what_fits.py` those that help where a step does not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.forecast import Forecast
-from l2l_core.forecast.smallest import Priced, changes, settings_in_words
+from l2l_core.forecast.minimise import Priced
 from l2l_core.rules import weight_slots
 from l2l_core.trace import format_bytes
 
 FREE = ("micro_batches", "ahead", "stash", "resident", "keep", "update", "schedule")
+LEAST = ("micro_batches", "ahead", "stash")  # the step that needs the least keeps nothing
+
+
+def changes(old: RelayConfig, new: RelayConfig, names: Collection[str] = FREE) -> dict[str, Any]:
+    """Return the settings of these names that differ, with their new values."""
+    return {name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name)}
+
+
+def in_words(config: RelayConfig, names: Iterable[str]) -> str:
+    """Write settings as arguments."""
+    return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
 
 
 class NothingFits(ValueError):
@@ -48,16 +58,9 @@ class Room:
 
     @staticmethod
     def least(rooms: Sequence[Room]) -> Room:
-        """Give the room that there is everywhere."""
-
-        def smallest(limits: Iterable[int | None]) -> int | None:
-            return min((limit for limit in limits if limit is not None), default=None)
-
-        return Room(
-            device_bytes=smallest(room.device_bytes for room in rooms),
-            host_bytes=smallest(room.host_bytes for room in rooms),
-            shared_bytes=smallest(room.shared_bytes for room in rooms),
-        )
+        """Return the room that all of these have."""
+        places = zip(*map(astuple, rooms), strict=True)
+        return Room(*(min((limit for limit in limits if limit is not None), default=None) for limits in places))
 
     @property
     def _limits(self) -> dict[str, int]:
@@ -69,8 +72,8 @@ class Room:
         return {place: limit for place, limit in limits.items() if limit is not None}
 
     def lacks(self, step: Priced) -> dict[str, int]:
-        """Say by place how many bytes the step needs where it needs more than there are."""
-        needs = {  # told only where there is a limit: what the host needs takes a replay
+        """Return the bytes that the step needs at each place where they are more than the limit."""
+        needs = {  # worked out only where there is a limit: the bytes on the host take a replay
             "device": lambda: step.budget_bytes,
             "host": lambda: step.host_bytes,
             "device and host together": lambda: step.budget_bytes + step.host_bytes,
@@ -129,7 +132,7 @@ class Fit:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """What of them is new."""
-        return changes(self.asked, self.config, FREE)
+        return changes(self.asked, self.config)
 
     def __str__(self) -> str:
         return "\n".join(filter(None, (self._choice(), self._why(), self._next(), self._search())))
@@ -140,10 +143,9 @@ class Fit:
         gain = ""
         if self.settings and self.before is not None:
             ratio = self.before.seconds / self.chosen.seconds
-            gain = f", {ratio:.2f} times as fast as {_present(self.asked, self.settings)}" if ratio > 1 else ""
-        words = settings_in_words({name: getattr(config, name) for name in FREE})
+            gain = f", {ratio:.2f} times as fast as with {in_words(self.asked, self.settings)}" if ratio > 1 else ""
         return (
-            f"RelayConfig({words}): {forecast.seconds:.3g} s a step by the forecast{gain}. It needs "
+            f"RelayConfig({in_words(config, FREE)}): {forecast.seconds:.3g} s a step by the forecast{gain}. It needs "
             f"{device} on the device and {host} on the host, of {self.room}."
         )
 
@@ -165,7 +167,7 @@ class Fit:
             return ""
         step, times = self.better
         (place, need), *_ = self.room.lacks(step).items()
-        words = settings_in_words(changes(self.config, step.config, FREE))
+        words = in_words(step.config, changes(self.config, step.config))
         return f"Next better: {words} would be {times:.2f} times as fast and needs {format_bytes(need)} on the {place}."
 
     def _search(self) -> str:
@@ -173,5 +175,40 @@ class Fit:
         return f"{self.tried} settings were compared in {self.seconds:.2g} s{rest}."
 
 
-def _present(asked: RelayConfig, settings: dict[str, Any]) -> str:
-    return f"with {settings_in_words({name: getattr(asked, name) for name in settings})}"
+@dataclass(frozen=True, eq=False)
+class WhatFits:
+    """Settings that fit a budget of the device, and those that need the least.
+
+    Attributes:
+        asked: the present settings.
+        budget_bytes: the budget.
+        smallest: the step that needs the least.
+        fastest: the fastest step that fits; None if none does.
+    """
+
+    asked: RelayConfig
+    budget_bytes: int
+    smallest: Priced
+    fastest: Priced | None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings to change so that the step fits; empty if none help."""
+        return {} if self.fastest is None else changes(self.asked, self.fastest.config)
+
+    def __str__(self) -> str:
+        least, fastest = self.smallest, self.fastest
+        words = (
+            f"The smallest budget that fits this model and batch is {format_bytes(least.budget_bytes)} "
+            f"({least.budget_bytes:,} bytes), with {in_words(least.config, LEAST)}; the budget is "
+            f"{format_bytes(self.budget_bytes)}."
+        )
+        if fastest is None:
+            return (
+                f"No settings help. {words} Give the device that much, or make big parts of the shell layers of their own "
+                "(layers=[...])."
+            )
+        return (
+            f"RelayConfig({in_words(fastest.config, self.settings)}) needs {format_bytes(fastest.device_bytes)} and is the "
+            f"fastest of the settings that were found to fit, {fastest.seconds:.2g} s a step by the forecast. {words}"
+        )

@@ -1,11 +1,13 @@
-"""Where masters and state of a model should lie that nobody has built: in memory, in fewer bits, or on a disk.
+"""A place for masters and optimizer state of a model before it is built: in memory, in fewer bits, or on a disk.
 
-Every optimizer that is offered is forecast in memory and on the disk, and the fastest that fits is taken. What a codec costs in
-quality no forecast knows, and the work of packing is not timed: offer what you would train with.
+Every optimizer offered is forecast in memory and on the disk, since the report lists them all; the fastest that fits is taken.
+A forecast does not know the quality that a codec costs, and the work of packing is not timed: offer optimizers that you would
+train with.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -65,12 +67,8 @@ class ConfigFit:
     @property
     def better(self) -> tuple[Way, ...]:
         """What would be faster than `best`, and does not fit; all of it if nothing does."""
-        found = self.best
-        return tuple(
-            way
-            for way in self.ways
-            if not way.forecast.fits and (found is None or way.forecast.seconds < found.forecast.seconds)
-        )
+        limit_s = math.inf if self.best is None else self.best.forecast.seconds
+        return tuple(way for way in self.ways if way.forecast.seconds < limit_s and not way.forecast.fits)
 
     def __str__(self) -> str:
         best = self.best
@@ -125,16 +123,14 @@ def fit_config(
         host_bytes=host_bytes,
         emulated=emulated,
     )
-    ways = list[Way]()
-    if (
-        disk is None or relay_config is None or relay_config.stash != "disk"
-    ):  # which has no place beside masters in memory
+    ways = []
+    if disk is None or relay_config is None or relay_config.stash != "disk":  # which needs masters on the disk
         ways += [Way(name, forecast(optimizer=make)) for name, make in optimizers.items()]
     if disk is not None:
-        may_lie_there = {name: make for name, make in optimizers.items() if not KeptState(make).rounds_weights}
         ways += [
             Way(name, _on_disk(partial(forecast, optimizer=make), disk, host_bytes))
-            for name, make in may_lie_there.items()
+            for name, make in optimizers.items()
+            if not KeptState(make).rounds_weights  # such masters cannot lie in files
         ]
     return ConfigFit(tuple(sorted(ways, key=lambda way: way.forecast.seconds)))
 

@@ -1,25 +1,115 @@
-"""The fastest settings for a relay's next step: what room there is, and which of the steps that fit are timed once more."""
+"""The fastest settings for a relay's next step: the space, the room, and the rehearsals that confirm the choice."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from l2l_core.batches import Batch
-from l2l_core.config import RelayConfig
+from l2l_core.config import IN_MEMORY, RelayConfig
 from l2l_core.devices import Device, Ledger, free_bytes
-from l2l_core.forecast.fastest import Search, Wanted
-from l2l_core.forecast.fit import FREE, Fit, NothingFits, Room
+from l2l_core.forecast.fit import FREE, LEAST, Better, Fit, NothingFits, Room, changes, in_words
 from l2l_core.forecast.from_costs import Costs, forecast_costs
-from l2l_core.forecast.prices import Prices
+from l2l_core.forecast.minimise import Choice, Minimum, Price, Priced, Space, minimise
+from l2l_core.forecast.prices import Prices, kind_of
 from l2l_core.forecast.rehearsal import Rehearsal
-from l2l_core.forecast.smallest import Priced, settings_in_words, what_fits
-from l2l_core.rules import has_link
+from l2l_core.forecast.what_fits import counts_from, least_of
+from l2l_core.rules import has_link, weight_slots
 from l2l_core.simulator import Fleet
 from l2l_core.trace import format_bytes
 
-_PASSES = 3  # timed ones, of the steps that are looked at once more
+_PASSES = 3  # timed ones, of the steps that are rehearsed once more
+_FINALISTS = 3  # steps that are rehearsed once more: one run each is too little to tell them apart
+_CHANCE = 1.1  # factor by which one run of a step may seem slower than it is
+_AS_FAST = 1.03  # a smaller gain is not worth other micro-batches, which draw other random numbers, or other updates
+_FASTER = 1.01  # a smaller gain is not reported
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Wanted:
+    """A search for the fastest settings.
+
+    Attributes:
+        asked: the settings to begin with; those that are not `free` stay as they are.
+        free: names of settings that may be changed, of `FREE`.
+        rows: rows of the batch.
+        layers: visits of a forward.
+        room: bytes that a step may take.
+        has_link: whether copies take time that compute need not wait for. Without a link they take the cores of compute.
+    """
+
+    asked: RelayConfig
+    free: Collection[str]
+    rows: int
+    layers: int
+    room: Room
+    has_link: bool = True
+
+    def fastest(self, price: Price, until_s: float = math.inf) -> Minimum:
+        """Find the fastest steps that fit.
+
+        Eager updates need less of the host. They are the way out, and no more, since a step that fails may be torn then.
+        """
+        found = minimise(
+            lambda config: price(self._whole(config)), self._space(), self.room.holds, self.cost, _CHANCE, until_s
+        )
+        if found.steps or "update" not in self.free or self.asked.update == "eager":
+            return found
+        return replace(self, asked=replace(self.asked, update="eager")).fastest(price, until_s)
+
+    def cost(self, step: Priced) -> float:
+        """Return the seconds by which steps are compared; other micro-batches and updates than were asked for cost some more."""
+        same = not changes(self.asked, step.config, ("micro_batches", "update"))
+        return step.seconds if same else _AS_FAST * step.seconds
+
+    def smaller(self, config: RelayConfig) -> RelayConfig | None:
+        """Return the settings of the next smaller step: one kept graph less, or one weight; None if there is none."""
+        if config.schedule == "depth_first":
+            return replace(config, schedule="breadth_first") if "schedule" in self.free else None
+        name = next((name for name in ("keep", "resident") if name in self.free and getattr(config, name)), None)
+        return None if name is None else replace(config, **{name: getattr(config, name) - 1})
+
+    def _space(self) -> Space:
+        """List the choices: depth first, where everything stays, before relays, of which those that overlap come first.
+
+        Numbers of micro-batches: the present one, then from one row each, which is rehearsed soonest.
+        """
+        asked, free = self.asked, self.free
+        present = min(asked.micro_batches, self.rows)
+        relays: list[Choice] = [
+            {"schedule": "breadth_first", "ahead": ahead, "stash": place}
+            for ahead in ([*sorted({asked.ahead, 1, 2} - {0}), 0] if "ahead" in free else [asked.ahead])
+            for place in (IN_MEMORY if "stash" in free else [asked.stash])
+            if "schedule" in free or asked.schedule == "breadth_first"
+        ]
+        tiers = [[choice] for choice in relays] if {"keep", "resident"} <= {*free} else [relays]
+        # The graph of the last layer is there anyhow: keeping one is keeping none.
+        growing = {"keep": [0, *range(2, self.layers + 1)], "resident": range(self.layers)}
+        return Space(
+            start=asked,
+            counts=[*dict.fromkeys([present, *counts_from(1, self.rows)])] if "micro_batches" in free else [present],
+            tiers=[self._in_core(), *tiers],
+            growing=[[{name: value} for value in values] for name, values in growing.items() if name in free],
+        )
+
+    def _in_core(self) -> list[Choice]:
+        """List the ways to go depth first that leave the settings that are not free as they are."""
+        held = {*FREE}.difference(self.free)
+        if self.asked.schedule == "depth_first":
+            held -= {"keep", "resident"}  # they follow from the schedule
+        aheads = [max(1, self.asked.ahead)] + [0] * (not self.has_link) if "ahead" in self.free else [self.asked.ahead]
+        ways: list[Choice] = [{"schedule": "depth_first", "stash": "device", "ahead": ahead} for ahead in aheads]
+        return [way for way in ways if not changes(self.asked, self._whole(replace(self.asked, **way)), held)]
+
+    def _whole(self, config: RelayConfig) -> RelayConfig:
+        """Add the weights that must stay for the graphs that are kept, and take away those beyond the layers."""
+        if config.schedule == "depth_first" or "resident" not in self.free:
+            return config.over(self.layers)
+        slots = weight_slots(config.ahead)
+        resident = max(config.resident, int(config.keep) - slots)
+        return replace(config, resident=max(0, min(resident, self.layers - slots)))
 
 
 def fit_step(
@@ -38,28 +128,93 @@ def fit_step(
     looks for all: the smallest batch has so many `rows`.
     """
     began_s = time.monotonic()
-    free, figures = _free(asked, fixed, rehearsal.store.has_hooks, fleet.count), rehearsal.parts.device.figures()
+    free, figures = _free(asked, fixed, rehearsal.store.has_pre_hooks, fleet.count), rehearsal.parts.device.figures()
     prices = Prices(rehearsal, batch, figures, free_bytes(rehearsal.parts.device), fleet)
     before = prices(replace(asked, resident=0, keep=0, schedule="breadth_first")) and prices(asked)
-    wanted = Wanted(asked, free, rows, prices.visits, room, has_link(figures))
-    search = Search(prices, wanted, most_s)
-    exact = list(_looked_at_again(search, prices))
+    wanted = Wanted(asked=asked, free=free, rows=rows, layers=prices.visits, room=room, has_link=has_link(figures))
+    until_s = began_s + most_s
+    found = wanted.fastest(prices, until_s)
+    tried = len(prices.known)
+    exact = dict(_rehearsed_again(finalists(wanted, prices, found.steps, until_s), wanted, prices, until_s))
     if not exact:
         raise _nothing_fits(prices, wanted)
-    again = {step: costs for step, costs in exact}
-    chosen = min(again, key=search.cost)
+    chosen = min(exact, key=wanted.cost)
+    first_priced = prices(chosen.config)  # as the others were: rehearsed once more, it may seem faster by chance
     return Fit(
         asked=asked,
         before=before,
         chosen=chosen,
-        better=search.better_than(chosen.config),
+        better=None if first_priced is None else better_than(first_priced, prices.known.values(), room),
         room=room,
         layers=prices.visits,
-        forecast=forecast_costs(again[chosen], chosen.config, figures, room.host_bytes, fleet),
-        tried=search.tried,
+        forecast=forecast_costs(exact[chosen], chosen.config, figures, room.host_bytes, fleet),
+        tried=tried,
         seconds=time.monotonic() - began_s,
-        all_tried=search.all_tried,
+        all_tried=found.all_tried,
     )
+
+
+def finalists(wanted: Wanted, price: Price, steps: list[Priced], until_s: float = math.inf) -> list[Priced]:
+    """Choose the steps that are worth another rehearsal: the fastest, and those rehearsed apart that may be as fast.
+
+    What stays on the device was priced from the same rehearsals, so among those one is enough.
+    """
+    if time.monotonic() > until_s:
+        return steps[:1]
+    apart: dict[RelayConfig, Priced] = {}
+    for step in steps:
+        if step.seconds < _CHANCE * steps[0].seconds:
+            apart.setdefault(kind_of(step.config), step)
+    chosen = [*apart.values()][:_FINALISTS]
+    # Deferred updates keep steps whole. Where they were asked for, eager ones are a way out alone.
+    if chosen and "update" in wanted.free and chosen[0].config.update == "eager":
+        deferred = price(replace(chosen[0].config, update="deferred"))
+        chosen += [deferred] if deferred is not None and wanted.room.holds(deferred) else []
+    return chosen
+
+
+def _rehearsed_again(
+    steps: list[Priced], wanted: Wanted, prices: Prices, until_s: float
+) -> Iterator[tuple[Priced, Costs]]:
+    """Rehearse steps as they are; one that does not fit after all gives way to one that is a little smaller."""
+    for step in steps:
+        config: RelayConfig | None = step.config
+        while config is not None:
+            costs = prices.rehearse(config, _PASSES if time.monotonic() < until_s else 1)
+            if costs is not None and wanted.room.holds(exact := prices.priced(costs, config)):
+                yield exact, costs
+                break
+            config = wanted.smaller(config)
+
+
+def better_than(chosen: Priced, known: Iterable[Priced | None], room: Room) -> Better | None:
+    """Find, of the steps that are faster than the chosen one and do not fit, the one that lacks least."""
+    others = [step for step in known if step is not None and not room.holds(step)]
+    faster = [step for step in others if _FASTER * step.seconds < chosen.seconds]
+    least = min(faster, key=lambda step: sum(room.lacks(step).values()), default=None)
+    return None if least is None else Better(least, chosen.seconds / least.seconds)
+
+
+def layers_within(rehearsal: Rehearsal, batch: Batch, config: RelayConfig, nbytes: int) -> int:
+    """Count the last layers whose kept graphs make a step on this batch take at most `nbytes` more of the device.
+
+    Two steps are rehearsed, one that keeps none and one that keeps as many as there are slots for weights.
+
+    Raises:
+        Whatever the model raises on the batch.
+    """
+    prices = Prices(rehearsal, batch, rehearsal.parts.device.figures(), free_bytes(rehearsal.parts.device))
+    none = prices(replace(config, keep=0))
+    if none is None:
+        raise prices.errors[0]
+    most, limit_bytes = min(prices.visits, weight_slots(config.ahead, config.resident)), none.device_bytes + nbytes
+    space = Space(
+        start=config,
+        counts=[config.micro_batches],
+        growing=[[{"keep": keep} for keep in (0, *range(2, most + 1))]],  # the last graph is there anyhow
+    )
+    found = minimise(prices, space, lambda step: step.device_bytes <= limit_bytes, lambda step: -int(step.config.keep))
+    return int(found.steps[0].config.keep)
 
 
 def room_of(
@@ -87,40 +242,26 @@ def room_of(
     return Room(device_bytes or budget or free_bytes(device), host_bytes or free_host)
 
 
-def _free(asked: RelayConfig, fixed: Iterable[str], has_hooks: bool, workers: int) -> list[str]:
+def _free(asked: RelayConfig, fixed: Iterable[str], has_pre_hooks: bool, workers: int) -> list[str]:
     if isinstance(fixed, str):
         raise TypeError(f"fixed={fixed!r} is text: give names, as [{fixed!r}]")
     held = {*fixed}
     if unknown := sorted(held.difference(FREE)):
         raise ValueError(f"fixed names {unknown[0]!r}: a search changes {', '.join(FREE)}, and nothing else")
-    if has_hooks or asked.max_grad_norm is not None:  # both need all gradients at once
+    if has_pre_hooks or asked.max_grad_norm is not None:  # both may need all gradients at once
         held.add("update")
     if workers > 1:  # who goes depth first trains alone
         held.add("schedule")
     return [name for name in FREE if name not in held]
 
 
-def _looked_at_again(search: Search, prices: Prices) -> Iterator[tuple[Priced, Costs]]:
-    """Rehearse the most promising steps as they are; what does not fit after all makes place for one that is a little smaller."""
-    for finalist in search.finalists(search.run()):
-        step: Priced | None = finalist
-        while step is not None:
-            costs = prices.rehearse(step.config, _PASSES if search.has_time else 1)
-            if costs is not None and search.room.holds(exact := prices.priced(costs, step.config)):
-                yield exact, costs
-                break
-            step = search.smaller_than(step)
-
-
 def _nothing_fits(prices: Prices, wanted: Wanted) -> Exception:
     """Say what the step that needs least would need; if no step can be made, what the model said to it."""
-    try:
-        least = what_fits(prices, wanted.asked, wanted.rows, 0).smallest
-    except ValueError:
+    asked = wanted.asked
+    least = least_of(prices, asked, counts_from(asked.micro_batches, wanted.rows))
+    if least is None:
         return prices.errors[0]
-    named = ["micro_batches", "ahead", "stash", "update"]
-    named += ["schedule"] if least.config.schedule != wanted.asked.schedule else []
-    settings = settings_in_words({name: getattr(least.config, name) for name in named})
+    named = [*LEAST, "update", *changes(asked, least.config, ["schedule"])]
     remedies = {
         "host": "take an optimizer with less state, or a machine with more memory",
         "device": "give the device that much, or make big parts of the shell layers of their own (layers=[...])",
@@ -130,6 +271,6 @@ def _nothing_fits(prices: Prices, wanted: Wanted) -> Exception:
     return NothingFits(
         f"No settings were found with which a step on this batch fits {wanted.room}. What needs least needs "
         f"{format_bytes(least.budget_bytes)} ({least.budget_bytes:,} bytes) on the device and "
-        f"{format_bytes(least.host_bytes)} on the host, with {settings}. Remedy: {remedy}",
+        f"{format_bytes(least.host_bytes)} on the host, with {in_words(least.config, named)}. Remedy: {remedy}",
         least,
     )

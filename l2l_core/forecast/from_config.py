@@ -1,25 +1,28 @@
-"""A forecast of a model that was never built: from its configuration and a machine's figures.
+"""A forecast of a model that was never built, from its configuration and a machine's figures; and advice where it does not fit.
 
-What it is not: exact, since `configured_step.py` estimates what layers keep. Once a model is built, `Relay.forecast` is.
+It is not exact, since `configured_step.py` estimates what layers keep. Once a model is built, `Relay.forecast` is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from l2l_core.config import RelayConfig
 from l2l_core.forecast.configured_step import ConfiguredStep, costs_of
 from l2l_core.forecast.families import Shape, shapes_of_config
-from l2l_core.forecast.fitting import advise, advise_shelf
 from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.from_costs import forecast_costs
 from l2l_core.forecast.kept_state import KeptState, MakeOptimizer, bytes_per_parameter
 from l2l_core.forecast.planned_shelf import PlannedShelf
+from l2l_core.rules import MAX_UNDER_WAY
 from l2l_core.simulator import Machine
+from l2l_core.trace import format_bytes
 
 ADAMW = 8  # bytes per parameter of its two moments in float32
+
+Make = Callable[[ConfiguredStep], ConfiguredStep | None]  # gives None where the step is so already
 
 
 def forecast_config(
@@ -109,8 +112,8 @@ def forecast_config(
     if forecast.fits:
         return forecast
     if forecast.shelf is not None:
-        return replace(forecast, advice=advise_shelf(step, batch, forecast))
-    return replace(forecast, advice=advise(step, batch, memory_bytes, host_bytes))
+        return replace(forecast, advice=_shelf_advice(step, batch, forecast))
+    return replace(forecast, advice=_advice(step, batch, {"device": memory_bytes, "host": host_bytes}))
 
 
 def _forecast(step: ConfiguredStep, memory_bytes: int | None, host_bytes: int | None) -> Forecast:
@@ -122,3 +125,87 @@ def _forecast(step: ConfiguredStep, memory_bytes: int | None, host_bytes: int | 
         "latency_s": machine.latency_s,
     }
     return forecast_costs(costs_of(step), step.config, figures, host_bytes)
+
+
+def _advice(step: ConfiguredStep, batch: int, limits: Mapping[str, int | None]) -> str:
+    """Write which settings together make the step fit, the cheapest first; one is taken only if its place still lacks room."""
+    taken: dict[str, str] = {}  # words by kind
+    lacking = []
+    for place, limit in limits.items():
+        for kind, words, make in _changes(place, batch):
+            if limit is None or _need(step, place) <= limit:
+                break
+            other = make(step)
+            if other is not None and _need(other, place) < _need(step, place):
+                taken[kind], step = words, other
+    for place, limit in limits.items():
+        if limit is not None and (need := _need(step, place)) > limit:
+            lacking.append(f"{format_bytes(need)} on the {place}")
+    settings = ", ".join(taken.values())
+    if lacking:
+        return f"even with {settings or 'other settings'} it would need {' and '.join(lacking)}"
+    return f"would fit with {settings}"
+
+
+def _shelf_advice(step: ConfiguredStep, batch: int, forecast: Forecast) -> str:
+    """Write what would make a step fit whose masters are on a shelf."""
+    shelf, words = forecast.shelf, list[str]()
+    assert shelf is not None
+    if forecast.memory_bytes is not None and forecast.peak_device_bytes > forecast.memory_bytes:
+        words.append(f"on the device it {_advice(step, batch, {'device': forecast.memory_bytes})}")
+    if forecast.host_limit_bytes is not None and (over := forecast.needed_host_bytes - forecast.host_limit_bytes) > 0:
+        room = shelf.memory_bytes - over
+        words.append(
+            f"on the host it would fit with memory_bytes={room:,} of the shelf"
+            if room >= shelf.least_bytes
+            else f"the smallest pool that works is {format_bytes(shelf.least_bytes)}, which is {shelf.needs}: load fewer layers "
+            f"ahead, or free {format_bytes(over - (shelf.memory_bytes - shelf.least_bytes))} of the host"
+        )
+    if shelf.lacks_disk:
+        words.append(
+            f"the disk must have {format_bytes(shelf.needed_bytes)} free, or the optimizer less state (in_bf16)"
+        )
+    return "; ".join(words)
+
+
+def _need(step: ConfiguredStep, place: str) -> int:
+    """Return the bytes at the peak; on the host, of gradients as many as there may be."""
+    costs = costs_of(step)
+    if place == "device":
+        return costs.peak_bytes(place)
+    layer, shell = step.gradient_bytes
+    many = step.model.depth if step.config.update == "deferred" else min(MAX_UNDER_WAY, step.model.depth)
+    apart = step.config.micro_batches + 1 if step.parts_shell else 1
+    return costs.peak_bytes(place) + sum(costs.host.values()) + many * layer + apart * shell
+
+
+def _changes(place: str, batch: int) -> list[tuple[str, str, Make]]:
+    """List what makes a step smaller at a place, the cheapest first: kind, words, and the change.
+
+    Of a kind the last change that was taken is named, since it holds those before it.
+    """
+
+    def config(**settings: Any) -> Make:
+        return lambda step: replace(step, config=replace(step.config, **settings))
+
+    def optimizer(nbytes: int) -> Make:
+        return lambda step: replace(step, state_bytes=nbytes, kept=None) if step.state_bytes > nbytes else None
+
+    def single(step: ConfiguredStep) -> ConfiguredStep | None:
+        return replace(step, rows=1, config=replace(step.config, micro_batches=batch)) if step.rows > 1 else None
+
+    if place == "device":
+        return [
+            ("stash", "stash='host'", config(stash="host")),
+            ("rows", f"micro_batches={batch}", single),
+            ("precision", "precision='bf16'", config(precision="bf16")),
+            ("ahead", "ahead=0", config(ahead=0)),
+        ]
+    half = "4 bytes of optimizer state per parameter (one moment, or two in bfloat16: in_bf16)"
+    return [
+        ("update", "update='eager'", config(update="eager", max_grad_norm=None)),
+        ("optimizer", half, optimizer(4)),
+        ("optimizer", "2 bytes of optimizer state per parameter (bitsandbytes' 8-bit optimizers)", optimizer(2)),
+        ("optimizer", "an optimizer without state (SGD)", optimizer(0)),
+        ("precision", "precision='fp32'", config(precision="fp32")),
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from l2l_core.config import RelayConfig
@@ -11,6 +11,7 @@ from l2l_core.forecast.forecast import Forecast, OfWorker
 from l2l_core.forecast.gradient_buffers import gradient_buffer_bytes, gradient_buffer_bytes_of_worker
 from l2l_core.forecast.holdings import Holdings
 from l2l_core.forecast.limits import Budgets, hiding_micro_batches, largest_depth
+from l2l_core.forecast.memory_walk import MemoryWalk
 from l2l_core.forecast.planned_shelf import OfShelf, ShelfCosts
 from l2l_core.forecast.stretch import stretch
 from l2l_core.rules import weight_itemsize
@@ -44,6 +45,16 @@ class Costs:
     basis: str
     holdings: Holdings | None = None
     shelf: ShelfCosts | None = None
+
+    def peak_bytes(self, place: str) -> int:
+        """Return the bytes that the step itself takes of a place at its peak: all on the device, on the host the stash."""
+        return MemoryWalk(self.profile).rise(place, self.stands, {}).high
+
+
+def on_shelf(shelf: ShelfCosts, costs: Costs) -> Costs:
+    """Move masters and optimizer state of a step from host memory to files."""
+    host = {name: nbytes for name, nbytes in costs.host.items() if name not in ("weights", "optimizer")}
+    return replace(costs, host=host, layer_host_bytes=dict.fromkeys(costs.layer_host_bytes, 0), shelf=shelf)
 
 
 def forecast_costs(
@@ -114,24 +125,24 @@ def _replay(costs: Costs, config: RelayConfig, figures: Mapping[str, Any], fleet
 
 def _replay_alone(costs: Costs, config: RelayConfig, figures: Mapping[str, Any]) -> _Replay:
     profile = stretch(costs.profile, costs.stands)
-    on_shelf = None if costs.shelf is None else costs.shelf.company()
+    company = None if costs.shelf is None else costs.shelf.company()
     if costs.shelf is not None:
         figures = {**figures, **costs.shelf.figures()}
-    trace = replayed_step(profile, config, figures, Fleet(count=1), shelf=on_shelf).trace
+    trace = replayed_step(profile, config, figures, Fleet(count=1), shelf=company).trace
     # The EPS keeps its buffers in a pool: those that earlier steps took are there, needed or not.
     gradients = max(gradient_buffer_bytes(profile, trace), costs.pooled_bytes)
     # Deferred updates keep each layer's gradient as well
     kept = {key: layer.push_bytes for key, layer in costs.profile.layers.items()} if config.update == "deferred" else {}
     layer_bytes = {key: nbytes + kept.get(key, 0) for key, nbytes in costs.layer_host_bytes.items()}
     standing = {**costs.host, "gradients": gradients}
-    if costs.shelf is None or on_shelf is None:
+    if costs.shelf is None or company is None:
         return _Replay(trace, standing, layer_bytes)
     standing |= {
-        "weights": on_shelf.loads.most,
-        "optimizer": on_shelf.records.most,
-        "stash": on_shelf.stash.buffer_bytes,
+        "weights": company.loads.most,
+        "optimizer": company.records.most,
+        "stash": company.stash.buffer_bytes,
     }
-    return _Replay(trace, standing, layer_bytes, shelf=costs.shelf.told(on_shelf, trace))
+    return _Replay(trace, standing, layer_bytes, shelf=costs.shelf.told(company, trace))
 
 
 def _replay_of_worker(costs: Costs, config: RelayConfig, figures: Mapping[str, Any], fleet: Fleet) -> _Replay:

@@ -6,19 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from l2l_core.batches import Batch, RowsOf, form_of, split
+from l2l_core.batches import Batch, form_of, split
 from l2l_core.config import RelayConfig
-from l2l_core.devices import Device, DeviceOutOfMemory, EmulatedDevice
+from l2l_core.devices import Device, EmulatedDevice
 from l2l_core.forecast.forecast import Forecast
 from l2l_core.forecast.from_costs import Costs, forecast_costs
 from l2l_core.forecast.measured_costs import costs_of_rehearsal, costs_of_step
 from l2l_core.forecast.rehearsal import Rehearsal
-from l2l_core.forecast.smallest import Priced, WhatFits, what_fits
+from l2l_core.forecast.what_fits import search
 from l2l_core.simulator import COPY_LANES, Fleet
 from l2l_core.step import Kind
 from l2l_core.trace import Trace
-
-LONG_S = 10.0  # an error waits so long for further settings that might be faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,42 +81,6 @@ def forecast_step(
     if budget_bytes is None or forecast.peak_device_bytes <= budget_bytes:
         return forecast
     return replace(forecast, advice=str(search(rehearsal, batch, config, figures, budget_bytes)))
-
-
-def search(
-    rehearsal: Rehearsal, batch: Batch, config: RelayConfig, figures: Mapping[str, Any], budget_bytes: int
-) -> WhatFits:
-    """Look for settings with which a step on this batch fits; a few micro-batches are rehearsed with each that is tried.
-
-    Raises:
-        Whatever the model raises on the batch with any settings.
-    """
-    errors: list[Exception] = []
-
-    def price(tried: RelayConfig) -> Priced | None:
-        try:
-            costs = costs_of_rehearsal(rehearsal, split(batch, tried.micro_batches), tried, most_passes=1)
-        except Exception as error:  # a model need not run with every number of rows, nor a real device have the room
-            errors.append(error)
-            return None
-        return Priced.of(costs, tried, figures)
-
-    try:
-        return what_fits(price, config, RowsOf(batch).count, budget_bytes, LONG_S)
-    except ValueError as error:
-        raise error from errors[0]
-
-
-def advise(error: DeviceOutOfMemory, rehearsal: Rehearsal, batch: Batch, config: RelayConfig) -> None:
-    """Tell an error what would fit, in place of what it said without trying; if that goes wrong, a note says so."""
-    figures = rehearsal.parts.device.figures()
-    try:
-        found = search(rehearsal, batch, config, figures, error.limit_bytes)
-    except Exception as second:
-        error.add_note(f"What would fit could not be tried: {type(second).__name__}: {second}")
-        return
-    error.settings, error.least_bytes = found.settings, found.smallest.budget_bytes
-    error.remedy = f"Remedy: {found}"
 
 
 def _figures_of(device: Device | Mapping[str, Any]) -> dict[str, Any]:

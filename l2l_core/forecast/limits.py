@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,11 +72,9 @@ def largest_depth(profile: Profile, stands: Sequence[int], budgets: Budgets) -> 
 
     if fits(_DEEPEST):
         return None
-    low, high = 0, _DEEPEST  # low fits, or is none at all; high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(
+        range(1, _DEEPEST), True, key=lambda depth: not fits(depth)
+    )  # the first that fits no more, less one
 
 
 def _slots_bytes(profile: Profile, layers: int) -> Callable[[int], int]:
@@ -121,10 +120,7 @@ def hiding_micro_batches(
         if high == most:
             return _by_arithmetic(trace, most)
         low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_hidden(trace_of(middle)) else (middle, high)
-    return high
+    return bisect_left(range(high), True, lo=low + 1, key=lambda count: is_hidden(trace_of(count)))
 
 
 def _by_arithmetic(trace: Trace, micro_batches: int) -> int | None:

@@ -1,15 +1,16 @@
-"""A shelf on disk that a step is planned with: its memory and its disk, what its files take, and how the step goes through it."""
+"""A shelf on disk as forecasts know it, planned or built: its memory, its disk, and the bytes of its files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from l2l_core.config import bytes_in
+from l2l_core.config import RelayConfig, bytes_in
+from l2l_core.eps.blocks import Block
 from l2l_core.forecast.families import ModelShapes, Shape, slot_numel
 from l2l_core.forecast.kept_state import KeptState
-from l2l_core.shelf import BlockSize, Disk, Sizes, StateTrial, pages
+from l2l_core.shelf import BlockSize, Disk, OnFiles, Sizes, StateTrial, pages
 from l2l_core.simulator import SHELL, Filed, OnShelf
 from l2l_core.trace import Trace, format_bytes
 
@@ -212,3 +213,42 @@ class ShelfCosts:
             return None
         shell, layer = (self.blocks[key].needed_bytes for key in (SHELL, next(k for k in self.blocks if k != SHELL)))
         return max(0, (free - shell) // (layer + -(-scratch_bytes // (len(self.blocks) - 1))))
+
+
+def built_shelf(shelf: OnFiles, config: RelayConfig, disk: Disk) -> ShelfCosts:
+    """Return the files and the pool of a relay's own shelf.
+
+    Args:
+        shelf: the relay's.
+        config: of the step.
+        disk: its figures; what is free of it does not count, since the files are there.
+
+    Raises:
+        ValueError: layers share weights, or the pool has no room for as many layers ahead.
+    """
+    room = shelf.room
+    several = [block.key for block in room.blocks if block.shared]
+    if several:
+        raise ValueError(
+            f"forecast: {several[0]} is in several layers, and the order in which a shelf reads such blocks is not planned yet. "
+            "Make a step and read its trace"
+        )
+    sizes, asked = room.sizes(room.ahead), room.sizes(config.ahead)
+    loads, _ = sizes.shared_out(room.memory_bytes)
+    if asked.loads > loads:
+        raise ValueError(
+            f"forecast: ahead={config.ahead} takes {asked.loads:,} bytes of buffers for weights, and the shelf has {loads:,}, "
+            f"shared out with ahead={room.ahead}: make the relay with that config, or give the shelf more memory_bytes"
+        )
+    casts = room.casts and config.precision == "bf16"
+    blocks = {block.key: _planned(block, shelf, casts) for block in room.blocks}
+    return ShelfCosts(replace(disk, free_bytes=None), room.memory_bytes, sizes, blocks)
+
+
+def _planned(block: Block, shelf: OnFiles, casts: bool) -> BlockCosts:
+    size, trained = shelf.room.blocks[block], any(block.trained.flags)
+    record = shelf.record_bytes(block)
+    if trained and not block.version:  # its state is yet to come
+        record = max(record, size.record)
+    cast = pages(2 * size.numel) if casts else 0
+    return BlockCosts(Filed(size.weights, cast, record, size.record), size, size.state, trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -84,6 +85,25 @@ class Profile:
         start, *rest = [tuple(change(index, turns)) for index, turns in self.by_stay()]
         stays = tuple(stay._replace(turns=turns) for stay, turns in zip(self.stays, rest, strict=True))
         return replace(self, start=start, stays=stays, **others)
+
+    @property
+    def trained(self) -> set[str]:
+        """Keys of the layers that gradients come from."""
+        apart = {part.layer for turn in self.turns for op in turn.ops for part in op.parts}
+        return apart | {key for key, layer in self.layers.items() if layer.push_bytes}
+
+    def jobs(self, update: str) -> tuple[dict[int, list[Job]], list[Job]]:
+        """Return the jobs of the EPS that can begin after each stay, by its index, and those that wait for the end of the step.
+
+        With eager updates a layer's own gradients are whole after its last stay; those of the shell and of shared blocks, at the
+        end.
+        """
+        last = {stay.layer: index for index, stay in enumerate(self.stays) if stay.is_backward}
+        due, closing = defaultdict[int, list[Job]](list), list[Job]()
+        for job in self.closing:
+            early = update == "eager" and job.layer in last and job.kind in ("reduce", "update")
+            (due[last[job.layer]] if early else closing).append(job)
+        return due, closing
 
     def with_micro_batches(self, count: int) -> Profile:
         """Return the same step with `count` micro-batches of the same size: the recorded ones are repeated."""

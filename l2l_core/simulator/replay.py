@@ -20,7 +20,6 @@ from l2l_core.config import RelayConfig
 from l2l_core.rules import MAX_UNDER_WAY, gradient_slots, pieces_of_copy, weight_itemsize, weight_slots
 from l2l_core.shelf import READ_AHEAD
 from l2l_core.simulator.costs import COPY_LANES, SHELL, CopySpeed, Job, Memory, Moves, Stay, TurnCost
-from l2l_core.simulator.due import trained, when_due
 from l2l_core.simulator.profile import Profile
 from l2l_core.simulator.virtual_crew import Alone, Company
 from l2l_core.simulator.virtual_lane import VirtualLane
@@ -81,9 +80,9 @@ class Replay:
         for index, stay in enumerate(profile.stays):
             self._visits[stay.layer].append(index)
         self._last = {stay.layer: index for index, stay in enumerate(profile.stays) if stay.is_backward}
-        self._trained = trained(profile)
+        self._trained = profile.trained
         self._buffers = gradient_slots(config.ahead, config.schedule, len(self._layers) - 1)
-        self._due, self._closing = when_due(profile, config)
+        self._due, self._closing = profile.jobs(config.update)
         self._pushed_s: deque[float] = deque()  # when the gradients that still fill a buffer have left
         self._updated_s: list[float] = []  # when pushed gradients have been used
 

@@ -1,6 +1,6 @@
 """Which setting would make a pass fit the device, from what is known in the middle of it: the last line of an error.
 
-What it is not: tried. When a step has failed, a relay tries settings (`l2l_core/forecast/smallest.py`) and says what it
+What it is not: tried. When a step has failed, a relay tries settings (`l2l_core/forecast/what_fits.py`) and says what it
 found instead. This is what there is to say of inference, and where nothing can be tried.
 """
 

@@ -200,7 +200,7 @@ def error_of(budget: int, model: nn.Module, batch: Any, **settings: Any) -> Devi
         return error
 
 
-@pytest.mark.slow  # of 512 rows; test_smallest.py takes the advice of errors on smaller batches
+@pytest.mark.slow  # of 512 rows; test_what_fits.py takes the advice of errors on smaller batches
 def test_the_error_says_what_fills_the_device_and_its_first_remedy_works() -> None:
     """Stash on the device does not fit; the message says so, and with the settings that it names the step runs."""
     batch, budget = chain_batch(8, rows=64), 700_000

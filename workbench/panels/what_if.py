@@ -206,7 +206,7 @@ class WhatIfPanel(Panel):
             words = f"<strong>next step, forecast</strong> {escape(str(foreseen))}"
             said = f"<br>{escape(self._error or foreseen.basis)}"
             self._said = f'<div class="l2l-forecast">{words}<span class="l2l-caption">{said}</span></div>'
-            self._fit.show(self._what_fits(now, foreseen))
+            self._fit.show(self._what_fits(foreseen))
         except DepthFirstStep as why_not:
             self._foreseen, self._error = None, ""
             self._said = f'<div class="l2l-forecast"><span class="l2l-caption">{escape(str(why_not))}.</span></div>'
@@ -215,11 +215,11 @@ class WhatIfPanel(Panel):
             self._said = failure_html(f"The next step cannot be forecast: {error}", traceback.format_exc())
         self._line.value, self._cost_s = self._said, time.thread_time() - began_s
 
-    def _what_fits(self, now: Snapshot, foreseen: Answer) -> WhatFits | None:
-        """What helps if the next step would not fit; not on a guess, nor before a step has told how many rows a batch has."""
-        if foreseen.fits or foreseen.guessed or not now.steps:
+    def _what_fits(self, foreseen: Answer) -> WhatFits | None:
+        """Find what helps if the next step would not fit; not on a guess."""
+        if foreseen.fits or foreseen.guessed:
             return None
-        return fitting(lambda asked: self._ask(asked)[1], foreseen.question, now.steps[-1].samples, SEARCH_S)
+        return fitting(lambda asked: self._ask(asked)[1], foreseen.question, SEARCH_S)
 
     def _press_rehearse(self) -> None:
         self._rehearse.disabled = True

@@ -11,7 +11,6 @@ from workbench.what_if.differences import differences as differences
 from workbench.what_if.differences import forecast_error as forecast_error
 from workbench.what_if.differences import show as show
 from workbench.what_if.differences import what_if_table as what_if_table
-from workbench.what_if.fitting import fitting as fitting
 from workbench.what_if.guess import Guess as Guess
 from workbench.what_if.guess import guess as guess
 from workbench.what_if.known_steps import KnownSteps as KnownSteps
@@ -23,4 +22,5 @@ from workbench.what_if.question import CONFIG as CONFIG
 from workbench.what_if.question import Question as Question
 from workbench.what_if.what_if import Answer as Answer
 from workbench.what_if.what_if import answer as answer
+from workbench.what_if.what_if import fitting as fitting
 from workbench.what_if.what_if import measured as measured

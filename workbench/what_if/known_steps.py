@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 
 from l2l_core import Trace
 from workbench.readings import batch_bytes
@@ -15,85 +16,79 @@ _MOST = 6  # steps that are kept
 _KIND = ("stash", "precision", "keep", "micro_batches", "ahead", "resident")
 
 
+class _KnownStep:
+    """A trace and its name; its costs are read on first use, which for many events takes a while."""
+
+    def __init__(self, trace: Trace, name: str) -> None:
+        self.trace, self.name = trace, name
+
+    @cached_property
+    def base(self) -> MeasuredStep:
+        return MeasuredStep.of(self.trace, self.name)
+
+    @cached_property
+    def answer(self) -> Answer:
+        return measured(self.base)
+
+
 class KnownSteps:
     """Steps of the present branch, and of the stack and batch that its last one had; others are forgotten. Thread-safe.
 
-    What was measured with the settings of a question needs no formula, so its bytes are exact.
+    A question with the settings of one of them needs no formula, so its bytes are exact.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._traces: dict[tuple[object, ...], Trace] = {}  # the newest last
-        self._names: dict[int, str] = {}  # by the identity of a trace, which is held above
-        self._bases: dict[int, MeasuredStep] = {}
+        self._lock = threading.Lock()  # costs are read without it
+        self._steps: dict[tuple[object, ...], _KnownStep] = {}  # the newest last
         self._like: object = None
-        self._last: Answer | None = None
 
     def note(self, now: Snapshot) -> None:
         """Remember the last step of a session."""
         shown = now.shown
-        if shown is None or shown.trace.settings.get("stash") == "disk":  # of such a step nothing is replayed
-            with self._lock:
-                self._traces, self._bases, self._names, self._like = {}, {}, {}, None
-            return
-        trace = shown.trace
         with self._lock:
-            if self._traces and next(reversed(self._traces.values())) is trace:
-                self._names[id(trace)] = now.name_of(shown)  # a fork since then adds the branch to it
+            if shown is None or shown.trace.settings.get("stash") == "disk":  # such a step cannot be replayed
+                self._steps, self._like = {}, None
+                return
+            trace, name = shown.trace, now.name_of(shown)  # a fork since then adds the branch to the name
+            newest = next(reversed(self._steps.values()), None)
+            if newest is not None and newest.trace is trace and newest.name == name:
                 return
             layers = tuple((row.key, row.num_params, row.num_trained) for row in shown.layers)
             like = shown.branch, layers, now.shell_trained, batch_bytes(trace)
             if like != self._like:
-                self._traces, self._bases, self._like = {}, {}, like
-            kind = tuple(trace.settings.get(name) for name in ("schedule", *_KIND))
-            self._traces.pop(kind, None)  # otherwise it would keep its place in the order
-            self._traces[kind] = trace
-            while len(self._traces) > _MOST:
-                del self._traces[next(iter(self._traces))]
-            self._bases = {id(kept): base for kept in self._traces.values() if (base := self._bases.get(id(kept)))}
-            self._names = {id(kept): name for kept in self._traces.values() if (name := self._names.get(id(kept)))}
-            self._names[id(trace)] = now.name_of(shown)
+                self._steps, self._like = {}, like
+            kind = tuple(trace.settings.get(setting) for setting in ("schedule", *_KIND))
+            self._steps.pop(kind, None)  # otherwise it would keep its place in the order
+            self._steps[kind] = _KnownStep(trace, name)
+            if len(self._steps) > _MOST:
+                del self._steps[next(iter(self._steps))]
 
     def last(self) -> Answer | None:
-        """Return the last step, as measured; None if there is none.
+        """Return the last step, as measured; None if none is known.
 
         Raises:
             DepthFirstStep: it was one.
         """
         with self._lock:
-            trace = next(reversed(self._traces.values()), None)
-        if trace is None:
-            return None
-        if self._last is None or self._last.trace is not trace:
-            self._last = measured(self._base(trace))
-        return self._last
+            newest = next(reversed(self._steps.values()), None)
+        return None if newest is None else newest.answer
 
     def nearest(self, question: Question) -> MeasuredStep | None:
-        """Find the step whose settings are nearest to those of a question, the newest of several; None if none is known.
+        """Find the step with the most settings of a question, the newest of several; None if none is known.
 
-        Of steps that ran depth first it is the last resort.
+        Steps that ran depth first are the last resort.
 
         Raises:
             DepthFirstStep: no other one is known.
         """
 
-        def far(trace: Trace) -> tuple[bool, ...]:
-            asked = (trace.settings.get(name) != getattr(question, name) for name in _KIND)
-            return trace.settings.get("schedule") == "depth_first", *asked
+        def far(step: _KnownStep) -> tuple[bool, ...]:
+            settings = step.trace.settings
+            return settings.get("schedule") == "depth_first", *(
+                settings.get(name) != getattr(question, name) for name in _KIND
+            )
 
         with self._lock:
             # Of those that are equally far `min` takes the first, and so the newest.
-            trace = min(reversed(self._traces.values()), key=far, default=None)
-        return self._base(trace) if trace is not None else None
-
-    def _base(self, trace: Trace) -> MeasuredStep:
-        """Made outside of the lock: of a step of many events that takes a while."""
-        with self._lock:
-            known, name = self._bases.get(id(trace)), self._names.get(id(trace), "")
-        if known is not None and (not name or known.name == name):
-            return known
-        made = MeasuredStep.of(trace, name)
-        with self._lock:
-            if any(kept is trace for kept in self._traces.values()):
-                self._bases[id(trace)] = made
-        return made
+            found = min(reversed(self._steps.values()), key=far, default=None)
+        return None if found is None else found.base

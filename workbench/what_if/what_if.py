@@ -7,19 +7,19 @@ been measured yet, see `guess.py`. Nothing here trains, waits, or shows anything
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from l2l_core import Profile, RelayConfig, Trace, simulate
-from l2l_core.forecast import StepFigures
+from l2l_core.forecast import Priced, Run, StepFigures, WhatFits, what_fits
 from l2l_core.simulator import COPY_LANES
 from l2l_core.trace import format_bytes
 from workbench.pictures import format_seconds
 from workbench.readings import Columns, TimelineSummary, timeline_summary
 from workbench.what_if.measured_step import MeasuredStep
-from workbench.what_if.question import Question
+from workbench.what_if.question import CONFIG, Question
 from workbench.what_if.rescale import formulas, rescale
 
 
@@ -127,3 +127,30 @@ def simulated(profile: Profile, question: Question, settings: Mapping[str, Any])
     # What was asked for: None in place of inf, and what advice reckons with, where the profile takes things together.
     trace.settings.update(link, micro_batches=question.micro_batches, resident=question.resident)
     return trace
+
+
+def fitting(ask: Callable[[Question], Answer], question: Question, most_s: float = math.inf) -> WhatFits:
+    """Find layers ahead and a place of the stash with which a step fits its device, with and without what stays there.
+
+    Other numbers of micro-batches are not tried: an answer stretches what was measured to them, which is good for a picture and
+    too little for a promise (a fifth of the bytes has been missing). The step itself rehearses them where it does not fit.
+
+    Args:
+        ask: answers a question; nothing is run for it.
+        question: of a device with a budget; the rest of its settings stay.
+        most_s: as of `what_fits`.
+
+    Raises:
+        ValueError: the device has no budget, or no step could be made.
+    """
+    if question.memory_bytes is None:
+        raise ValueError(
+            "memory_bytes=None: a device without a limit has room for everything; ask for one with a budget"
+        )
+
+    def price(config: RelayConfig) -> Priced:
+        found = ask(replace(question, **{name: getattr(config, name) for name in CONFIG}))
+        return Priced(config, found.peak_device_bytes, lambda: Run(found.seconds, found.peak_host_bytes))
+
+    asked = RelayConfig(**{name: getattr(question, name) for name in CONFIG})
+    return what_fits(price, asked, [question.micro_batches], int(question.memory_bytes), most_s)

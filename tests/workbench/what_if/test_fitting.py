@@ -29,7 +29,7 @@ def test_what_is_offered_fits_on_a_device_of_that_size(ahead: int, share: float)
         base = MeasuredStep.of(relay.step(BATCH).trace)
     budget = int(share * answer(base, Question.of(base)).peak_device_bytes)
     asked = replace(Question.of(base), memory_bytes=budget)
-    found = fitting(lambda question: answer(base, question), asked, rows=6)
+    found = fitting(lambda question: answer(base, question), asked)
     if found.fastest is None:
         assert share < 0.8 and found.smallest.budget_bytes > budget
         return
@@ -40,10 +40,10 @@ def test_what_is_offered_fits_on_a_device_of_that_size(ahead: int, share: float)
 
 
 def test_where_nothing_fits_the_least_is_told(base: MeasuredStep) -> None:
-    found = fitting(lambda question: answer(base, question), replace(Question.of(base), memory_bytes=100), rows=6)
+    found = fitting(lambda question: answer(base, question), replace(Question.of(base), memory_bytes=100))
     assert found.fastest is None and not found.settings and found.smallest.budget_bytes > 100
 
 
 def test_a_device_without_a_budget_is_refused(base: MeasuredStep) -> None:
     with pytest.raises(ValueError, match="memory_bytes=None: a device without a limit has room"):
-        fitting(lambda question: answer(base, question), Question.of(base), rows=6)
+        fitting(lambda question: answer(base, question), Question.of(base))

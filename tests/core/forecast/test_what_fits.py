@@ -14,9 +14,9 @@ from patience import rarely, sampled
 from torch import nn
 
 from l2l_core import DeviceOutOfMemory, EmulatedDevice, Relay, RelayConfig, TornStep
-from l2l_core.forecast import Priced, Run, what_fits
-from l2l_core.forecast.from_relay import search
-from l2l_core.forecast.smallest import TIMED, WhatFits
+from l2l_core.forecast import Priced, Run, WhatFits, what_fits
+from l2l_core.forecast.minimise import TIMED
+from l2l_core.forecast.what_fits import counts_from, search
 
 LINK = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
 
@@ -211,7 +211,7 @@ def made_up(config: RelayConfig, asked: list[RelayConfig] | None = None) -> Pric
     "asked", [RelayConfig(), RelayConfig(micro_batches=4, ahead=3), RelayConfig(ahead=0, stash="host")]
 )
 def test_the_fastest_of_all_settings_that_fit_is_found(asked: RelayConfig, budget: int) -> None:
-    found = what_fits(made_up, asked, 64, budget)
+    found = what_fits(made_up, asked, counts_from(asked.micro_batches, 64), budget)
     counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count >= asked.micro_batches]
     every = [
         made_up(replace(asked, micro_batches=count, ahead=ahead, stash=stash))
@@ -236,14 +236,14 @@ def test_what_overlaps_is_given_a_margin() -> None:
 
 def test_time_is_up_before_more_than_the_smallest_is_known() -> None:
     asked: list[RelayConfig] = []
-    found = what_fits(lambda config: made_up(config, asked), RelayConfig(), 64, 10_000, most_s=-1.0)
+    found = what_fits(lambda config: made_up(config, asked), RelayConfig(), counts_from(1, 64), 10_000, most_s=-1.0)
     assert found.fastest is found.smallest and {config.ahead for config in asked} <= {0, 1}
     assert len(asked) < len({*asked}) + 1 and not [c for c in asked if c.ahead and c.micro_batches < 64]
 
 
 def test_settings_with_which_no_step_can_be_made_are_left_out() -> None:
     """A model that wants two rows, and one that wants none of these."""
-    found = what_fits(lambda c: made_up(c) if c.micro_batches <= 32 else None, RelayConfig(), 64, 139)
+    found = what_fits(lambda c: made_up(c) if c.micro_batches <= 32 else None, RelayConfig(), counts_from(1, 64), 139)
     assert found.smallest.config.micro_batches == 16 and found.fastest is None and found.settings == {}
     with pytest.raises(ValueError, match="no step could be made with 4 settings"):
-        what_fits(lambda config: None, RelayConfig(micro_batches=2), 4, 100)
+        what_fits(lambda config: None, RelayConfig(micro_batches=2), counts_from(2, 4), 100)

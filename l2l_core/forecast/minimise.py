@@ -1,0 +1,205 @@
+"""The search for settings: the cheapest step of a space that fits a budget.
+
+It runs nothing. The caller gives the space, a price that tells the needs of a step with some settings, and the budget.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from l2l_core.config import RelayConfig
+
+# Of the bytes: with overlap, the bytes that copies still hold depend on timing, and forecasts are exact to so much.
+TIMED = 0.02
+
+
+class Run(NamedTuple):
+    """Figures of a step that take a run or a replay."""
+
+    seconds: float
+    host_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A step with some settings, and its needs.
+
+    Attributes:
+        config: the settings.
+        device_bytes: device memory at the peak.
+        run: returns the rest, which takes longer; called once, and only where it matters.
+    """
+
+    config: RelayConfig
+    device_bytes: int
+    run: Callable[[], Run]
+
+    def __reduce__(self) -> Any:
+        return _known, (self.config, self.device_bytes, self._run)  # other workers get the figures
+
+    @cached_property
+    def _run(self) -> Run:
+        return self.run()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self._run.seconds
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory at the peak."""
+        return self._run.host_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """A device budget with which the step surely fits."""
+        return self.device_bytes if not self.config.ahead else math.ceil((1 + TIMED) * self.device_bytes)
+
+
+def _known(config: RelayConfig, device_bytes: int, run: Run) -> Priced:
+    return Priced(config, device_bytes, lambda: run)
+
+
+Price = Callable[[RelayConfig], Priced | None]  # None: the step cannot be made, or surely does not fit
+Choice = Mapping[str, Any]  # settings by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Settings to choose among. Each choice replaces some of `start`.
+
+    Attributes:
+        start: the settings that are the same everywhere.
+        counts: numbers of micro-batches, in the order in which they are tried.
+        tiers: choices without an order in bytes (place of the stash, layers ahead, schedule), the most promising ones first.
+        growing: for each setting that has such an order (kept graphs, resident weights), its choices: each needs no fewer bytes
+            than the one before it, and costs no more.
+    """
+
+    start: RelayConfig
+    counts: Sequence[int]
+    tiers: Sequence[Sequence[Choice]] = (({},),)
+    growing: Sequence[Sequence[Choice]] = ()
+
+
+class Minimum(NamedTuple):
+    """Steps that fit, the cheapest first; `all_tried` is False if the time was up before the search ended."""
+
+    steps: list[Priced]
+    all_tried: bool
+
+
+def seconds(step: Priced) -> float:
+    """Return the cost of a step where time is what counts."""
+    return step.seconds
+
+
+def minimise(
+    price: Price,
+    space: Space,
+    fits: Callable[[Priced], bool] | None,
+    cost: Callable[[Priced], float] = seconds,
+    chance: float = 1.0,
+    until_s: float = math.inf,
+) -> Minimum:
+    """Search a space for the cheapest step that fits.
+
+    Guarantees: every step returned fits by its price, and the first one is the cheapest of the space, provided that the space is
+    ordered in these ways.
+
+    - Choices of `growing` are ordered as `Space` says. If the step with the least of all does not fit, no other one does; if the
+      one with the most fits, none is cheaper; and its cost bounds that of all. Where that is a gain, the longest range is halved.
+    - Fewer micro-batches, which are larger, need no fewer bytes: a choice of `tiers` that does not fit with some number of them
+      is not tried with fewer.
+    - With each number of micro-batches a choice of `tiers` bounds the cost of later tiers. They are not tried where its step with
+      the most of all fits, nor where its bound is no gain and nothing else was found.
+
+    Evaluations for each choice of `tiers` and number of micro-batches: 1 without `growing`, 2 log2(n) + 2 with one setting of
+    n choices, about 3 (n + m) at most with two; bounds leave most of that out.
+
+    Args:
+        price: the needs of a step. Some settings are priced twice, so it should remember.
+        space: the settings.
+        fits: whether a step is within the budget. None: whether it costs no more than any step found before.
+        cost: what is minimised.
+        chance: factor by which a cost may be too high by chance. Parts of the space whose bound is up to that much above the best
+            so far are searched, too.
+        until_s: a time of `time.monotonic`; from then on nothing further is tried if something was found.
+    """
+    search = _Search(price, space, fits or (lambda step: cost(step) <= search.least), cost, chance, until_s)
+    ended = set[int]()
+    for tier in space.tiers:
+        ended |= {count for choice in tier for count in search.try_counts(choice, ended)}
+    return Minimum(sorted(search.found, key=cost), search.all_tried)
+
+
+@dataclass(eq=False)
+class _Search:
+    """Invariant: all steps in `found` fit, and `least` is the cost of the cheapest of them."""
+
+    price: Price
+    space: Space
+    fits: Callable[[Priced], bool]
+    cost: Callable[[Priced], float]
+    chance: float
+    until_s: float
+    found: dict[Priced, None] = field(default_factory=dict)
+    least: float = math.inf
+    all_tried: bool = True
+
+    def try_counts(self, choice: Choice, ended: Collection[int]) -> Iterator[int]:
+        """Try a choice with all numbers of micro-batches, and yield those with which no other choice can gain."""
+        growing = self.space.growing
+        low, high = tuple(0 for _ in growing), tuple(len(choices) - 1 for choices in growing)
+        failed = made = 0
+        for count in self.space.counts:
+            if count <= failed or count in ended:
+                continue
+            if self.found and time.monotonic() > self.until_s:
+                self.all_tried = False
+                return
+            start = replace(self.space.start, micro_batches=count, **choice)
+            smallest = self._priced(start, low)
+            if smallest is None:  # some models need several rows, and some devices have no room for many
+                failed = count if made > count else failed
+                continue
+            made = max(made, count)
+            if not self.fits(smallest):
+                failed = count
+                continue
+            self._try_between(start, low, high)
+            largest, new = self._priced(start, high), all(step.config.micro_batches != count for step in self.found)
+            if largest in self.found or (new and not self._promises(largest)):
+                yield count
+
+    def _try_between(self, start: RelayConfig, low: tuple[int, ...], high: tuple[int, ...]) -> None:
+        """Find the cheapest steps with at least the choices `low` of the growing settings, and at most `high`."""
+        smallest = self._priced(start, low)
+        if smallest is None or not self.fits(smallest):
+            return
+        largest = self._priced(start, high)
+        if largest is not None and self.fits(largest):
+            self._note(largest)
+        elif self._promises(largest):
+            axis = max(range(len(low)), key=lambda axis: high[axis] - low[axis])
+            middle = (low[axis] + high[axis] + 1) // 2  # above `low`, since the two steps differ
+            self._try_between(start, (*low[:axis], middle, *low[axis + 1 :]), high)
+            self._try_between(start, low, (*high[:axis], middle - 1, *high[axis + 1 :]))
+
+    def _promises(self, largest: Priced | None) -> bool:
+        return largest is None or self.cost(largest) < self.chance * self.least
+
+    def _priced(self, start: RelayConfig, at: tuple[int, ...]) -> Priced | None:
+        for choices, index in zip(self.space.growing, at, strict=True):
+            start = replace(start, **choices[index])
+        return self.price(start)
+
+    def _note(self, step: Priced) -> None:
+        self.found[step] = None
+        self.least = min(self.least, self.cost(step))
